@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,7 +37,6 @@ def test_the_journey(monkeypatch, capsys):
         runs = [folder for folder in Path("runs/copy-task").iterdir() if not folder.is_symlink()]
         newest = Path("runs/copy-task/latest").resolve()
         assert len(runs) == n and newest == max(runs).resolve() and f"Everything is in runs/copy-task/{newest.name};" in out
-        assert json.loads((newest / "environment.json").read_text())["command"] == " ".join(["gradus train copy-task", *SMALL])
         assert f"$ gradus train copy-task {' '.join(SMALL)}\n" in out and " predicted  measured " in out.split("$ gradus prove")[1]
         assert (newest / "report" / "report.html").is_file()
 
@@ -62,11 +63,17 @@ def test_without_matplotlib_there_is_no_report(monkeypatch, capsys):
     assert note.startswith("note: gradus report needs the package matplotlib") and "pip install" in note
 
 
-def test_an_interrupt_ends_it(monkeypatch, capsys):
-    def interrupt(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "plan", interrupt)
-    assert cli.main(["demo"]) == 130
-    out, err = capsys.readouterr()
-    assert shown(out) == ["plan"] and err == "\nstopped\n"
+@pytest.mark.slow
+def test_an_interrupt_ends_it():
+    """Ctrl-C reaches every process of the terminal: the training saves and ends as it does by itself, and the demo with it."""
+    command = [sys.executable, "-u", "-c", f"import sys; from gradus.demo import demo; sys.exit(demo(settings={['train.steps=100000', *SMALL[:-1]]}))"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 10/"):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    seen.append(process.communicate(timeout=120)[0])
+    assert process.returncode == 130, "".join(seen)
+    assert "Traceback" not in "".join(seen) and "Resume with: gradus train" in "".join(seen) and "What next?" not in "".join(seen)

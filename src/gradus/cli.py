@@ -165,7 +165,7 @@ def whole(most: int, least: int = 1, name: str = "N") -> dict:
 
 def _starting(verb: Verb) -> None:
     text = "plan, check, train, prove and report the copy task, in about two minutes: each command before it runs"
-    verb("demo", lambda a: room("demo").demo(run), text, "")
+    verb("demo", lambda a: room("demo").demo(), text, "")
     text = 'a script that completes verbs, options, recipes and keys: eval "$(gradus completion bash)" in ~/.bashrc'
     p = verb("completion", lambda a: [room("completion").script(a.shell, parser())], text, "")
     p.add_argument("shell", choices=["bash", "zsh", "fish"], help="fish: in ~/.config/fish/completions/gradus.fish")

@@ -1,8 +1,9 @@
-"""`gradus demo`: a recipe's whole way on the copy task, in one process. Each command is shown, then run as if typed."""
+"""`gradus demo`: a recipe's whole way on the copy task. Each command is shown, then run as if typed, by itself."""
 
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,16 +18,23 @@ Everything is in {run}; its report/report.html opens in a browser. What next?
   gradus new mine.yaml --data reviews.csv                 a recipe for your own table, text or images"""
 
 
-def demo(gradus: Callable[[list[str]], int], settings: Sequence[str] = ("train.steps=300",)) -> int:
+def run(words: list[str]) -> int:
+    """A command line in a process of its own: what the commands before it have left counts to nobody's memory."""
+    process = subprocess.Popen([sys.executable, "-m", "gradus", *words])
+    while True:
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code  # as a shell says it
+        except KeyboardInterrupt:  # which it has had too: it saves, and ends
+            continue
+
+
+def demo(gradus: Callable[[list[str]], int] = run, settings: Sequence[str] = ("train.steps=300",)) -> int:
     """Plan, check, train, prove and report, up to the first command that fails; its exit code.
 
     gradus: runs a command line. settings: of the recipe; in 300 steps it learns to copy as well as in its 500.
     """
-    from gradus.train.clock import begin_run
-
     for verb, why in (("plan", "What will it cost?"), ("check", "Is it healthy?"), ("train", "Train it.")):
-        if verb == "train":
-            begin_run()  # of what the check has left, nothing counts to the training's memory
         if code := _typed(gradus, why, verb, "copy-task", *settings):
             return code
     if code := _typed(gradus, "Was the plan right?", "prove", RUN):
@@ -44,5 +52,4 @@ def demo(gradus: Callable[[list[str]], int], settings: Sequence[str] = ("train.s
 
 def _typed(gradus: Callable[[list[str]], int], why: str, *words: str) -> int:
     print(f"\n# {why}\n$ {shlex.join(['gradus', *words])}", flush=True)
-    sys.argv[1:] = words  # which a run folder keeps
     return gradus(list(words))
