@@ -458,6 +458,8 @@ def train(args) -> int:
 
     here, options = world.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
     given = Given(args.json_file, here)
+    if here.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
+        print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
         outcome = start(args.recipe, args.overrides, given, plan=Proof(args.force), flops=for_run, **options)
     except Stopped as stop:

@@ -31,6 +31,7 @@ import yaml
 from gradus import models, recipe
 from gradus.cli import main
 from gradus.data import tokenizers
+from gradus.hardware.files import quotes
 from gradus.models import llama
 from gradus.proof import calibrate, check, fit, study_file
 from gradus.recipe.schema import BertConfig
@@ -386,9 +387,13 @@ def test_python_runs(page, tmp_path, monkeypatch, record_property):
 
 @pytest.mark.docs
 @pytest.mark.parametrize("text", [text for page in PAGES for language, text in blocks(page) if language == "yaml"])
-def test_yaml_is_a_study_or_a_recipe(text, tmp_path, record_property):
+def test_yaml_is_a_study_a_recipe_or_prices(text, tmp_path, record_property):
     (tmp_path / "file.yaml").write_text(text, encoding="utf-8")
-    if {"configurations", "grid"} & set(yaml.safe_load(text)):
+    if "prices" in (said := yaml.safe_load(text)):
+        for name, quote in said["prices"].items():
+            (found,) = quotes(name, tmp_path / "file.yaml")
+            assert (found.expected, found.currency) == (quote["expected"], said["currency"])
+    elif {"configurations", "grid"} & set(said):
         assert study_file.load(tmp_path / "file.yaml")[0].configurations
     else:
         assert recipe.load(str(tmp_path / "file.yaml"), [])

@@ -134,6 +134,19 @@ def test_what_was_lost_on_several_processes(tmp_path):
     assert captions(folder)[-1].endswith("Bars show a step by its parts, and what was lost by name.")
 
 
+def test_a_ladder_of_one_round_has_the_speed_of_its_timed_steps(tmp_path):
+    """Not that of the first steps, which are taken once for losses and memory, the compilation with them."""
+    rows = []
+    for c, first, timed in (("before", 5.0, 10.0), ("compile", 0.1, 12.0)):
+        rows.append(row("samples_per_s", first, c, "samples/s", samples=[first], rung="00-first", study="once", steps=3, warm_up=0))
+        rows.append(row("samples_per_s", timed, c, "samples/s", samples=[timed], rung="00-first", study="ladder", steps=8, warm_up=2))
+        rows.append(row("memory/allocated", 1e6, c, "bytes", rung="00-first", study="once", steps=3, warm_up=0))
+    folder = folder_of(tmp_path / "ladder", rows)
+    assert studies.read([str(folder)])[0].values("samples_per_s") == {"00-first · before": 10.0, "00-first · compile": 12.0}
+    text = " ".join(text for block in blocks_of(folder, Text) for _, text in block.parts)
+    assert "8 steps" in text and "3 steps" not in text
+
+
 def test_a_ladder_rung_by_rung(tmp_path):
     """A configuration that is there on several rungs is one on each; memory is that of the whole batch, speed that of all rounds."""
     rows = []

@@ -34,6 +34,16 @@ def folder(name: str, runs: Path = RUNS) -> Path:
     return runs / name
 
 
+def test_a_new_run_from_a_run_folder_says_that_it_is_no_resume(capsys):
+    assert main(["train", "copy-task", *SMALL]) == 0
+    (first,) = [run for run in RUNS.iterdir() if not run.is_symlink()]
+    assert "--resume continues" not in capsys.readouterr().out
+    assert main(["train", f"{RUNS}/latest", "--resume", "train.steps=3"]) == 0
+    assert "--resume continues" not in capsys.readouterr().out
+    assert main(["train", f"{RUNS}/latest", "train.steps=2"]) == 0
+    assert f"note: a new run of the recipe in {first} begins; --resume continues that run\n" in capsys.readouterr().out
+
+
 def test_the_newest_run_has_two_names(capsys):
     made = []
     for _ in range(2):

@@ -130,8 +130,8 @@ class Study:
 
 
 def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what was measured more than once, speed from most samples, memory of the largest batch of all data; "before"
-    of the first rung alone."""
+    """Of what was measured more than once, speed from the timed rounds and most samples, memory of the largest batch of
+    all data; "before" of the first rung alone."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
@@ -140,7 +140,7 @@ def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if known and row["name"].startswith(("memory/", "ratio/memory", "ratio/process")):
             row = known if known.get("study") == "once" else row
         elif known:
-            row = max(known, row, key=lambda r: len(r.get("samples", ())))
+            row = max(known, row, key=lambda r: (r.get("study") != "once", len(r.get("samples", ()))))
         found[key] = {**row, "configuration": name}
     told = ((c, row) for (c, *_), row in found.items() if row.get("study") != "once")  # for memory and losses
     wanted = [c for c, row in told if row["name"] in ("samples_per_s", "failed", "verdict")]
@@ -190,7 +190,7 @@ def tables(study: Study) -> Iterator[Block]:
             yield Text([("strong", c), ("plain", f": failed: {why}")], item=True)
     for line in study.table.summary():
         yield Text([("plain", f"{line}.")], item=True)
-    if line := results.conditions_line(study.rows):
+    if line := results.conditions_line([row for row in study.rows if row.get("study") != "once"]):
         yield plain(f"{line}.")
 
 
