@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -222,6 +223,16 @@ def test_the_third_step_may_be_in_the_next_epoch():
     (_, a), (_, b), (_, c) = (predict.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
     assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
     assert not torch.equal(a[0]["source"], c[0]["source"])
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_proof(run, tmp_path, capsys):
+    folder = tmp_path / "again"
+    shutil.copytree(run, folder, symlinks=True)
+    before = {name: (folder / name).read_bytes() for name in ("plan.jsonl", "proof.jsonl")}
+    assert main(["train", str(folder), "--resume"]) == 0
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    proofs = [json.loads((f / "summary.json").read_text())["proof"] for f in (run, folder)]
+    assert proofs[0] == proofs[1] and "  tensors at the peak " in capsys.readouterr().out
 
 
 @pytest.mark.slow

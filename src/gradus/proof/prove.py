@@ -154,6 +154,8 @@ class Proof(Plan):
         told = [m for m in trainer.parallel.collect(mine) if m]
         if not trainer.parallel.mesh.world.first:
             return []
+        if trainer.progress.step == trainer.start_step:  # of a run that had ended before
+            return self._as_it_was(trainer.folder, summary)
         rows = [*self.measured, *self.traffic]
         if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
             of_run = MEASURED | {"rank": 0, "of": "run"}
@@ -168,10 +170,21 @@ class Proof(Plan):
         with contextlib.suppress(OSError):
             write(trainer.folder / "proof.jsonl", rows)
         predicted = self.predicted.rows if self.predicted else []
-        found = pairs([r.record() for r in predicted], [r.record() for r in rows])
-        if found:
-            summary["proof"] = {f.name: f.summary() for f in found}
-        return table(found) if any(f.predicted is not None for f in found) else []
+        return _compared([r.record() for r in predicted], [r.record() for r in rows], summary)
+
+    @staticmethod
+    def _as_it_was(folder: Path, summary: dict[str, Any]) -> list[str]:
+        with contextlib.suppress(UserError):
+            return _compared(*files_of(folder), summary)
+        return []
+
+
+def _compared(predicted: list[dict[str, Any]], measured: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    """The table of both; `summary` gets it as data."""
+    found = pairs(predicted, measured)
+    if found:
+        summary["proof"] = {f.name: f.summary() for f in found}
+    return table(found) if any(f.predicted is not None for f in found) else []
 
 
 def times_of(marks: Iterable[tuple[int, float, int]]) -> Iterator[tuple[int, float, float]]:

@@ -101,7 +101,8 @@ def train(
         new = session.deferred(values=start.checkpoint is None)
         _write_folder(folder, session, start, extended is not None)
         if world.first:
-            plan.begin(folder)
+            if start.step < derived["steps"]:  # else the run has ended, and what was planned and measured stays
+                plan.begin(folder)
             _print_model(session, new.report, resume is None)
         per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
         status.at("the laying out of the model")
