@@ -69,7 +69,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^gradus study FILE\.yaml", f"gradus study some.yaml {TINY['copy-task']} --only fp32 --rounds 1 --steps 2 --to out"),
     (r"^gradus report studies/NAME", "gradus report runs/copy"),
     (r"^gradus report runs/copy-task/latest .*", "gradus report runs/copy --to out"),
-    (r"^(gradus train .*) log\.dir=\S+", r"\1"),
+    (r"^(gradus train .*) log\.dir=(?!RUN\b)\S+", r"\1"),
     (r"\bstudies/mini-gpt-on-wikitext2/runs/\S+|\bruns/\S*(gpt|llama|book)\S*/latest\b", "runs/words"),
     (r"\bruns/\S+/latest\b", "runs/copy"),
     (r"^gradus bench (RUN$|runs/words .*)", "gradus bench runs/words --engines torch --precisions fp32 --batch 1 --runs 2 --seconds 0.01 --rounds 1 --to out"),
