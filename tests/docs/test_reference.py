@@ -122,10 +122,6 @@ def test_the_reference_is_what_the_code_says():
     assert not stale(), f"docs/reference/ is not what the code says. Run: {AGAIN}"
 
 
-def test_every_verb_is_on_one_page():
-    assert sorted(verb for of in cli.JOURNEY.values() for verb in of) == sorted(verbs(cli.parser()))
-
-
 if __name__ == "__main__":
     if "--check" in sys.argv:
         sys.exit(f"docs/reference/: {', '.join(stale())}: not what the code says. Run: {AGAIN}" if stale() else 0)
