@@ -15,8 +15,7 @@ import numpy as np
 
 from gradus import models
 from gradus.hardware import Cluster, Device
-from gradus.parallel.pipeline import bounds, needed
-from gradus.plan import engine
+from gradus.parallel.stages import bounds, needed
 from gradus.plan.compose import fsdp_widths, sharded_over, stages_of
 from gradus.plan.engine import MicroBatches
 from gradus.plan.profiles import INDEX, MiB, N, Part, Profile, Stretch, Weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+Target = Literal["cpu", "cuda"]  # what kind of device a step is planned for
 Kind = Literal["matmul", "attention", "memory"]
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
