@@ -1,4 +1,4 @@
-"""Batches of the right shapes without the data: made by the task's own collate, of samples that are as long as the recipe allows."""
+"""Batches of the right shapes without the data: the task's own collate gets samples as long as the recipe allows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Batch = dict[str, Any]
 
 
 def complete(recipe: Recipe) -> Recipe:
-    """The recipe with what the task makes of the model (its head, its vocabulary where the task knows it), without its data.
+    """The recipe with the model's head and, where the task knows it, its vocabulary; the data stay closed.
 
-    Raises UserError where only the data could tell: the size of the vocabulary, the number of classes.
+    Raises UserError for a vocabulary size or a number of classes that only the data could tell.
     """
     model, task = recipe.model, recipe.task
     update: dict[str, Any] = {}
@@ -37,19 +37,20 @@ def complete(recipe: Recipe) -> Recipe:
     elif model.family == "bert" and model.head == "none" and task.name == "classification":
         update |= {"head": "classification", "pooler": True}
     if task.name == "classification" and model.n_classes is None:
-        published = getattr(config_of(model.preset), "n_classes", None) if model.preset else None  # where only the data would know better
-        update["n_classes"] = len(task.classes) if task.classes else published
+        preset = config_of(model.preset) if model.preset else None
+        update["n_classes"] = len(task.classes) if task.classes else getattr(preset, "n_classes", None)
     model = model.model_copy(update=update)
     recipe = recipe.model_copy(update={"model": model}) if update else recipe
-    for key in not_known(recipe):
+    for key in missing_keys(recipe):
         raise UserError(f"{key}: not known without the data. Set it, or make the data reachable.")
     return recipe
 
 
-def not_known(recipe: Recipe) -> list[str]:
-    """The keys of the model that its task needs and only the data could tell."""
-    needed = {"vocab_size": recipe.model.family != "vit", "n_classes": recipe.task.name == "classification"}
-    return [f"model.{key}" for key, wanted in needed.items() if wanted and getattr(recipe.model, key, 0) is None]
+def missing_keys(recipe: Recipe) -> list[str]:
+    """The model's keys that its task needs, the recipe lacks and only the data could tell."""
+    model = recipe.model
+    needed = {"vocab_size": _reads_text(model), "n_classes": recipe.task.name == "classification"}
+    return [f"model.{key}" for key, is_needed in needed.items() if is_needed and getattr(model, key, 0) is None]
 
 
 class _Vocabulary:

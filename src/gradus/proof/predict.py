@@ -135,7 +135,7 @@ def foresee(case: Case) -> tuple[Memory, Work]:
     blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
     if blocks * len(given) <= WHOLE:
         t = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
-        memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, [])
+        memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.peak_phase, t.state, t.parameters, [])
         return memory if room.target == "cuda" else engine.with_process(memory, room.resident, r.layout), t.work
     first = engine.processes(r, room.n, room.target, room.task, given)[0]
     memory = engine.memory_of([first], room.resident)
