@@ -539,7 +539,7 @@ def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
     ],
 )
 def test_a_batch_is_said_by_its_shape(batch, words):
-    assert batches.described([{k: v[:1] for k, v in batch.items()}, batch]) == words
+    assert batches.describe_largest([{k: v[:1] for k, v in batch.items()}, batch]) == words
 
 
 def test_rows_of_the_largest_batch_are_not_proved_by_another():

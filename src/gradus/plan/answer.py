@@ -214,7 +214,7 @@ def _open(recipe: Recipe, notes: list[str]):
         if recipe.model.family == "vit" and recipe.model.n_classes is None:
             recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
             notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
-        if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
+        if missing := [f"{key}=N" for key in batches.missing_keys(recipe)]:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None

@@ -86,7 +86,7 @@ def predict(case: Case) -> Predicted:
     same = step and room.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches)
     memory = step[0] if same else room.memory(r)
     need, components, rank = memory.device_total, memory.components, memory.rank
-    of = {"of": "largest batch", "batch": batches.described(largest) + (f", rank {rank}" if rank else "")}
+    of = {"of": "largest batch", "batch": batches.describe_largest(largest) + (f", rank {rank}" if rank else "")}
     rows = [figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, **of) for name, value in components.items()]
     rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components", components, rank=rank, **of))
     rows.append(figure("memory/reserved", memory.reserved, "bytes", "as the caching allocator rounds it", **of))
@@ -100,7 +100,7 @@ def predict(case: Case) -> Predicted:
     rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
     line = f"plan: tensors {size(memory.allocated)}, {most} of {size(room.budget)}"
     if step:
-        shape = batches.described(case.micro_batches)
+        shape = batches.describe_largest(case.micro_batches)
         if step[0].allocated != memory.allocated:
             line += f" with the largest batch ({of['batch']}); tensors {size(step[0].allocated)} in step {case.step} ({shape}), which is measured"
         rows += step_rows(case, *step, shape)
