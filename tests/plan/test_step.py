@@ -55,11 +55,11 @@ def test_a_product_with_rows_of_odd_length_is_slower():
 
 
 def test_the_nearest_dtype_that_a_device_has():
-    assert roofline.peak(DEVICE, "fp16") == 1e14
-    assert roofline.peak(DEVICE, "tf32") == 1e13
-    assert roofline.peak(DEVICE, "fp8") == 1e14
-    assert roofline.peak(hardware.find("P100"), "fp16") == 10.6e12  # no tensor cores
-    assert roofline.peak(hardware.find("V100"), "fp16") == 125e12
+    assert roofline.peak_flops(DEVICE, "fp16") == 1e14
+    assert roofline.peak_flops(DEVICE, "tf32") == 1e13
+    assert roofline.peak_flops(DEVICE, "fp8") == 1e14
+    assert roofline.peak_flops(hardware.find("P100"), "fp16") == 10.6e12  # no tensor cores
+    assert roofline.peak_flops(hardware.find("V100"), "fp16") == 125e12
 
 
 def test_what_was_not_fitted_is_said():
@@ -71,7 +71,7 @@ def test_what_was_not_fitted_is_said():
 
 @pytest.mark.parametrize(("name", "chip"), [("A100-80GB", "A100"), ("H100-96GB-500W", "H100"), ("RTX-3090", "RTX3090"), ("GB200", "GB200"), ("L40S", "L40")])
 def test_family(name, chip):
-    assert roofline.family(name) == chip
+    assert roofline.chip_of(name) == chip
 
 
 # ---------------------------------------------------------------- collectives
@@ -96,7 +96,7 @@ def test_a_link_that_was_measured_comes_before_its_nominal_bandwidth():
     device = hardware.find("A100-80GB")
     seconds = collective_seconds("all_reduce", 2.0**30, 8, 1, Cluster(device, 8))
     assert seconds == pytest.approx(0.008193, rel=0.1)  # nccl-tests on A100 (vTrain)
-    assert seconds > collectives.passes("all_reduce", 8) * 2.0**30 / device.link.bandwidth
+    assert seconds > collectives.ring_factor("all_reduce", 8) * 2.0**30 / device.link.bandwidth
 
 
 # ---------------------------------------------------------------- the step
