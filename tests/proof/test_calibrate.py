@@ -73,10 +73,10 @@ def test_times_are_planned_with_as_many_threads_as_were_calibrated(calibrated, m
 def test_a_measured_point_is_given_back(calibrated):
     device, _ = calibrated
     bare = Device("x", {}, 1, 1, kind="cpu", measured={**device.measured, "dispatch": {}})
-    name, dtype, layout, batch, m, n, k, seconds, _ = tables.rows(device.measured["matmul"], "matmul")[5]
+    name, dtype, layout, batch, m, n, k, seconds, _ = tables.parse(device.measured["matmul"], "matmul")[5]
     op = product(int(m), int(n), int(k), name=name, dtype=dtype, layout=layout, batch=int(batch))
     assert tables.seconds(op, bare) == pytest.approx(float(seconds), rel=1e-6)
-    name, dtype, n_bytes, seconds, _ = next(r for r in tables.rows(device.measured["memory"], "memory") if r[0] == "silu")
+    name, dtype, n_bytes, seconds, _ = next(r for r in tables.parse(device.measured["memory"], "memory") if r[0] == "silu")
     assert tables.seconds(memory(name, float(n_bytes), dtype), bare) == pytest.approx(float(seconds), rel=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_calibration_knows_the_operations_of_a_real_step(calibrated):
     from gradus.plan.trace import trace_recipe
 
     device, _ = calibrated
-    names = {row[0] for row in tables.rows(device.measured["memory"], "memory")}
+    names = {row[0] for row in tables.parse(device.measured["memory"], "memory")}
     for recipe, _, given, _ in calibrate.tiny_steps(torch.device("cpu")):
         work = trace_recipe(recipe, micro_batches=given).work
         bound = [op for op in [*work.micro, *work.step] if op.kind == "memory" and op.bytes > 1024]

@@ -22,7 +22,7 @@ from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.plan.workers import Fault, Worker
+from gradus.plan.workers import Worker, WorkerError
 from gradus.proof.room import Room, fix_of, room_of, ways
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -198,10 +198,10 @@ class Planner(Worker):
     def plan(self, case: Case, seconds: float = PATIENCE) -> Predicted:
         """Raises as `ask` where there is no answer in time. Where it does not fit and there is time, the refusal says what would."""
         end = time.monotonic() + seconds
-        found = self.ask(_predict_there, case, seconds)
+        found = self.call(_predict_there, case, seconds)
         if found.refusal:
-            with contextlib.suppress(TimeoutError, EOFError, UserError, Fault):
-                found.refusal = self.ask(_refuse_there, (case, found), end - time.monotonic())
+            with contextlib.suppress(TimeoutError, EOFError, UserError, WorkerError):
+                found.refusal = self.call(_refuse_there, (case, found), end - time.monotonic())
         return found
 
 

@@ -19,7 +19,7 @@ from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
-from gradus.plan.workers import Fault
+from gradus.plan.workers import WorkerError
 from gradus.proof.calibrate import once
 from gradus.proof.measured import memory_of_step
 from gradus.proof.pairs import LABELS, errors_table, pairs, table
@@ -218,7 +218,7 @@ def write(path: Path, rows: list[Row]) -> None:
 
 def why_not(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0][:200]
-    return text if isinstance(error, UserError | Fault | TimeoutError | EOFError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, UserError | WorkerError | TimeoutError | EOFError) else f"{type(error).__name__}: {text}"
 
 
 # ---------------------------------------------------------------- the verb
