@@ -19,7 +19,7 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure.workers import uninterrupted
+from gradus.parallel.processes import uninterrupted
 from gradus.plan import batches, show
 from gradus.proof import predict, prove, room, study
 from gradus.proof.pairs import Pair, pairs, table
@@ -375,7 +375,7 @@ def test_an_interrupt_waits_for_the_end_of_a_trace():
 BEGUN = """
 import os, pathlib, signal, sys, time
 from multiprocessing import forkserver
-from gradus.measure import workers
+from gradus.parallel import processes
 
 def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
     ends = begin(fds)
@@ -387,7 +387,7 @@ def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
 
 forkserver.connect_to_new_process = connect
 try:
-    workers.start(2, print, log=pathlib.Path(sys.argv[1]))
+    processes.run_group(2, print, log=pathlib.Path(sys.argv[1]))
 except KeyboardInterrupt:
     sys.exit(130)
 """

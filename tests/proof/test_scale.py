@@ -22,7 +22,7 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure import workers
+from gradus.parallel import processes
 from gradus.parallel.world import World
 from gradus.proof import scale, study, timing
 from gradus.rows import read_rows
@@ -263,7 +263,7 @@ def failed(here):
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
     (tmp_path / "bad_workers.py").write_text(WORKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(workers, "GRACE", 3.0)
+    monkeypatch.setattr(processes, "GRACE", 3.0)
     bad = importlib.import_module("bad_workers")
     for function, kind, said in (
         (bad.mistaken, UserError, "^sample 3: no such file$"),
@@ -271,8 +271,8 @@ def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
         (bad.failed, RuntimeError, "rank 1 of 2(.|\n)*the cause"),
     ):
         with pytest.raises(kind, match=said):
-            workers.start(2, function, log=tmp_path / "log")
-    assert workers.start(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
+            processes.run_group(2, function, log=tmp_path / "log")
+    assert processes.run_group(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
 
 
 # ------------------------------------------------------------ no process is left

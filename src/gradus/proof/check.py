@@ -29,9 +29,9 @@ from gradus.hardware.tables import fold
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
-from gradus.measure.workers import uninterrupted
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
+from gradus.parallel.processes import uninterrupted
 from gradus.plan.batches import task_without_data
 from gradus.proof.predict import case_of, predict
 from gradus.proof.results import width

@@ -11,9 +11,9 @@ from typing import Any
 from gradus import limits
 from gradus.errors import UserError
 from gradus.hardware.units import quantity
-from gradus.measure.workers import start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed
+from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.plan import batches
 from gradus.plan.engine import Memory
@@ -104,7 +104,7 @@ def measured_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
 def run_apart(n: int, function: Callable, recipe: Recipe, folder: str, *more: Any) -> dict[str, float] | str:
     """The largest of what each process found, by name; where they did not come to an end, why."""
     try:
-        found = start(n, function, recipe, folder, *more, log=Path(folder) / "log")
+        found = run_group(n, function, recipe, folder, *more, log=Path(folder) / "log")
     except UserError as e:
         return str(e)
     return {key: max(f[key] for f in found) for key in found[0]}

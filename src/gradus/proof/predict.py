@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradus.errors import UserError
 from gradus.hardware import Cluster
+from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
 from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
@@ -22,7 +23,6 @@ from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.plan.workers import Fault, Worker
 from gradus.proof.room import Room, fix_of, room_of, ways
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row

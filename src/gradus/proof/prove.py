@@ -19,7 +19,7 @@ from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
-from gradus.plan.workers import Fault
+from gradus.parallel.processes import Fault
 from gradus.proof.calibrate import once
 from gradus.proof.measured import memory_of_step
 from gradus.proof.pairs import LABELS, errors_table, pairs, table

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ from typing import Any
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.parallel.processes import run_program
 from gradus.proof.timing import whole_rounds
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
-from gradus.train.signals import SIGNALS
 
 SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compared step by step
 OF_SUMMARY = {  # in summary.json → (row, unit)
@@ -39,7 +37,7 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tup
         words += ["--processes", str(processes)]
     before = loopback()
     try:
-        code, told = to_its_end(words)
+        code, told = run_program(words, capture=True, stopping="stopping: the training saves itself first")
     except FileNotFoundError:
         raise UserError(f"no {words[0]} here: layout.transport=mpi needs it") from None
     if code:
@@ -52,33 +50,6 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tup
     if before is not None and processes > 1:
         measured["traffic/loopback"] = (loopback() - before, "bytes")
     return measured, planned, series
-
-
-def to_its_end(words: list[str]) -> tuple[int, str]:
-    """(exit code, standard error) of a program. Signals that ask for a stop are passed on to it and its end is waited for, however long it
-    saves; then they hold for this process: KeyboardInterrupt, SystemExit."""
-    came: list[int] = []
-    process = None
-
-    def pass_on(number: int, frame: object) -> None:
-        came.append(number)
-        if process is not None:
-            process.send_signal(number)
-        if len(came) == 1:
-            print("\nstopping: the training saves itself first", file=sys.stderr, flush=True)
-
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:  # in a session of its own, so that Ctrl-C reaches it once
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
-        if came:  # in between
-            process.send_signal(came[0])
-        told = process.communicate()[1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
-    return process.returncode, told
 
 
 def of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list[float]]]:

@@ -28,9 +28,9 @@ from gradus import recipe as recipes
 from gradus.errors import UserError, writing
 from gradus.hardware import Cluster
 from gradus.measure.machine import conditions
-from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import check, status
 from gradus.parallel.mesh import single_process
+from gradus.parallel.processes import ended_by_sigterm, run_group
 from gradus.parallel.world import World
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.show import duration, size
@@ -256,10 +256,10 @@ def take(study: Study, c: Configuration, number: int, folder: Path) -> Sample:
     steps = whole_rounds(study.steps, c.recipe.layout)[0] if c.recipe else study.steps
     window = Window(steps, study.warm_up, os.getpid(), study.collectives and number == study.rounds, study.retakes, study.anew, study.seconds, number)
     if c.runner in RUNNERS:
-        ranks = start(c.processes, RUNNERS[c.runner], c.recipe, window, log=log)
+        ranks = run_group(c.processes, RUNNERS[c.runner], c.recipe, window, log=log)
     else:
         file, _, function = c.runner.rpartition(":")
-        ranks = start(c.processes, own_steps, file, function, c.recipe, c.options, window, log=log)
+        ranks = run_group(c.processes, own_steps, file, function, c.recipe, c.options, window, log=log)
     return Sample(number, ranks, took=time.monotonic() - began)
 
 
@@ -357,7 +357,7 @@ def planned(study: Study, folder: Path, say: Say, only: set[str] | None = None) 
         try:
             case = case_of(open_for(c.recipe, c.processes), local=c.processes)
             if case.room.target == "cpu":
-                before = before or start(1, resident_bytes, c.recipe, log=folder / "workers.log")[0]
+                before = before or run_group(1, resident_bytes, c.recipe, log=folder / "workers.log")[0]
                 case.room.resident = before
             with Planner() as planner:
                 found = planner.plan(case)
@@ -440,7 +440,7 @@ def measured(study: Study, folder: Path, say: Say, wanted: set[str], more: More)
     rounds = len(study.seeds) or study.rounds
     chosen = [c for c in study.configurations if c.name in wanted and c.name not in refused and c.runner != "none"]
     todo = [(k, c) for k in range(1, rounds + 1) for c in chosen if k <= (c.rounds or rounds)]
-    with contextlib.closing(notebook.file), ended_with_this():
+    with contextlib.closing(notebook.file), ended_by_sigterm():
         for at, (k, c) in enumerate(todo, 1):
             if notebook.has(c, k) or notebook.hopeless(study, c):
                 continue
