@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +39,7 @@ from gradus.parallel import status
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import Mesh
+from gradus.patch import replaced
 from gradus.plan import batches, tables
 from gradus.plan.trace import Recorder, trace_recipe
 from gradus.proof.room import coarse_name, device_of
@@ -451,7 +451,7 @@ def _phases(stepper: Any, given: list[dict], counts: dict[str, int]) -> dict[str
         inner(loss)
         marks.append(clock())
 
-    with mock.patch.object(stepper.parallel, "backward", backward):
+    with replaced(stepper.parallel, "backward", backward):
         marks.append(clock())
         stepper.step(given, counts)
         marks.append(clock())

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from gradus.measure.profile import endless
 from gradus.measure.workers import uninterrupted
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
+from gradus.patch import replaced
 from gradus.plan.batches import task_without_data
 from gradus.proof.predict import case_of, predict
 from gradus.proof.results import width
@@ -361,7 +361,7 @@ class Looked:
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         with contextlib.ExitStack() as patched, torch.no_grad():
             for layer in layers:
-                patched.enter_context(mock.patch.object(layer, "kernel", kernel))
+                patched.enter_context(replaced(layer, "kernel", kernel))
             self.loss()
         worst, rows, nowhere = max(off for off, *_ in found), sum(n for _, n, _ in found), sum(n for *_, n in found)
         text = f"{rows:,} rows of weights in {len(layers)} layers, sums up to {worst:.1e} from one ({ONE:g} is allowed)"

@@ -6,13 +6,13 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from gradus import torch_private
 from gradus.measure.memory import Timeline, component_bytes, storages
+from gradus.patch import replaced
 from gradus.train.clock import begin_peak
 from gradus.train.loop import Trainer
 
@@ -29,7 +29,7 @@ def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dic
         gradients.update(storages(h.local.grad for h in trainer.parallel.local_parameters if h.local.grad is not None))
         own(optimizer, bad)
 
-    with mock.patch.object(trainer.precision, "step", step):
+    with replaced(trainer.precision, "step", step):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             begin_peak(device)
