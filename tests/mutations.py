@@ -134,7 +134,7 @@ LIST = (
     M("plan/serving.py", "else 2 * _deep(config)", "else _deep(config)", "plan/test_serving.py::test_a_cache_has_keys_and_values_of_the_key_heads_alone"),
     M("plan/budget.py", "joules = device_hours * HOUR * watts * pue", "joules = device_hours * HOUR * watts",
       "plan/test_budget.py::test_published_energy_and_carbon_are_their_own_book_keeping"),
-    M("proof/climb.py", "faster, slower = f.low > 1 and f.ratio >= 1 + MARGIN,", "faster, slower = f.ratio >= 1 + MARGIN,",
+    M("proof/ladder_search.py", "faster, slower = trial.low > 1 and trial.ratio >= 1 + MARGIN,", "faster, slower = trial.ratio >= 1 + MARGIN,",
       "proof/test_ladder.py::test_what_pays"),
     M("proof/pairs.py", "(self.predicted - self.measured) / self.measured", "(self.predicted - self.measured) / self.predicted",
       "proof/test_prove.py::test_several_runs_are_one_table"),

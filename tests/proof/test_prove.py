@@ -21,11 +21,11 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.measure.workers import uninterrupted
 from gradus.plan import batches, show
-from gradus.proof import predict, prove, room, study
-from gradus.proof.pairs import Pair, pairs, table
+from gradus.proof import harness, memory_budget, predict, prove, study
+from gradus.proof.memory_budget import changed, suggested_fix
+from gradus.proof.pairs import Pair, pairs_of_run, table
 from gradus.proof.predict import Planner
-from gradus.proof.prove import Proof, step_seconds
-from gradus.proof.room import changed, fix_of
+from gradus.proof.prove import Proof, StepTime, TimeMark, step_seconds
 from gradus.recipe.schema import SGD
 from gradus.rows import Row, read_rows
 from gradus.train import machine
@@ -65,12 +65,12 @@ def test_memory_of_the_third_step_is_what_the_plan_said(run):
     assert sum(parts) == seen["memory/allocated"]["value"], "the rest is the difference"
     n = sum(p.numel() for p in open_session(recipes.load("copy-task", **TINY)).build().parameters())
     assert seen["memory/weights"]["value"] == seen["memory/gradients"]["value"] == 4 * n
-    assert seen["time/step"]["median_of"] == 12 - prove.SETTLED and 0 < seen["time/step"]["fastest"] <= seen["time/step"]["value"]
+    assert seen["time/step"]["median_of"] == 12 - prove.FIRST_STEPS and 0 < seen["time/step"]["fastest"] <= seen["time/step"]["value"]
 
 
 def test_the_plan_is_of_the_largest_batch_and_of_this_machine(run):
     largest = {r["name"]: r for r in read_rows(run / "plan.jsonl") if not r.get("step")}
-    assert largest["memory/capacity"]["value"] == room.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
+    assert largest["memory/capacity"]["value"] == memory_budget.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
     assert largest["memory/process"]["value"] - largest["memory/allocated"]["value"] > 5e7, "the process itself counts"
     assert all(r["kind"] == "predicted" for r in largest.values())
 
@@ -163,8 +163,8 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
     case = dataclasses.replace(predict.case_of(session), step=None, micro_batches=None)
     needs = {k: need(case, k) for k in (7, 8, 12)}
     assert needs[7] < needs[8] < needs[12]
-    monkeypatch.setattr(room, "capacity", lambda device: needs[8] - 1)
-    monkeypatch.setattr(machine, "resident", lambda: case.room.resident)
+    monkeypatch.setattr(memory_budget, "capacity", lambda device: needs[8] - 1)
+    monkeypatch.setattr(machine, "resident", lambda: case.budget.resident)
     folder = tmp_path / "run"
     arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
     assert main(arguments) == 2
@@ -173,7 +173,7 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
     assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
 
     assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
-    monkeypatch.setattr(predict, "refuse", lambda *_: "the plan needs more. Set something.")
+    monkeypatch.setattr(predict, "refusal_of", lambda *_: "the plan needs more. Set something.")
     assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
     out = capsys.readouterr().out
     assert "note: --force: the plan needs more" in out and "run folder" in out
@@ -288,7 +288,7 @@ def test_traffic_is_planned_and_counted_of_the_step_that_is_measured(tmp_path):
 def case():
     session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
     case = predict.case_of(session)
-    return dataclasses.replace(case, room=dataclasses.replace(case.room, n=2, local=2, budget=500_000), step=None, micro_batches=None)
+    return dataclasses.replace(case, budget=dataclasses.replace(case.budget, processes=2, local_processes=2, available=500_000), step=None, micro_batches=None)
 
 
 def test_what_writes_weights_whole_needs_no_less_without_activations(case):
@@ -313,14 +313,14 @@ def test_a_refusal_comes_out_of_the_planning_process(case, planner):
         ({"resident": 0}, "Not even one sample fits: use a smaller model or"),
         ({"target": "cuda"}, "Not even one sample fits: set layout.shard=N over N GPUs"),
     ):
-        assert fix_of(case.recipe, dataclasses.replace(case.room, **change), least=10**6).startswith(told)
+        assert suggested_fix(case.recipe, dataclasses.replace(case.budget, **change), least=10**6).startswith(told)
 
 
 @pytest.mark.slow
 def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
     found = predict.predict(case)
     monkeypatch.setattr(predict, "predict", lambda _: found)  # what is waited for is the fix alone
-    monkeypatch.setattr(predict, "fix_of", lambda *_: time.sleep(60))
+    monkeypatch.setattr(predict, "suggested_fix", lambda *_: time.sleep(60))
     with Planner() as planner:
         assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full." in planner.plan(case, 5.0).refusal
 
@@ -449,21 +449,21 @@ def test_a_study_ends_its_planning_when_it_is_stopped(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Planner, "plan", interrupted)
-    monkeypatch.setattr(study, "start", lambda *args, **more: [10**8])
+    monkeypatch.setattr(harness, "start", lambda *args, **more: [10**8])
     with pytest.raises(KeyboardInterrupt):
-        study.planned(of_two(recipes.load("copy-task", **TINY)), tmp_path, print)
+        harness.planned(of_two(recipes.load("copy-task", **TINY)), tmp_path, print)
     assert len(begun) == 1 and not begun[0].process.is_alive()
 
 
 @pytest.mark.slow
 def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
+    monkeypatch.setattr(memory_budget, "capacity", lambda device: 1_000_000)
     recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
-    _, refused = study.planned(of_two(recipe), tmp_path, said.append)
+    _, refused = harness.planned(of_two(recipe), tmp_path, said.append)
     assert re.match(r"the plan needs .*start fewer on this host\.", refused["2 processes"])
-    assert study.planned(of_two(recipe), tmp_path, said.append)[1] == refused, "when it goes on, too"
+    assert harness.planned(of_two(recipe), tmp_path, said.append)[1] == refused, "when it goes on, too"
     (tmp_path / "plan.jsonl").unlink()
-    rows, refused = study.planned(of_two(recipe, force=True), tmp_path, said.append)
+    rows, refused = harness.planned(of_two(recipe, force=True), tmp_path, said.append)
     assert rows and not refused and said[-1].startswith("2 processes, plan: ")
 
 
@@ -485,31 +485,31 @@ def left(session: int) -> list[int]:
 
 
 def test_times_without_the_first_steps_and_the_measured_one():
-    times = [(i, 1.0 if i <= 5 else 0.1 + 0.001 * i, 100) for i in range(1, 16)]
+    times = [StepTime(i, 1.0 if i <= 5 else 0.1 + 0.001 * i, 100) for i in range(1, 16)]
     middle, low, high, count = step_seconds(times, 0, 3)
     assert count == 10 and low == pytest.approx(0.106) and high == pytest.approx(0.115) and middle == pytest.approx(0.1105)
-    resumed = [(i + 40, s, n) for i, s, n in times]
+    resumed = [StepTime(i + 40, s, n) for i, s, n in times]
     assert step_seconds(resumed, 40, 3) == step_seconds(times, 0, 3)
-    assert step_seconds([(1, 0.5, 10), (2, 0.2, 10), (3, 9.0, 10)], 0, 3) == (0.2, 0.2, 0.2, 1)
+    assert step_seconds([StepTime(1, 0.5, 10), StepTime(2, 0.2, 10), StepTime(3, 9.0, 10)], 0, 3) == (0.2, 0.2, 0.2, 1)
     assert step_seconds([], 0, None) is None
 
 
 def test_of_steps_between_two_waits_the_mean_is_known():
     marks = [(40, 1.0, 100), (41, 1.5, 110), (41, 1.75, 110), (45, 3.75, 150)]
-    assert list(prove.times_of(marks)) == [(41, 0.5, 10.0), *((step, 0.5, 10.0) for step in (42, 43, 44, 45))]
+    assert list(prove.times_of([TimeMark(*mark) for mark in marks])) == [(41, 0.5, 10.0), *((step, 0.5, 10.0) for step in (42, 43, 44, 45))]
 
 
 def test_times_of_unequal_batches_are_those_like_the_measured_one():
-    times = [(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
+    times = [StepTime(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
     assert step_seconds(times, 0, 3)[0] == pytest.approx(0.1)
     assert step_seconds(times, 0, 4)[0] == pytest.approx(0.3)
-    alone = [(i, 0.01 * i, 10 * i) for i in range(1, 9)]  # no batch is like another, each token takes as long
+    alone = [StepTime(i, 0.01 * i, 10 * i) for i in range(1, 9)]  # no batch is like another, each token takes as long
     assert step_seconds(alone, 0, 3) == pytest.approx((0.03, 0.03, 0.03, 3))
 
 
 def test_what_was_not_measured_has_no_line():
     predicted = [{"name": "memory/allocated", "value": 110.0, "unit": "bytes", "step": 3}, {"name": "energy/step", "value": 5.0, "unit": "J", "step": 3}]
-    found = pairs(predicted, [{"name": "memory/allocated", "value": 100.0, "unit": "bytes"}, {"name": "time/step", "value": 2.0, "unit": "s"}])
+    found = pairs_of_run(predicted, [{"name": "memory/allocated", "value": 100.0, "unit": "bytes"}, {"name": "time/step", "value": 2.0, "unit": "s"}])
     assert [f.name for f in found] == ["memory/allocated", "time/step"]
     assert found[0].error == pytest.approx(0.1) and found[1].error is None and found[1].predicted is None
     assert [line.split()[-1] for line in table(found)] == ["error", "+10.0%", "-"]
@@ -521,12 +521,12 @@ def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
     promise = {"name": "memory/allocated", "value": 68e6, "unit": "bytes", "batch": "16 × 48 tokens"}
     step = {"name": "memory/allocated", "value": 50e6, "unit": "bytes", "step": 3, "batch": "16 × 24 tokens"}
     measured = [{"name": "memory/allocated", "value": 50e6, "unit": "bytes"}]
-    lines = [line.split("  ") for line in table(pairs([promise, step], measured))[1:]]
+    lines = [line.split("  ") for line in table(pairs_of_run([promise, step], measured))[1:]]
     assert [[cell.strip() for cell in line if cell] for line in lines] == [
         ["tensors at the peak (step 3: 16 × 24 tokens)", "50 MB", "50 MB", "+0.0%"],
         ["tensors with the largest batch (16 × 48 tokens)", "68 MB", "-", "-"],
     ]
-    alike = table(pairs([promise | {"value": 50e6}, step], measured))
+    alike = table(pairs_of_run([promise | {"value": 50e6}, step], measured))
     assert len(alike) == 2 and "tokens" not in alike[1], "of one batch: one row"
 
 
@@ -543,7 +543,7 @@ def test_a_batch_is_said_by_its_shape(batch, words):
 
 
 def test_rows_of_the_largest_batch_are_not_proved_by_another():
-    assert pairs([{"name": "memory/allocated", "value": 9.0, "unit": "bytes"}], [{"name": "memory/allocated", "value": 5.0, "unit": "bytes"}]) == []
+    assert pairs_of_run([{"name": "memory/allocated", "value": 9.0, "unit": "bytes"}], [{"name": "memory/allocated", "value": 5.0, "unit": "bytes"}]) == []
 
 
 def test_energy_counts_stretches_of_training_alone():
@@ -562,7 +562,7 @@ def test_energy_counts_stretches_of_training_alone():
     for step, evaluated in ((10, 0.0), (20, 0.0), (30, 2.0), (40, 2.0)):
         trainer.progress.step, seconds["evaluate"] = step, evaluated
         plan._read_meter(trainer)
-    assert plan.energy[:2] == [20.0, 20], "the stretch with an evaluation is left out"
+    assert (plan.energy.joules, plan.energy.steps) == (20.0, 20), "the stretch with an evaluation is left out"
 
 
 def test_unknown_run_folder():

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,8 @@ from hypothesis import strategies as st
 from gradus.cli import main
 from gradus.errors import FAULT, UserError
 from gradus.parallel.world import World
-from gradus.proof import results, study, study_file, timing
-from gradus.proof.study import SAMPLES
+from gradus.proof import harness, results, runners, study, study_file, study_rows, study_store, timing
+from gradus.proof.study_store import SAMPLES, StudyStore
 from gradus.rows import Row, read_rows
 
 TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=4",
@@ -204,7 +203,7 @@ def test_mistakes_in_a_file_are_one_clear_line(text, said, tmp_path, capsys):
 def test_a_folder_with_something_else_is_left_alone(tmp_path):
     file = written(tmp_path, OWN)
     with pytest.raises(UserError, match="is not empty, and holds no study"):
-        study.run(study_file.load(file)[0], tmp_path)
+        harness.run(study_file.load(file)[0], tmp_path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -215,13 +214,13 @@ def test_processes_below_the_study_are_its_own():
     try:
         for p in (burn, idle):
             p.stdout.readline()  # it has started
-        busy = timing._busy()  # the whole is read before its parts, and after them: what is computed meanwhile is no part's alone
-        before = {pid: sum(timing._own(pid)) for pid in (os.getpid(), burn.pid, idle.pid)}
+        busy = timing._busy_ticks()  # the whole is read before its parts, and after them: what is computed meanwhile is no part's alone
+        before = {pid: sum(timing._ticks_below(pid)) for pid in (os.getpid(), burn.pid, idle.pid)}
         end = time.monotonic() + 30
-        while (done := sum(timing._own(burn.pid)) - before[burn.pid]) < 20 and time.monotonic() < end:
+        while (done := sum(timing._ticks_below(burn.pid)) - before[burn.pid]) < 20 and time.monotonic() < end:
             time.sleep(0.05)
-        assert done >= 20 and timing._busy() - busy >= done - 2
-        assert sum(timing._own(os.getpid())) - before[os.getpid()] >= done and sum(timing._own(idle.pid)) - before[idle.pid] <= 2
+        assert done >= 20 and timing._busy_ticks() - busy >= done - 2
+        assert sum(timing._ticks_below(os.getpid())) - before[os.getpid()] >= done and sum(timing._ticks_below(idle.pid)) - before[idle.pid] <= 2
     finally:
         for p in (burn, idle):
             p.kill()
@@ -230,7 +229,7 @@ def test_processes_below_the_study_are_its_own():
 
 def test_steps_are_taken_again_where_others_disturb(monkeypatch):
     shares = iter([0.8, 0.05])
-    monkeypatch.setattr(timing.Others, "share", lambda self: next(shares))
+    monkeypatch.setattr(timing.OtherPrograms, "share", lambda self: next(shares))
     taken = []
     subject = timing.Subject(lambda: None, lambda batch: taken.append(1) or float(len(taken)), lambda: len(taken))
     found = timing.time_it(subject, timing.Window(2, 1, os.getpid()))
@@ -240,35 +239,42 @@ def test_steps_are_taken_again_where_others_disturb(monkeypatch):
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))
 def test_the_middle_round_is_one_that_was_measured(rates):
-    samples = [study.Sample(i, values={"samples_per_s": (r, "")}) for i, r in enumerate(rates)]
-    middle = study.middle_of(samples).rate
+    samples = [study_store.Sample(i, values={"samples_per_s": (r, "")}) for i, r in enumerate(rates)]
+    middle = study_store.middle_of(samples).speed
     assert sum(r <= middle for r in rates) * 2 >= len(rates) and sum(r >= middle for r in rates) * 2 >= len(rates)
+
+
+def of_samples(samples) -> StudyStore:
+    """As if these had been measured: configuration → samples."""
+    store = StudyStore.__new__(StudyStore)
+    store.samples, store.common = samples, {}
+    return store
 
 
 def test_a_row_is_the_median_of_the_samples_that_its_range_is_of():
     """Of two rounds too, and of each figure by itself: the memory of the round of median speed is not the median of memory."""
     made, speeds, bytes_of = study.Study("x", [study.Configuration("a", None)]), (1.0, 3.0), (7.0, 5.0)
-    samples = [study.Sample(i, values={"samples_per_s": (s, ""), "memory/process": (b, "bytes")}) for i, (s, b) in enumerate(zip(speeds, bytes_of), 1)]
-    rows = {row.name: row for row in study.rows_of(made, types.SimpleNamespace(samples={"a": samples}, common={}), [], {})}
+    samples = [study_store.Sample(i, values={"samples_per_s": (s, ""), "memory/process": (b, "bytes")}) for i, (s, b) in enumerate(zip(speeds, bytes_of), 1)]
+    rows = {row.name: row for row in study_rows.rows_of(made, of_samples({"a": samples}), [], {})}
     assert rows["samples_per_s"].value == 2.0 and rows["memory/process"].value == 6.0
     assert (rows["samples_per_s"].conditions["low"], rows["samples_per_s"].conditions["high"]) == speeds
 
 
 def test_a_study_is_of_one_machine(tmp_path, monkeypatch):
     made = study.Study("x", [study.Configuration("a", None)])
-    study.Notebook(made, tmp_path).add(made.configurations[0], study.Sample(1, values={"samples_per_s": (1.0, "")}))
-    study.Notebook(made, tmp_path)
-    monkeypatch.setattr(study, "conditions", lambda: {"cpu": "another"})
+    StudyStore(made, tmp_path).add(made.configurations[0], study_store.Sample(1, values={"samples_per_s": (1.0, "")}))
+    StudyStore(made, tmp_path)
+    monkeypatch.setattr(study_store, "conditions", lambda: {"cpu": "another"})
     with pytest.raises(UserError, match=r"samples of another machine .*; this is another\. Go on there, or give another --to"):
-        study.Notebook(made, tmp_path)
+        StudyStore(made, tmp_path)
 
 
 def test_rows_are_in_the_order_of_the_configurations():
     """A source's figures, which are known before anything is measured, do not put their configuration before the others."""
     made = study.Study("x", [study.Configuration("a", None), study.Configuration("b", None)])
-    notebook = types.SimpleNamespace(samples={"a": [study.Sample(1, values={"loss": (1.0, "")})], "b": []}, common={})
+    store = of_samples({"a": [study_store.Sample(1, values={"loss": (1.0, "")})], "b": []})
     said = Row("loss", 2.0, "", None, {"configuration": "b", "kind": "source"})
-    assert [row.conditions["configuration"] for row in study.rows_of(made, notebook, [said], {})] == ["a", "b"]
+    assert [row.conditions["configuration"] for row in study_rows.rows_of(made, store, [said], {})] == ["a", "b"]
 
 
 def test_two_configurations_of_one_name_are_refused(tmp_path, capsys):
@@ -285,7 +291,7 @@ def unmeasured(monkeypatch):
     def fail(*args, log):
         raise UserError("nothing is measured here")
 
-    monkeypatch.setattr(study, "start", fail)
+    monkeypatch.setattr(harness, "start", fail)
 
 
 def test_it_fails_where_every_configuration_did(unmeasured, own, tmp_path, capsys):
@@ -336,7 +342,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(after, tmp_path, monkeypatch
 
 def test_a_full_disk_while_samples_are_written(tmp_path, monkeypatch, capsys, unmeasured):
     file = written(tmp_path, OWN)
-    monkeypatch.setattr(study.RowFile, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(study_store.RowFile, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     assert main(["study", str(file), "--to", str(tmp_path / "out")]) == FAULT
     assert "samples.jsonl: the disk is full (" in capsys.readouterr().err
 
@@ -358,7 +364,7 @@ def test_two_studies_in_one_folder(own, unmeasured, tmp_path, capsys):
 def test_whatever_a_runner_does_is_its_own_failure(code, tmp_path, capsys):
     (tmp_path / "own.py").write_text(f"import sys\ndef f(recipe, options):\n    {code}\n")
     with pytest.raises(UserError, match="does not run here"):
-        study.own_steps(str(tmp_path / "own.py"), "f", None, {}, timing.Window(1, 0, os.getpid()), World())
+        runners.own_steps(str(tmp_path / "own.py"), "f", None, {}, timing.Window(1, 0, os.getpid()), World())
 
 
 CHILD = """#!{python}

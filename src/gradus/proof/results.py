@@ -15,35 +15,41 @@ from typing import Any
 from gradus.hardware.tables import fold
 from gradus.hardware.tables import table as columns
 from gradus.plan.show import duration, size
-from gradus.proof.pairs import signed
+from gradus.proof.pairs import joined, signed
 
 LABELS = {  # of rows, in the order of the columns
-    "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99", "latency/first_token": "first token",
-    "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
-    "time/load": "load", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
-    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roofline", "energy/sample": "J/sample",
-    "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
+    "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99",
+    "latency/first_token": "first token", "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s",
+    "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency",
+    "time/step": "step", "time/load": "load", "time/first_call": "first call", "time/run": "run",
+    "time/epoch": "h/epoch", "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device",
+    "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roofline",
+    "energy/sample": "J/sample", "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data",
+    "loss": "loss",
     "deviation/loss": "loss deviation", "deviation/grad_norm": "gradient norm deviation", "train/loss": "training loss",
     "same_tokens": "same tokens", "points_lost": "points lost",
 }  # fmt: skip
-HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved",
-          "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest")  # fmt: skip
-WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}  # kinds of rows
+HIDDEN = (
+    "time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest",
+    "memory/reserved", "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest",
+)  # fmt: skip
+# kinds of rows
+WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]
 
 
 def width() -> float:
-    """Of the terminal, where standard output is one (COLUMNS says otherwise): in a file lines are as long as they are."""
+    """Columns of the terminal, where standard output is one (COLUMNS says otherwise): lines of a file may be long."""
     return shutil.get_terminal_size((0, 0)).columns or math.inf
 
 
 def pasted(command: Sequence[str]) -> Iterator[str]:
     """A command that stays whole when it is pasted: each line but the last ends with a backslash."""
     text = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)  # a word in quotes is not broken
-    whole = textwrap.wrap(text, width() - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    *before, last = (line.replace("\0", " ") for line in whole)
-    yield from (f"{line} \\" for line in before)
+    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    *continued, last = (line.replace("\0", " ") for line in textwrap.wrap(text, width() - 2, **options))
+    yield from (f"{line} \\" for line in continued)
     yield last
 
 
@@ -56,7 +62,7 @@ def quiet(text: str) -> None:
     """For --json."""
 
 
-def tell(lines: Generator[str, None, int | None], as_json: bool) -> int:
+def print_lines(lines: Generator[str, None, int | None], as_json: bool) -> int:
     """Prints what a verb yields, JSON as it is; the exit code that it returns."""
     while True:
         try:
@@ -67,32 +73,41 @@ def tell(lines: Generator[str, None, int | None], as_json: bool) -> int:
 
 
 class Table:
-    """Rows by configuration and name: what a source says, what is planned for its devices, what was planned, what was measured."""
+    """Rows by configuration and name: the figures of a source, the plan for its devices, the plan, the measurement."""
 
     def __init__(self, rows: Sequence[Record], wanted: Sequence[str] = ()):
+        """wanted: names of rows, in the order of the columns (empty: all that are known)."""
         self.names = list(dict.fromkeys(r["configuration"] for r in rows))
-        self.of: dict[tuple[str, str, str], Record] = {}
+        self.of: dict[tuple[str, str, str], Record] = {}  # (configuration, name, kind) → row
         for r in rows:  # of what was planned: of the largest batch, where there is that, else of the one step
             key = (r["configuration"], r["name"], r["kind"])
             if not (r["kind"] == "predicted" and key in self.of and r.get("step") is not None):
                 self.of[key] = r
+        sides: dict[tuple[str, str], dict[str, Record]] = {}  # (configuration, kind) → name → row
+        for (c, name, kind), r in self.of.items():
+            sides.setdefault((c, kind), {})[name] = r
         self.measured = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "measured"}
         self.planned = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "predicted"}
         self.failed = {c: r["value"] for (c, name, _), r in self.of.items() if name == "failed"}
-        there = dict.fromkeys(name for _, name, kind in self.of if kind != "predicted" and name != "failed")
-        order = [*(name for name in LABELS if name in there), *(n for n in there if n not in LABELS and n not in HIDDEN)]
-        order = [name for name in order if not name.startswith(("traffic/", "time/step/")) or name == "traffic/sent"]
-        self.columns = [name for name in wanted if name in there] if wanted else order
+        self.pairs = {
+            (c, *kinds): joined(*(sides.get((c, kind), {}) for kind in kinds))
+            for c in self.names for kinds in COMPARED
+        }  # fmt: skip
+        known = dict.fromkeys(name for _, name, kind in self.of if kind != "predicted" and name != "failed")
+        others = (name for name in known if name not in LABELS and name not in HIDDEN)
+        order = [*(name for name in LABELS if name in known), *others]
+        parts = ("traffic/", "time/step/")
+        order = [name for name in order if not name.startswith(parts) or name == "traffic/sent"]
+        self.columns = [name for name in wanted if name in known] if wanted else order
 
     def kinds(self, name: str) -> list[str]:
         """Of a figure, in the order of the columns."""
-        there = {kind for _, other, kind in self.of if other == name}
-        return [kind for kind in WORDS if kind in there]
+        known = {kind for _, other, kind in self.of if other == name}
+        return [kind for kind in WORDS if kind in known]
 
     def error(self, c: str, name: str, planned: str, measured: str) -> float | None:
-        p, m = (self.of.get((c, name, kind), {}).get("value") for kind in (planned, measured))
-        known = isinstance(p, int | float) and isinstance(m, int | float)  # what is not finite is a word in a file
-        return (p - m) / m if known and m else None
+        pair = self.pairs[c, planned, measured].get(name)
+        return pair and pair.error
 
     def errors(self, name: str, planned: str, measured: str) -> list[float]:
         """Of all configurations that have both."""
@@ -100,7 +115,7 @@ class Table:
 
     def compared(self, name: str) -> list[tuple[str, str]]:
         """(planned, measured) kinds of this figure that are compared."""
-        return [pair for pair in COMPARED if self.errors(name, *pair)]
+        return [kinds for kinds in COMPARED if self.errors(name, *kinds)]
 
     def head(self) -> list[str]:
         cells = ["configuration"]
@@ -115,9 +130,9 @@ class Table:
         for c in self.names:
             cells = [c]
             for name in self.columns:
-                found = (self.of.get((c, name, kind)) for kind in self.kinds(name))
-                cells += [shown(name, r and r["value"], r) for r in found]
-                cells += [signed(self.error(c, name, *pair)) for pair in self.compared(name)]
+                rows = (self.of.get((c, name, kind)) for kind in self.kinds(name))
+                cells += [shown(name, r and r["value"], r) for r in rows]
+                cells += [signed(self.error(c, name, *kinds)) for kinds in self.compared(name)]
             yield cells
 
     def summary(self) -> Iterator[str]:
@@ -132,7 +147,8 @@ class Table:
 
 
 def shown(name: str, value: Any, row: Record | None) -> str:
-    """A cell: the value; of several samples with the lowest and highest, of several seeds with the standard deviation."""
+    """A cell: the value; of several samples with the lowest and highest, of several seeds with the standard
+    deviation."""
     if value is None or row is None:
         return "-"
     if isinstance(value, str):
@@ -172,7 +188,9 @@ def conditions_line(rows: Sequence[Record]) -> str:
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
     words += [f"median of {rounds} rounds [lowest, highest]"] if rounds > 1 and "steps" in r else []
     disturbed = sum(r.get("retaken", 0) for r in rows if r["name"] == "samples_per_s")
-    words += [f"{disturbed} sample{'s' * (disturbed > 1)} measured again: other programs used the processors"] if disturbed else []
+    if disturbed:
+        samples = f"{disturbed} sample{'s' * (disturbed > 1)}"
+        words.append(f"{samples} measured again: other programs used the processors")
     return "; ".join(words)
 
 
