@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,13 @@ from gradus.errors import UserError
 from gradus.infer import engines, find
 from gradus.parallel.world import World
 from gradus.proof import bench, engine_runner, harness, study, study_rows, study_store
-from gradus.proof.timing import Timed, Window
+from gradus.proof.timing import Timed
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from proof_cases import of_samples  # noqa: E402
 
 BANDWIDTH, PRODUCT_RATE = engine_runner.roofs.bandwidth, engine_runner.roofs.product_rate  # where most tests have others
 SHORT = ["--runs", "2", "--seconds", "0.2", "--warmup", "1", "--rounds", "1"]
@@ -202,13 +208,6 @@ def test_int8_counts_where_accuracy_was_measured_or_it_was_named(loss, named, ri
     assert not bench.is_accurate(bench.EnginePair("compiled", "int8"), own, sample(accuracy=0.9), named), "too far off"
 
 
-def test_a_window_has_enough_by_number_and_time():
-    window = Window(10, 0, 0, seconds=10.0)
-    assert not window.enough(9, 11) and not window.enough(11, 9) and window.enough(10, 10)
-    assert window.enough(100, 1) and window.enough(1, 60) and not window.enough(0, 99)
-    assert Window(3, 0, 0).enough(3, 0.0) and not Window(3, 0, 0).enough(2, 99.0)
-
-
 def rounds(*latencies: list[float]) -> list[study_store.Sample]:
     """Samples of a batch of 1 as a process keeps them: of each round its runs."""
     near = {"check/max_abs_delta": [0.0, ""], "check/largest": [3.0, ""]}
@@ -218,13 +217,6 @@ def rounds(*latencies: list[float]) -> list[study_store.Sample]:
                                values={"samples_per_s": [1 / statistics.median(runs), "samples/s"], **more})])
         for k, runs in enumerate(latencies, 1)
     ]  # fmt: skip
-
-
-def of_samples(samples) -> study_store.StudyStore:
-    """As if these had been measured: configuration → samples."""
-    store = study_store.StudyStore.__new__(study_store.StudyStore)
-    store.samples, store.common = samples, {}
-    return store
 
 
 def test_best_and_rates_are_by_the_medians_that_are_shown(tmp_path):

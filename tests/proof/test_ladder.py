@@ -5,146 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
-from gradus.errors import UserError
 from gradus.hardware.tables import visible
 from gradus.parallel.world import World
 from gradus.proof import harness, ladder, optimizations, results, study_store
 from gradus.proof.ladder import LadderBench
-from gradus.proof.ladder_search import Climbed, Trial, climb
-from gradus.proof.optimizations import OPTIMIZATIONS, Candidates, LadderContext, Optimization, words
+from gradus.proof.ladder_search import Climbed, Trial
+from gradus.proof.optimizations import OPTIMIZATIONS
 from gradus.proof.timing import Timed
 from gradus.train.session import open_for
 
-COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
-        "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
-NAIVE = recipes.load("copy-task", [*COPY[1:], "layout.attention=naive"])
-KERNEL = Optimization("kernel", lambda *_: Candidates([{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}], []))
-HALF = Optimization("half", lambda *_: Candidates([{"layout.precision": "bf16"}], ["fp16: for GPUs"]))
+sys.path[:0] = [str(Path(__file__).parent)]
 
-
-def context(goal: str = "speed", original=NAIVE) -> LadderContext:
-    return LadderContext(goal, torch.device("cpu"), original, None, 16)
-
-
-def measure(**of: dict):
-    """A measure that finds what `of` says of a value, and keeps what it was asked."""
-
-    def measured(name, best, options, compare):
-        measured.asked.append((name, best.layout.attention, [words(keys) for keys in options], compare))
-        found = []
-        for keys in options:
-            told = {"ratio": 1.0, "saved": 0.0, "tensors": 100.0, **of.get(str(*keys.values()), {})}
-            found.append(Trial(name, keys, 10.0, low=told.get("low", told["ratio"]), **{k: v for k, v in told.items() if k != "low"}))
-        return found
-
-    measured.asked = []
-    return measured
-
-
-def verdicts(found: list[Trial]) -> dict[str, str]:
-    return {words(f.keys): f.verdict for f in found if f.keys}
-
-
-def test_a_rung_that_pays_is_kept_and_the_next_is_measured_beside_it():
-    told = measure(sdpa={"ratio": 1.5}, chunked={"ratio": 1.2}, bf16={"ratio": 0.5, "saved": 0.2})
-    climbed = climb([KERNEL, HALF], NAIVE, context(), told)
-    best = climbed.best
-    assert climbed.keys == {"layout.attention": "sdpa"} and best.layout.attention == "sdpa" and best.layout.precision == "fp32"
-    assert [asked[:2] for asked in told.asked] == [("01-kernel", "naive"), ("02-half", "sdpa")]
-    assert verdicts(climbed.trials) == {
-        "layout.attention=sdpa": "faster", "layout.attention=chunked": "faster; another is better", "layout.precision=bf16": "slower and smaller",
-    }  # fmt: skip
-    assert [f.verdict for f in climbed.trials if not f.keys] == ["left out: fp16: for GPUs"]
-
-
-@pytest.mark.parametrize(
-    ("goal", "told", "kept"),
-    [
-        ("speed", {"ratio": 1.01, "low": 1.005}, False),  # within the margin
-        ("speed", {"ratio": 1.2, "low": 0.97}, False),  # within the spread
-        ("speed", {"ratio": 1.2, "loss": 0.01}, False),  # not the same loss
-        ("speed", {"ratio": 1.2, "loss": float("nan")}, False),
-        ("speed", {"ratio": 1.2, "failed": "no memory"}, False),
-        ("speed", {"ratio": 0.99, "saved": 0.3}, True),  # as fast, and smaller
-        ("memory", {"ratio": 0.8, "saved": 0.3}, True),
-        ("memory", {"ratio": 0.5, "saved": 0.3}, False),  # too slow
-        ("memory", {"ratio": 1.2, "saved": 0.0}, True),  # as small, and faster
-        ("memory", {"ratio": 1.2, "saved": -0.1}, False),
-    ],
-)
-def test_what_pays(goal, told, kept):
-    climbed = climb([KERNEL], NAIVE, context(goal), measure(sdpa={"loss": 1e-6, **told}, chunked={"ratio": 0.4}))
-    assert bool(climbed.keys) == kept
-
-
-def test_for_memory_the_smallest_is_best():
-    told = measure(sdpa={"ratio": 1.5, "saved": 0.2, "tensors": 80.0}, chunked={"ratio": 0.9, "saved": 0.4, "tensors": 60.0})
-    assert climb([KERNEL], NAIVE, context("memory"), told).keys == {"layout.attention": "chunked"}
-    assert climb([KERNEL], NAIVE, context("speed"), told).keys == {"layout.attention": "sdpa"}
-
-
-def test_what_makes_no_difference_is_kept_where_the_recipe_has_it():
-    original = optimizations.with_keys(NAIVE, {"layout.attention": "sdpa"})
-    climbed = climb([KERNEL], NAIVE, context(original=original), measure())
-    assert climbed.keys == {"layout.attention": "sdpa"} and climbed.trials[0].verdict == "no difference: as in the recipe"
-    assert climb([KERNEL], NAIVE, context(original=original), measure(sdpa={"ratio": 0.95})).keys == {}
-
-
-def test_bf16_may_differ_by_more():
-    told = {"ratio": 2.0, "loss": 0.02}
-    assert climb([HALF], NAIVE, context(), measure(bf16=told)).keys == {"layout.precision": "bf16"}
-
-
-def test_what_changes_the_recipe_is_named_and_what_is_not_ours_is_not_kept():
-    bert = recipes.load("sst2-bert", ["model.init=null", "data.path=nowhere", "tokenizer.path=nowhere"])
-    told = measure(bucket={"ratio": 2.0}, longest={"ratio": 1.5}, **{"64": {"ratio": 1.4}})
-    start = optimizations.with_keys(bert, optimizations.first_rung(bert))
-    climbed = climb([r for r in OPTIMIZATIONS if r.changes or "padding" in r.name], start, context(), told)
-    assert climbed.keys == {"data.pad": "bucket"} and climbed.best.data.max_len == 128
-    assert [compare for *_, compare in told.asked] == [True, False, False]
-    assert verdicts(climbed.trials)["data.pad=bucket"] == "faster (the same samples in other batches)"
-    assert "not kept: yours to decide" in verdicts(climbed.trials)["data.max_len=64"]
-
-
-def test_what_cannot_be_had_is_left_out(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("gradus.limits.processors", lambda: 1)
-    monkeypatch.setattr(optimizations, "slower_in_bf16", lambda: 55.0)
-    asked = context()
-    found = {rung.name: rung.candidates(NAIVE, asked) for rung in OPTIMIZATIONS}
-    assert found["fused optimizer"][0] == [] and "no key turns it off" in found["fused optimizer"][1][0]
-    assert found["compile"][0] == [] and "C++ compiler" in found["compile"][1][0]
-    assert found["loader"] == ([], ["data.workers: one processor"])
-    slow = "layout.precision=bf16: a matrix product takes 55 times as long as in fp32 here"
-    assert found["precision"] == ([], [slow, "layout.precision=fp16: for GPUs"])
-    monkeypatch.setattr(optimizations, "slower_in_bf16", lambda: 0.5)
-    assert OPTIMIZATIONS[1].candidates(NAIVE, asked)[0] == [{"layout.precision": "bf16"}]
-    assert found["padding to the longest"] == ([], ["all samples have one length"])
-    assert [keys["layout.micro_batch"] for keys in found["micro-batch"][0]] == [8, 4]
-    again = KERNEL.candidates(optimizations.with_keys(NAIVE, {"layout.attention": "sdpa"}), asked)
-    assert again == ([{"layout.attention": "chunked"}], ["layout.attention=sdpa: already set"])
-    asked.data_wait = 0.001
-    assert found != OPTIMIZATIONS[3].candidates(NAIVE, asked) == ([], ["data.workers: a step waits 0.1% of its time for data"])
-
-
-def test_a_larger_micro_batch_where_the_share_did_not_fit(monkeypatch):
-    monkeypatch.setattr(optimizations, "largest_micro_batch", lambda recipe, room, limit: 12)
-    small = optimizations.with_keys(NAIVE, {"layout.micro_batch": 4})
-    rung = next(r for r in OPTIMIZATIONS if r.name == "micro-batch")
-    assert [keys["layout.micro_batch"] for keys in rung.candidates(small, context())[0]] == [12, 2, 1]
-    rung = next(r for r in OPTIMIZATIONS if r.name == "checkpointing")
-    assert rung.candidates(small, context())[0][2] == {"layout.checkpointing": "full", "layout.micro_batch": 12}
-    assert rung.candidates(small, context("memory"))[0][2] == {"layout.checkpointing": "full"}
-
+from proof_cases import COPY, NAIVE  # noqa: E402
 
 # ------------------------------------------------------------ with the harness
 
@@ -266,23 +146,6 @@ def test_every_kind_of_recipe_is_completed_from_its_data(kind, taken, tmp_path, 
     code = main(["ladder", *written(kind, tmp_path / "data"), *small, "--steps", "1", "--rounds", "1", "--to", str(tmp_path / "ladder")])
     assert code == 0, capsys.readouterr().err
     assert opened and "layout.attention=sdpa" in capsys.readouterr().out.split("keys: ")[1]
-
-
-def test_a_folder_without_samples_is_free(tmp_path):
-    with study_store.claimed(tmp_path / "a", "ladder", {"digest": "one"}, {}):
-        (tmp_path / "a" / "once").mkdir()
-    file = tmp_path / "a" / "once" / study_store.SAMPLES
-    file.write_text(json.dumps({"name": "sample", "value": 0, "failed": "the first rung"}) + "\n")
-    with study_store.claimed(tmp_path / "a", "ladder", {"digest": "two"}, {}):
-        assert json.loads((tmp_path / "a" / "ladder.json").read_text()) == {"digest": "two"}
-    (tmp_path / "a" / "runs" / "first-1").mkdir(parents=True)
-    (tmp_path / "a" / "runs" / "first-1" / "recipe.yaml").touch()
-    with pytest.raises(UserError, match="holds another ladder"), study_store.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
-        pass  # a training was begun there
-    shutil.rmtree(tmp_path / "a" / "runs")
-    file.write_text(json.dumps({"name": "sample", "value": 1.0}) + "\n")
-    with pytest.raises(UserError, match="holds another ladder"), study_store.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
-        pass
 
 
 def test_nothing_breaks_inside_a_word_at_80_columns(monkeypatch, capsys):

@@ -21,12 +21,9 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.measure.workers import uninterrupted
 from gradus.plan import batches, show
-from gradus.proof import harness, memory_budget, predict, prove, study
-from gradus.proof.memory_budget import changed, suggested_fix
-from gradus.proof.pairs import Pair, pairs_of_run, table
+from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
 from gradus.proof.prove import Proof, StepTime, TimeMark, step_seconds
-from gradus.recipe.schema import SGD
 from gradus.rows import Row, read_rows
 from gradus.train import machine
 from gradus.train.run import train
@@ -154,39 +151,6 @@ def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
 # ------------------------------------------------------------ what will not fit
 
 
-SMALL = {"model.n_layers": 1, "batch.samples": 12}
-
-
-@pytest.mark.slow
-def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys, monkeypatch):
-    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL}))
-    case = dataclasses.replace(predict.case_of(session), step=None, micro_batches=None)
-    needs = {k: need(case, k) for k in (7, 8, 12)}
-    assert needs[7] < needs[8] < needs[12]
-    monkeypatch.setattr(memory_budget, "capacity", lambda device: needs[8] - 1)
-    monkeypatch.setattr(machine, "resident", lambda: case.budget.resident)
-    folder = tmp_path / "run"
-    arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1 and "Set layout.micro_batch=7, or start anyway with --force." in error
-    assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
-
-    assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
-    monkeypatch.setattr(predict, "refusal_of", lambda *_: "the plan needs more. Set something.")
-    assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
-    out = capsys.readouterr().out
-    assert "note: --force: the plan needs more" in out and "run folder" in out
-
-
-def need(case, k: int) -> int:
-    return predict.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k))).needed
-
-
-def with_micro(recipe, k: int):
-    return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": k})})
-
-
 def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatch):
     def fails(case):
         raise ZeroDivisionError("no such thing\nsecond line")
@@ -202,13 +166,6 @@ def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatc
 # ------------------------------------------------------------ which step
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, 2), (3, 3), (9, 3)])
-def test_the_measured_step_is_within_the_run(steps, measured):
-    session = open_session(recipes.load("copy-task", **{**TINY, "train.steps": steps, "schedule.warmup_steps": 0}))
-    number, micro_batches = predict.batches_of(session, (0, 0))
-    assert number == measured and (micro_batches is None) == (measured is None)
-
-
 def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypatch):
     seen, real = [], prove.memory_of_step
     monkeypatch.setattr(prove, "memory_of_step", lambda trainer, batches: seen.append(batches) or real(trainer, batches))
@@ -216,13 +173,6 @@ def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypa
     train(recipe, plan=Proof())
     expected = predict.batches_of(open_session(recipe), (0, 0))[1]
     assert torch.equal(seen[0][0]["source"], expected[0]["source"])
-
-
-def test_the_third_step_may_be_in_the_next_epoch():
-    session = open_session(recipes.load("copy-task", **TINY))  # four steps per epoch
-    (_, a), (_, b), (_, c) = (predict.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
-    assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
-    assert not torch.equal(a[0]["source"], c[0]["source"])
 
 
 def test_a_finished_run_that_is_resumed_keeps_its_proof(run, tmp_path, capsys):
@@ -282,70 +232,6 @@ def test_traffic_is_planned_and_counted_of_the_step_that_is_measured(tmp_path):
     assert main(["train", str(recipe), *words, "--processes", "2"]) == 0
     said, seen = (by_name(tmp_path / "run", name) for name in ("plan.jsonl", "proof.jsonl"))
     assert said["traffic/send"]["value"] == pytest.approx(seen["traffic/send"]["value"], rel=0.001)
-
-
-@pytest.fixture
-def case():
-    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
-    case = predict.case_of(session)
-    return dataclasses.replace(case, budget=dataclasses.replace(case.budget, processes=2, local_processes=2, available=500_000), step=None, micro_batches=None)
-
-
-def test_what_writes_weights_whole_needs_no_less_without_activations(case):
-    recipe = changed(case.recipe, model={"d_model": 128, "d_ff": 512, "n_layers": 6}, layout={"shard": 2})
-    for optimizer, writes in ((recipe.optimizer, False), (SGD(lr=0.1), True)):
-        found = predict.predict(dataclasses.replace(case, recipe=recipe.model_copy(update={"optimizer": optimizer})))
-        assert any("writes the best weights whole" in note for note in found.notes) == (found.least == found.needed) == writes
-
-
-@pytest.fixture
-def planner():
-    with Planner() as planner:
-        yield planner
-    assert not planner.process.is_alive()
-
-
-def test_a_refusal_comes_out_of_the_planning_process(case, planner):
-    found = planner.plan(case)
-    assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
-    for change, told in (
-        ({}, "Python and its libraries alone take"),
-        ({"resident": 0}, "Not even one sample fits: use a smaller model or"),
-        ({"target": "cuda"}, "Not even one sample fits: set layout.shard=N over N GPUs"),
-    ):
-        assert suggested_fix(case.recipe, dataclasses.replace(case.budget, **change), least=10**6).startswith(told)
-
-
-@pytest.mark.slow
-def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
-    found = predict.predict(case)
-    monkeypatch.setattr(predict, "predict", lambda _: found)  # what is waited for is the fix alone
-    monkeypatch.setattr(predict, "suggested_fix", lambda *_: time.sleep(60))
-    with Planner() as planner:
-        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full." in planner.plan(case, 5.0).refusal
-
-
-def test_what_cannot_be_planned_says_why(case, planner):
-    wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
-    with pytest.raises(UserError, match="it cannot be traced"):
-        planner.plan(dataclasses.replace(case, recipe=wrong))
-
-
-def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
-    monkeypatch.setattr(predict, "predict", lambda case: time.sleep(60))
-    with Planner() as planner:
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match="not ready within 0 s"):
-            planner.plan(case, 0.2)
-        assert time.monotonic() - began < 2.0
-    with Planner() as planner:
-        os.kill(planner.process.pid, signal.SIGSTOP)  # it does not even read
-        with pytest.raises(TimeoutError, match="not ready"):
-            planner.plan(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
-    with Planner() as planner:
-        os.kill(planner.process.pid, signal.SIGKILL)
-        with pytest.raises(EOFError, match="the planning process ended"):
-            planner.plan(case, 5.0)
 
 
 def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
@@ -437,36 +323,6 @@ def test_nothing_is_left_of_a_run_that_is_stopped_while_it_is_planned(processes,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def of_two(recipe, **more) -> study.Study:
-    return study.Study("two", [study.Configuration("2 processes", recipe, processes=2, **more)])
-
-
-def test_a_study_ends_its_planning_when_it_is_stopped(tmp_path, monkeypatch):
-    begun: list[Planner] = []
-
-    def interrupted(self, case):
-        begun.append(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Planner, "plan", interrupted)
-    monkeypatch.setattr(harness, "start", lambda *args, **more: [10**8])
-    with pytest.raises(KeyboardInterrupt):
-        harness.planned(of_two(recipes.load("copy-task", **TINY)), tmp_path, print)
-    assert len(begun) == 1 and not begun[0].process.is_alive()
-
-
-@pytest.mark.slow
-def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_budget, "capacity", lambda device: 1_000_000)
-    recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
-    _, refused = harness.planned(of_two(recipe), tmp_path, said.append)
-    assert re.match(r"the plan needs .*start fewer on this host\.", refused["2 processes"])
-    assert harness.planned(of_two(recipe), tmp_path, said.append)[1] == refused, "when it goes on, too"
-    (tmp_path / "plan.jsonl").unlink()
-    rows, refused = harness.planned(of_two(recipe, force=True), tmp_path, said.append)
-    assert rows and not refused and said[-1].startswith("2 processes, plan: ")
-
-
 def left(session: int) -> list[int]:
     """The processes of a session, and of those that torchrun's agent gave sessions of their own, that live."""
     found = []
@@ -507,29 +363,6 @@ def test_times_of_unequal_batches_are_those_like_the_measured_one():
     assert step_seconds(alone, 0, 3) == pytest.approx((0.03, 0.03, 0.03, 3))
 
 
-def test_what_was_not_measured_has_no_line():
-    predicted = [{"name": "memory/allocated", "value": 110.0, "unit": "bytes", "step": 3}, {"name": "energy/step", "value": 5.0, "unit": "J", "step": 3}]
-    found = pairs_of_run(predicted, [{"name": "memory/allocated", "value": 100.0, "unit": "bytes"}, {"name": "time/step", "value": 2.0, "unit": "s"}])
-    assert [f.name for f in found] == ["memory/allocated", "time/step"]
-    assert found[0].error == pytest.approx(0.1) and found[1].error is None and found[1].predicted is None
-    assert [line.split()[-1] for line in table(found)] == ["error", "+10.0%", "-"]
-    assert Pair("x", "s", 1.0, 0.0).error is None
-
-
-def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
-    """Of the largest batch 68 MB were said before the run; the step that was measured had a shorter one."""
-    promise = {"name": "memory/allocated", "value": 68e6, "unit": "bytes", "batch": "16 × 48 tokens"}
-    step = {"name": "memory/allocated", "value": 50e6, "unit": "bytes", "step": 3, "batch": "16 × 24 tokens"}
-    measured = [{"name": "memory/allocated", "value": 50e6, "unit": "bytes"}]
-    lines = [line.split("  ") for line in table(pairs_of_run([promise, step], measured))[1:]]
-    assert [[cell.strip() for cell in line if cell] for line in lines] == [
-        ["tensors at the peak (step 3: 16 × 24 tokens)", "50 MB", "50 MB", "+0.0%"],
-        ["tensors with the largest batch (16 × 48 tokens)", "68 MB", "-", "-"],
-    ]
-    alike = table(pairs_of_run([promise | {"value": 50e6}, step], measured))
-    assert len(alike) == 2 and "tokens" not in alike[1], "of one batch: one row"
-
-
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -540,10 +373,6 @@ def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
 )
 def test_a_batch_is_said_by_its_shape(batch, words):
     assert batches.described([{k: v[:1] for k, v in batch.items()}, batch]) == words
-
-
-def test_rows_of_the_largest_batch_are_not_proved_by_another():
-    assert pairs_of_run([{"name": "memory/allocated", "value": 9.0, "unit": "bytes"}], [{"name": "memory/allocated", "value": 5.0, "unit": "bytes"}]) == []
 
 
 def test_energy_counts_stretches_of_training_alone():
