@@ -48,15 +48,15 @@ T = TypeVar("T")
 def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be split over this layout.pipeline, one line each."""
     n = layout.pipeline
-    per_process, stacks = stages_per_process(layout), models.lookup(model.family).stacks
-    n_blocks = model.n_layers + (getattr(model, "n_decoder_layers", None) or model.n_layers) * (len(stacks) - 1)
+    per_process, family = stages_per_process(layout), models.lookup(model.family)
+    n_blocks = sum(family.n_blocks(model))
     if n * per_process > n_blocks:
         yield (
             f"layout.pipeline={n} with {per_process} stages per process: {n * per_process} stages, and the model has "
             f"{n_blocks} blocks. Use layout.pipeline={max(1, n_blocks // per_process)} or less"
             f"{', or layout.schedule=1f1b with layout.stages=1' if per_process > 1 else ''}."
         )
-    if layout.schedule == "zero_bubble" and len(stacks) > 1:
+    if layout.schedule == "zero_bubble" and len(family.stacks) > 1:
         yield (
             "layout.schedule=zero_bubble: it computes the gradients of inputs and of weights in two passes, and "
             "PyTorch's second one fails where weights enter a stage in several places, as "

@@ -170,7 +170,7 @@ def predict_step(case: Case) -> tuple[Memory, Work]:
     if blocks * len(micro_batches) <= WHOLE:
         t = trace_recipe(recipe, n, 0, target=target, task=task, micro_batches=micro_batches)
         memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, [])
-        return memory if target == "cuda" else engine.outside(memory, budget.resident, recipe.layout), t.work
+        return memory if target == "cuda" else engine.with_process(memory, budget.resident, recipe.layout), t.work
     first = engine.processes(recipe, n, target, task, micro_batches)[0]
     memory = engine.memory_of([first], budget.resident)
     return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work
