@@ -158,7 +158,7 @@ def test_nothing_breaks_inside_a_word_at_80_columns(monkeypatch, capsys):
         Trial("07-checkpointing", long, 7.3, 0.87, 0.86, 0.87, verdict="refused: a loss is off by 1.0e-02, more than 1e-03; another is better by far"),
         Trial("04-loader", {}, verdict="left out: data.workers: a step waits 0.1% of its time for data, and so on"),
     ]
-    start = ladder.Memory(8e8, 8e8, 1e9, None)
+    start = Trial("00-first", {}, tensors=8e8, planned=8e8, process=1e9)
     lines = [*ladder.table(start, found)]
     lines += ladder.summary(found[0], start, Climbed(NAIVE, {}, found), found[0].keys, ["gradus", "train", "sst2-bert", "model.init=a folder", *long])
     assert results.print_lines(iter(lines), False) == 0

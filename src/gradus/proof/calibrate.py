@@ -138,37 +138,21 @@ def usable_rates(pool: Pool, timer: Timer) -> dict[str, float]:
     rates = {}
     for name, dtype in DTYPES.items():
         with contextlib.suppress(RuntimeError):
-            make = functools.partial(lambda d: (pool.take(512, 512, dtype=d), pool.take(512, 512, dtype=d)), dtype)
-            point = Point(make, torch.mm)
+            point = Point(functools.partial(pool.take, 2, 512, 512, dtype=dtype), torch.mm)
             rates[name] = 2 * 512**3 / min(timer.time(point, point.make_operands()) for _ in range(5))
     return {name: rate for name, rate in rates.items() if rate > 0.5 * rates["fp32"]}
 
 
-@dataclasses.dataclass
-class Points:
-    """All points of a calibration, by their kind."""
-
-    products: list[Point]
-    attention: list[Point]
-    memory: list[Point]
-
-    @property
-    def all(self) -> list[Point]:
-        return [*self.products, *self.attention, *self.memory]
-
-    def measured(self) -> Points:
-        """Those that could be measured, and are one operation to the trace."""
-        kinds = (self.products, self.attention, self.memory)
-        return Points(*([p for p in points if p.row and not p.unavailable] for points in kinds))
-
-    @classmethod
-    def of(cls, pool: Pool, sizes: Sizes, rates: dict[str, float]) -> Points:
-        """rates: dtype → operations/s. Few train in fp16 on a CPU: its products must do."""
-        whole = [dtype for dtype in rates if dtype != "fp16" or pool.device.type != "cpu"]
-        products = [p for dtype, rate in rates.items() for p in matmuls(pool, sizes, dtype, rate)]
-        products = [p for p in products if p.row.dtype in whole or (p.row.name, p.row.layout) == ("mm", "nt")]
-        attention = [p for dtype in whole for p in attentions(pool, sizes, dtype, rates["fp32"])]
-        return cls(products, attention, [p for dtype in whole for p in memory_bound(pool, sizes, dtype)])
+def points_of(pool: Pool, sizes: Sizes, rates: dict[str, float]) -> dict[str, list[Point]]:
+    """The points of each table of `tables.FIELDS`. rates: dtype → operations/s. Few train in fp16 on a CPU: its
+    products must do."""
+    whole = [dtype for dtype in rates if dtype != "fp16" or pool.device.type != "cpu"]
+    products = [p for dtype, rate in rates.items() for p in matmuls(pool, sizes, dtype, rate)]
+    return {
+        "matmul": [p for p in products if p.row.dtype in whole or (p.row.name, p.row.layout) == ("mm", "nt")],
+        "attention": [p for dtype in whole for p in attentions(pool, sizes, dtype, rates["fp32"])],
+        "memory": [p for dtype in whole for p in memory_bound(pool, sizes, dtype)],
+    }
 
 
 def measure(device: torch.device, seconds: float, say: Callable[[str], None], sizes: Sizes) -> dict[str, Any]:
@@ -179,22 +163,21 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None], si
         if device.type == "cpu":
             machine.tune_memory()  # as in a run
         rates = usable_rates(pool, timer)
-        points = Points.of(pool, sizes, rates)
-        rounds = measure_rounds(points.all, timer, (start, seconds), sizes.rounds, say)
-        for p in points.memory:
+        points = points_of(pool, sizes, rates)
+        every = list(itertools.chain(*points.values()))
+        rounds = measure_rounds(every, timer, (start, seconds), sizes.rounds, say)
+        for p in points["memory"]:
             p.row = None if p.unavailable else traced_row(p)
-    measured = points.measured()
+    measured = {kind: [p for p in of_kind if p.row and not p.unavailable] for kind, of_kind in points.items()}
     return {
         "date": datetime.date.today().isoformat(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
-        "spread": round(statistics.median(p.spread for p in points.all if not p.unavailable), 4),
-        "peaks": {dtype: peak(measured.products, dtype) for dtype in rates},
-        "bandwidth": bandwidth(measured.memory),
-        "matmul": _text(measured.products),
-        "attention": _text(measured.attention),
-        "memory": _text(measured.memory),
+        "spread": round(statistics.median(p.spread for p in every if not p.unavailable), 4),
+        "peaks": {dtype: peak(measured["matmul"], dtype) for dtype in rates},
+        "bandwidth": bandwidth(measured["memory"]),
+        **{kind: _text(of_kind) for kind, of_kind in measured.items()},
     }
 
 

@@ -3,7 +3,6 @@ workers."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -158,45 +157,21 @@ def pairs_text(pairs: Sequence[Pair]) -> str:
     return ", ".join(map(text, pairs))
 
 
-@dataclasses.dataclass
-class FitRows:
-    """The rows of one recipe on one machine."""
-
-    recipe: Recipe
-    budget: MemoryBudget
-    rows: list[Row] = dataclasses.field(default_factory=list)
-
-    def add(self, kind: str, name: str, value: float, unit: str, **more: Any) -> None:
-        """kind: predicted or measured. more: conditions."""
-        about = {
-            "recipe": self.recipe.name, "device": self.budget.target, "precision": self.recipe.layout.precision,
-            "processes": self.budget.processes, "resident": self.budget.resident, "budget": self.budget.available,
-        }  # fmt: skip
-        self.rows.append(Row(f"fit/{name}", value, unit, None, {**about, **more, "kind": kind}))
-
-
-@dataclasses.dataclass
 class Search:
-    """The largest micro-batch by the plan. share: samples of a step that a process takes. most: micro-batches beyond
-    are not tried."""
+    """The largest micro-batch by the plan, and its rows. share: samples of a step that a process takes. most:
+    micro-batches beyond are not tried."""
 
-    recipe: Recipe
-    budget: MemoryBudget
-
-    def __post_init__(self) -> None:
-        n, task = self.budget.processes, self.budget.task
-        self.share = local_batch(self.recipe, n, task)
-        self.most = self.share
-        if self.recipe.batch.samples is not None:
+    def __init__(self, recipe: Recipe, budget: MemoryBudget):
+        self.recipe, self.budget = recipe, budget
+        self.rows: list[Row] = []
+        n, task = budget.processes, budget.task
+        self.share = self.most = local_batch(recipe, n, task)
+        if recipe.batch.samples is not None:
             self.most = min(MOST, max(self.share, len(task.splits["train"]) // n))
+        self.memory = functools.cache(lambda k: budget.memory(self.recipe_of(k)))  # each micro-batch is traced once
 
     def recipe_of(self, k: int) -> Recipe:
         return with_micro_batch(self.recipe, k, self.budget.processes, self.share)
-
-    @functools.cached_property
-    def memory(self) -> Callable[[int], Memory]:
-        """Of the micro-batch; each is traced once."""
-        return functools.cache(lambda k: self.budget.memory(self.recipe_of(k)))
 
     def need(self, k: int) -> int:
         return self.memory(k).device_total
@@ -211,14 +186,25 @@ class Search:
             limit = min(self.most, 2 * limit)
         return largest_micro_batch(self.recipe, self.budget, limit, self.need)
 
+    def add(self, kind: str, name: str, value: float, unit: str, **more: Any) -> None:
+        """A row. kind: predicted or measured. more: conditions."""
+        budget = self.budget
+        about = {
+            "recipe": self.recipe.name, "device": budget.target, "precision": self.recipe.layout.precision,
+            "processes": budget.processes, "resident": budget.resident, "budget": budget.available,
+        }  # fmt: skip
+        self.rows.append(Row(f"fit/{name}", value, unit, None, {**about, **more, "kind": kind}))
+
+    def text(self, k: int, measured: dict[str, float] | None = None) -> str:
+        return pairs_text(memory_pairs(self.memory(k), measured, self.budget))
+
     def line(self, k: int) -> str:
         """The keys of micro-batch k, and what they need."""
         share, available = self.share, self.budget.available
         keys = f"batch.samples={self.recipe_of(k).batch.samples} " * (k > share) + f"layout.micro_batch={k}"
         beyond = f" (more than its {share})" if k > share else " (its whole batch)" * (k == share)
-        planned = pairs_text(memory_pairs(self.memory(k), None, self.budget))
         spare = f"{size(available - self.need(k))} ({1 - self.need(k) / available:.1%}) to spare"
-        return f"{keys}{beyond}: {planned} of {size(available)} by the plan, {spare}; {self.traces} traces"
+        return f"{keys}{beyond}: {self.text(k)} of {size(available)} by the plan, {spare}; {self.traces} traces"
 
     @property
     def traces(self) -> int:
@@ -228,26 +214,25 @@ class Search:
 def largest(recipe: Recipe, budget: MemoryBudget, capacity: int, folder: str) -> tuple[list[Row], list[str]]:
     """(rows, lines) of the largest micro-batch in the budget. capacity: bytes a process that this machine has, to
     confirm it by one step."""
-    search, rows = Search(recipe, budget), FitRows(recipe, budget)
+    search = Search(recipe, budget)
     micro_batch = search.largest()
     if micro_batch is None:
-        rows.add("predicted", "micro_batch", 0, "samples")
-        planned = pairs_text(memory_pairs(search.memory(1), None, budget))
+        search.add("predicted", "micro_batch", 0, "samples")
         fix = suggested_fix(recipe, budget)
-        return rows.rows, [f"not even one sample fits: {planned} of {size(budget.available)}. {fix}."]
+        return search.rows, [f"not even one sample fits: {search.text(1)} of {size(budget.available)}. {fix}."]
     memory = search.memory(micro_batch)
-    rows.add("predicted", "micro_batch", micro_batch, "samples", traces=search.traces)
-    rows.add("predicted", "need", memory.device_total, "bytes", micro_batch=micro_batch, peak=memory.allocated)
+    search.add("predicted", "micro_batch", micro_batch, "samples", traces=search.traces)
+    search.add("predicted", "need", memory.device_total, "bytes", micro_batch=micro_batch, peak=memory.allocated)
     lines = [search.line(micro_batch)]
     if micro_batch == search.most:
         whole = "all the data" if search.most > search.share else "the recipe's whole batch"
         lines.append(f"larger ones were not tried: this is {whole}")
     if memory.device_total > capacity:
-        return rows.rows, [*lines, f"not confirmed: this machine has {size(capacity)} per process"]
-    return rows.rows, [*lines, confirm(search, micro_batch, rows, folder)]
+        return search.rows, [*lines, f"not confirmed: this machine has {size(capacity)} per process"]
+    return search.rows, [*lines, confirm(search, micro_batch, folder)]
 
 
-def confirm(search: Search, micro_batch: int, rows: FitRows, folder: str) -> str:
+def confirm(search: Search, micro_batch: int, folder: str) -> str:
     """One step of that micro-batch: its row is added, its line returned."""
     recipe, budget = search.recipe_of(micro_batch), search.budget
     check.validate(recipe, budget.processes)
@@ -255,9 +240,8 @@ def confirm(search: Search, micro_batch: int, rows: FitRows, folder: str) -> str
     if isinstance(measured, str):
         return f"NOT confirmed: one step of it failed: {measured}"
     need, more = measured["need"], {"peak": measured["allocated"], "resident": measured["resident"]}
-    rows.add("measured", "need", need, "bytes", micro_batch=micro_batch, **more)
-    memory = pairs_text(memory_pairs(search.memory(micro_batch), measured, budget))
-    difference = size(abs(budget.available - need))
+    search.add("measured", "need", need, "bytes", micro_batch=micro_batch, **more)
+    memory, difference = search.text(micro_batch, measured), size(abs(budget.available - need))
     if need <= budget.available:
         return f"confirmed by one step: {memory}, {difference} to spare"
     return f"did not fit: use a smaller one: one step took {memory}, {difference} too much"

@@ -44,16 +44,6 @@ BEFORE = "before"
 
 
 @dataclasses.dataclass
-class Memory:
-    """Bytes at the peak of a recipe's largest batch; or why there are none."""
-
-    tensors: float | None
-    planned: float | None
-    process: float | None
-    failed: str | None
-
-
-@dataclasses.dataclass
 class LadderBench:
     """Measures for `climb`, in a folder where nothing is measured twice. samples: of an epoch that is timed; None:
     batches in tokens."""
@@ -69,19 +59,15 @@ class LadderBench:
     def __call__(self, rung: str, best: Recipe, options: list[Keys], compare: bool) -> list[Trial]:
         recipes_by_name = {words(keys): with_keys(best, keys) for keys in options}
         before = self.memory(rung, BEFORE, best)
-        memory = {name: self.memory(rung, name, recipe) for name, recipe in recipes_by_name.items()}
-        possible = {name: recipe for name, recipe in recipes_by_name.items() if not memory[name].failed}
+        trials = [self.memory(rung, words(keys), with_keys(best, keys), keys) for keys in options]
+        possible = {words(trial.keys): recipes_by_name[words(trial.keys)] for trial in trials if not trial.failed}
         rows = self.timed(rung, {BEFORE: best, **possible})
         losses = self.losses(rung, BEFORE, best) if compare else []
-        trials = []
-        for (name, recipe), keys in zip(recipes_by_name.items(), options):
-            trial, of_name = trial_of_rows(rung, keys, rows, name), memory[name]
-            trial.tensors, trial.planned, trial.process = of_name.tensors, of_name.planned, of_name.process
-            trial.failed = of_name.failed or trial.failed
+        for name, trial in zip(recipes_by_name, trials):
+            add_times(trial, {r.name: r for r in rows if r.conditions["configuration"] == name})
             trial.saved = 1 - trial.tensors / before.tensors if trial.tensors and before.tensors else 0.0
             if compare and not trial.failed and trial.ratio >= PATIENCE[self.goal]:
-                trial.loss = deviation(self.losses(rung, name, recipe), losses)
-            trials.append(trial)
+                trial.loss = deviation(self.losses(rung, name, recipes_by_name[name]), losses)
         return trials
 
     def run(self, rung: str, study: Study, folder: Path, **conditions: Any) -> list[Row]:
@@ -107,14 +93,16 @@ class LadderBench:
         study = Study("once", [Configuration("first steps", recipe)], steps, 0, 1, plan=plan, repeats_if_busy=0)
         return self.run(rung, study, folder, configuration=name), folder
 
-    def memory(self, rung: str, name: str, recipe: Recipe) -> Memory:
-        """Of the largest batch."""
+    def memory(self, rung: str, name: str, recipe: Recipe, keys: Keys | None = None) -> Trial:
+        """A trial with the memory of the largest batch."""
         rows, _ = self.once(rung, name, recipe, 1 if without_dropout(recipe) is not recipe else LOSSES)
         in_order = sorted(rows, key=lambda r: r.step is None)  # a plan of the largest batch counts
         planned = {r.name: r.value for r in in_order if r.conditions["kind"] == "predicted"}
         measured = {r.name: r.value for r in rows if r.conditions["kind"] == "measured"}
-        tensors, process = measured.get("memory/allocated"), measured.get("memory/process")
-        return Memory(tensors, planned.get("memory/allocated"), process, measured.get("failed"))
+        return Trial(
+            rung, keys or {}, tensors=measured.get("memory/allocated"), planned=planned.get("memory/allocated"),
+            process=measured.get("memory/process"), failed=measured.get("failed"),
+        )  # fmt: skip
 
     def losses(self, rung: str, name: str, recipe: Recipe) -> list[float]:
         plain = without_dropout(recipe)
@@ -132,21 +120,18 @@ def without_dropout(recipe: Recipe) -> Recipe:
     return changed(recipe, model={"dropout": 0.0}) if getattr(recipe.model, "dropout", 0) else recipe
 
 
-def trial_of_rows(rung: str, keys: Keys, rows: Sequence[Row], name: str) -> Trial:
-    """Of one configuration of a study."""
-    by_name = {r.name: r for r in rows if r.conditions["configuration"] == name}
-    values = {k: r.value for k, r in by_name.items()}
-    suffix = "/undisturbed" if "ratio/undisturbed" in by_name else ""  # by other programs
-    trial = Trial(
-        rung, keys, speed=values.get(f"samples_per_s{suffix}"), first_call=values.get("time/first_call"),
-        data_wait=values.get("data_wait"), failed=values.get("failed"),
-    )  # fmt: skip
-    if "ratio" in by_name:
-        ratio = by_name[f"ratio{suffix}"]
+def add_times(trial: Trial, rows: dict[str, Row]) -> None:
+    """Speed of a configuration of a study, with its ratio to the best before. rows: name → row; none where its memory
+    could not be measured."""
+    values = {name: row.value for name, row in rows.items()}
+    suffix = "/undisturbed" if "ratio/undisturbed" in rows else ""  # by other programs
+    trial.speed, trial.first_call = values.get(f"samples_per_s{suffix}"), values.get("time/first_call")
+    trial.data_wait, trial.failed = values.get("data_wait"), trial.failed or values.get("failed")
+    if "ratio" in rows:
+        ratio = rows[f"ratio{suffix}"]
         trial.ratio, trial.low, trial.high = ratio.value, ratio.conditions["low"], ratio.conditions["high"]
     elif not trial.failed:
         trial.failed = "what it is compared with could not be measured"
-    return trial
 
 
 # ------------------------------------------------------------ the verb
@@ -240,7 +225,7 @@ HEAD = [
 ]  # fmt: skip
 
 
-def table(start: Memory, trials: Sequence[Trial]) -> Iterator[str]:
+def table(start: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     """A line for each option that was tried, × and saved against the best before it; then what each comes to."""
     first = [n_bytes(start.tensors), n_bytes(start.planned), "", n_bytes(start.process), "", ""]
     body = [["the first rung", "", "", "", *first]] + [trial_cells(trial) for trial in trials if trial.keys]
@@ -273,7 +258,7 @@ def n_bytes(value: float | None) -> str:
     return "-" if value is None else size(value)
 
 
-def summary(whole: Trial | None, start: Memory, climbed: Climbed, winning: Keys, command: list[str]) -> Iterator[str]:
+def summary(whole: Trial | None, start: Trial, climbed: Climbed, winning: Keys, command: list[str]) -> Iterator[str]:
     """The keys, what they give against the first rung, and why. whole: the last rung measured beside the first."""
     if whole is None:
         yield "nothing helps here: the first rung is the best"

@@ -4,6 +4,7 @@ or why there is nothing to set."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -93,12 +94,7 @@ def with_keys(recipe: Recipe, keys: Keys) -> Recipe:
 
 def words(keys: Keys) -> str:
     """As they are typed."""
-    constants = {None: "null", True: "true", False: "false"}
-
-    def text(value: Any) -> str:
-        return constants[value] if value is None or isinstance(value, bool) else str(value)
-
-    return " ".join(f"{key}={text(value)}" for key, value in keys.items())
+    return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys.items())
 
 
 def has_padding(recipe: Recipe) -> bool:

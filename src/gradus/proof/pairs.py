@@ -58,13 +58,14 @@ class Pair:
         return [f"  {label}", *texts, signed(self.error)]
 
 
-def joined(predicted: Mapping[str, Record], measured: Mapping[str, Record]) -> dict[str, Pair]:
-    """Every figure of either side by its name. Both: name → row."""
+def joined(predicted: Mapping[Any, Record], measured: Mapping[Any, Record]) -> dict[Any, Pair]:
+    """Every figure of either side, by the key that its rows have."""
     pairs = {}
-    for name in {**measured, **predicted}:
-        unit = (measured.get(name) or predicted[name]).get("unit", "")
-        values = (rows[name]["value"] if name in rows else None for rows in (predicted, measured))
-        pairs[name] = Pair(name, unit, *values)
+    for key in {**measured, **predicted}:
+        planned, row = predicted.get(key), measured.get(key)
+        either = row or planned
+        values = (side and side["value"] for side in (planned, row))
+        pairs[key] = Pair(either["name"], either.get("unit", ""), *values)
     return pairs
 
 

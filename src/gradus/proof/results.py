@@ -78,82 +78,69 @@ class Table:
     def __init__(self, rows: Sequence[Record], wanted: Sequence[str] = ()):
         """wanted: names of rows, in the order of the columns (empty: all that are known)."""
         self.names = list(dict.fromkeys(r["configuration"] for r in rows))
-        self.of: dict[tuple[str, str, str], Record] = {}  # (configuration, name, kind) → row
+        by_kind: dict[str, dict[tuple[str, str], Record]] = {kind: {} for kind in WORDS}  # (configuration, name) → row
         for r in rows:  # of what was planned: of the largest batch, where there is that, else of the one step
-            key = (r["configuration"], r["name"], r["kind"])
-            if not (r["kind"] == "predicted" and key in self.of and r.get("step") is not None):
-                self.of[key] = r
-        sides: dict[tuple[str, str], dict[str, Record]] = {}  # (configuration, kind) → name → row
-        for (c, name, kind), r in self.of.items():
-            sides.setdefault((c, kind), {})[name] = r
-        self.measured = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "measured"}
-        self.planned = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "predicted"}
-        self.failed = {c: r["value"] for (c, name, _), r in self.of.items() if name == "failed"}
-        self.pairs = {
-            (c, *kinds): joined(*(sides.get((c, kind), {}) for kind in kinds))
-            for c in self.names for kinds in COMPARED
-        }  # fmt: skip
-        known = dict.fromkeys(name for _, name, kind in self.of if kind != "predicted" and name != "failed")
-        others = (name for name in known if name not in LABELS and name not in HIDDEN)
-        order = [*(name for name in LABELS if name in known), *others]
+            of_kind, key = by_kind.setdefault(r["kind"], {}), (r["configuration"], r["name"])
+            if not (r["kind"] == "predicted" and key in of_kind and r.get("step") is not None):
+                of_kind[key] = r
+        self.by_kind, self.measured, self.planned = by_kind, by_kind["measured"], by_kind["predicted"]
+        self.failed = {c: r["value"] for (c, name), r in self.measured.items() if name == "failed"}
+        self.pairs = {(planned, kind): joined(by_kind[planned], by_kind[kind]) for planned, kind in COMPARED}
+        known = dict.fromkeys(r["name"] for r in rows if r["kind"] != "predicted" and r["name"] != "failed")
+        shown = sorted(known.keys() - HIDDEN, key=list(LABELS | known).index)
         parts = ("traffic/", "time/step/")
-        order = [name for name in order if not name.startswith(parts) or name == "traffic/sent"]
-        self.columns = [name for name in wanted if name in known] if wanted else order
+        shown = [name for name in shown if not name.startswith(parts) or name == "traffic/sent"]
+        self.columns = [name for name in wanted if name in known] if wanted else shown
 
     def kinds(self, name: str) -> list[str]:
         """Of a figure, in the order of the columns."""
-        known = {kind for _, other, kind in self.of if other == name}
-        return [kind for kind in WORDS if kind in known]
+        return [kind for kind in WORDS if any((c, name) in self.by_kind[kind] for c in self.names)]
 
-    def error(self, c: str, name: str, planned: str, measured: str) -> float | None:
-        pair = self.pairs[c, planned, measured].get(name)
-        return pair and pair.error
-
-    def errors(self, name: str, planned: str, measured: str) -> list[float]:
-        """Of all configurations that have both."""
-        return [e for c in self.names if (e := self.error(c, name, planned, measured)) is not None]
-
-    def compared(self, name: str) -> list[tuple[str, str]]:
-        """(planned, measured) kinds of this figure that are compared."""
-        return [kinds for kinds in COMPARED if self.errors(name, *kinds)]
+    def errors(self, name: str) -> dict[tuple[str, str], dict[str, float]]:
+        """(planned, measured) kinds of this figure that are compared → configuration → error."""
+        errors = {}
+        for kinds, pairs in self.pairs.items():
+            of_kinds = {c: pairs[c, name].error for c in self.names if (c, name) in pairs}
+            errors[kinds] = {c: error for c, error in of_kinds.items() if error is not None}
+        return {kinds: of_kinds for kinds, of_kinds in errors.items() if of_kinds}
 
     def head(self) -> list[str]:
         cells = ["configuration"]
         for name in self.columns:
             kinds, label = self.kinds(name), LABELS.get(name, name)
             heads = [WORDS[kind] for kind in kinds]
-            heads += ["error" if measured == "measured" else "error there" for _, measured in self.compared(name)]
+            heads += ["error" if "measured" in compared else "error there" for compared in self.errors(name)]
             cells += [label] if kinds == ["measured"] else [f"{label}: {heads[0]}", *heads[1:]]
         return cells
 
-    def body(self) -> Iterator[list[str]]:
-        for c in self.names:
-            cells = [c]
-            for name in self.columns:
-                rows = (self.of.get((c, name, kind)) for kind in self.kinds(name))
-                cells += [shown(name, r and r["value"], r) for r in rows]
-                cells += [signed(self.error(c, name, *kinds)) for kinds in self.compared(name)]
-            yield cells
+    def body(self) -> list[list[str]]:
+        lines = {c: [c] for c in self.names}
+        for name in self.columns:
+            kinds, errors = self.kinds(name), self.errors(name).values()
+            for c, cells in lines.items():
+                cells += [shown(name, self.by_kind[kind].get((c, name))) for kind in kinds]
+                cells += [signed(of_kinds.get(c)) for of_kinds in errors]
+        return list(lines.values())
 
     def summary(self) -> Iterator[str]:
         """The sizes of the plan's errors, over all configurations."""
         for name in self.columns:
-            for planned, measured in self.compared(name):
-                sizes = [abs(e) for e in self.errors(name, planned, measured)]
-                where = "" if measured == "measured" else " for the source's devices"
+            for kinds, errors in self.errors(name).items():
+                sizes = [abs(error) for error in errors.values()]
+                where = "" if "measured" in kinds else " for the source's devices"
                 middle = f"a median error of {statistics.median(sizes):.1%}, at most {max(sizes):.1%} ({len(sizes)})"
                 if len(sizes) > 1:
                     yield f"{LABELS.get(name, name)}: planned{where} with {middle}"
 
 
-def shown(name: str, value: Any, row: Record | None) -> str:
+def shown(name: str, row: Record | None) -> str:
     """A cell: the value; of several samples with the lowest and highest, of several seeds with the standard
     deviation."""
-    if value is None or row is None:
+    if row is None:
         return "-"
+    value, unit = row["value"], row.get("unit", "")
     if isinstance(value, str):
         return value
-    unit = row.get("unit", "")
     if unit == "bytes":
         return size(value)
     if unit == "s":
