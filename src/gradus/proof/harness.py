@@ -9,11 +9,11 @@ planned of the same configuration, and under which conditions.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,13 +25,13 @@ from gradus.parallel.world import World
 from gradus.plan.show import duration, size
 from gradus.proof import runs
 from gradus.proof.engine_runner import engine_steps
-from gradus.proof.predict import Planner, Predicted, case_of
+from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
 from gradus.proof.runners import load_steps, own_steps, train_steps, whole_rounds
 from gradus.proof.study import Configuration, Study
 from gradus.proof.study_rows import rows_of
 from gradus.proof.study_store import PLAN, Sample, StudyStore, claimed, keep
-from gradus.proof.timing import Timed, Window
+from gradus.proof.timing import Window
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
 from gradus.train import machine
@@ -54,12 +54,7 @@ def measure(study: Study, c: Configuration, number: int, folder: Path) -> Sample
         run = runs.train(c.recipe, c.processes, seed, folder / "runs" / f"{label(c.name)}-{number}")
         elapsed = time.monotonic() - began
         return Sample(number, values=run.measured, planned=run.planned, series=run.series, elapsed=elapsed)
-    ranks = measure_ranks(c, window_of(study, c, number), folder / "workers.log")
-    return Sample(number, ranks, elapsed=time.monotonic() - began)
-
-
-def window_of(study: Study, c: Configuration, number: int) -> Window:
-    return Window(
+    window = Window(
         steps=whole_rounds(study.steps, c.recipe.layout)[0] if c.recipe else study.steps,
         warm_up=study.warm_up,
         root=os.getpid(),
@@ -69,14 +64,10 @@ def window_of(study: Study, c: Configuration, number: int) -> Window:
         seconds=study.seconds,
         round=number,
     )
-
-
-def measure_ranks(c: Configuration, window: Window, log: Path) -> list[Timed]:
-    """What each process of a configuration timed."""
-    if c.runner in RUNNERS:
-        return start(c.processes, RUNNERS[c.runner], c.recipe, c.options, window, log=log)
     file, _, function = c.runner.rpartition(":")
-    return start(c.processes, own_steps, file, function, c.recipe, c.options, window, log=log)
+    runner = [RUNNERS[c.runner]] if c.runner in RUNNERS else [own_steps, file, function]
+    ranks = start(c.processes, *runner, c.recipe, c.options, window, log=folder / "workers.log")
+    return Sample(number, ranks, elapsed=time.monotonic() - began)
 
 
 def label(name: str) -> str:
@@ -111,7 +102,10 @@ def planned(
             say(f"note: no plan for {c.name} ({why_not(e)})")
             continue
         say(f"{c.name}, {prediction.line}")
-        rows += plan_rows(c, prediction)
+        about = {"configuration": c.name, "kind": "predicted"}
+        if prediction.refusal and not c.force:
+            rows.append(Row("refused", prediction.refusal, "", None, {**about, "at": c.at}))
+        rows += [dataclasses.replace(row, conditions=row.conditions | about) for row in prediction.rows]
     keep(path, "".join(row.json() + "\n" for row in rows))
     refused = {row.conditions["configuration"]: row.value for row in rows if row.name == "refused"}
     return [row for row in rows if row.name != "refused"], refused
@@ -136,15 +130,6 @@ def source_rows(c: Configuration) -> Iterator[Row]:
             yield Row(name, value, unit, None, conditions)
 
 
-def plan_rows(c: Configuration, prediction: Predicted) -> Iterator[Row]:
-    about = {"configuration": c.name, "kind": "predicted"}
-    if prediction.refusal and not c.force:
-        yield Row("refused", prediction.refusal, "", None, {**about, "at": c.at})
-    for row in prediction.rows:
-        row.conditions |= about
-        yield row
-
-
 def resident_bytes(recipe: Recipe, world: World) -> int:
     """Of a process that is about to build the recipe's model, with the libraries that a step loads."""
     open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}), None, world)
@@ -157,9 +142,8 @@ def resident_bytes(recipe: Recipe, world: World) -> int:
 
 def unit_of(name: str) -> str:
     """Of a figure that a source states."""
-    units = {"samples_per_s": "samples/s", "time/epoch": "h"}
-    by_group = {"time": "s", "memory": "bytes", "traffic": "bytes"}
-    return units.get(name) or by_group.get(name.partition("/")[0], "")
+    units = {"samples_per_s": "samples/s", "time/epoch": "h", "time": "s", "memory": "bytes", "traffic": "bytes"}
+    return units.get(name) or units.get(name.partition("/")[0], "")
 
 
 # ------------------------------------------------------------ the study
@@ -176,12 +160,11 @@ def run(
     of one configuration is told in its row.
     """
     chosen = choose(study, only)
-    for c in chosen:
-        if c.recipe is not None:
-            try:
-                check.validate(c.recipe, c.processes)
-            except UserError as e:
-                raise UserError(f"{c.name}: {e}") from None
+    for c in (c for c in chosen if c.recipe is not None):
+        try:
+            check.validate(c.recipe, c.processes)
+        except UserError as e:
+            raise UserError(f"{c.name}: {e}") from None
     identity = {"study": study.name, "digest": study.digest()}
     with claimed(folder, "study", identity, {"configurations": {c.name: c.describe() for c in study.configurations}}):
         rows = measure_missing(study, folder, say, {c.name for c in chosen}, more)
@@ -251,12 +234,12 @@ def described(sample: Sample) -> str:
     """A sample in one line."""
     if sample.failed:
         return f"failed: {sample.failed}"
-    values: dict[str, Any] = {name: value for name, (value, _) in sample.values.items()}
-    first_call, step = values.get("time/first_call", 0), values.get("time/step")
-    words = [f"{values['samples_per_s']:,.4g} samples/s"] if "samples_per_s" in values else []
+    values = {name: value for name, (value, _) in sample.values.items()}
+    first_call, step, tensors = (values.get(k) for k in ("time/first_call", "time/step", "memory/allocated"))
+    words = [f"{sample.speed:,.4g} samples/s"] if "samples_per_s" in values else []
     words += [f"{duration(step)} per step"] if step is not None else []
-    words += [f"first call {duration(first_call)}"] if step and first_call > 3 * step else []
-    words += [f"tensors {size(values['memory/allocated'])}"] if "memory/allocated" in values else []
+    words += [f"first call {duration(first_call)}"] if step and first_call and first_call > 3 * step else []
+    words += [f"tensors {size(tensors)}"] if tensors is not None else []
     repeats = next((t.retaken for t in sample.ranks if t.retaken), 0)
     words += [f"measured again {repeats} times: other programs used the processors"] if repeats else []
     return ", ".join(words) or duration(sample.elapsed)

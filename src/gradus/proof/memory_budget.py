@@ -12,12 +12,11 @@ import torch
 
 from gradus import hardware
 from gradus.errors import UserError
-from gradus.hardware import Cluster, Device
+from gradus.hardware import Device
 from gradus.measure.workers import uninterrupted
 from gradus.parallel.mesh import DATA, sizes
-from gradus.plan.engine import Memory, plan_memory, traced_work
+from gradus.plan.engine import Memory, plan_memory
 from gradus.plan.show import size
-from gradus.plan.step import step_time
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.train import machine
@@ -47,14 +46,6 @@ class MemoryBudget:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs
         most."""
         return self.memory(recipe).device_total
-
-    def step_time(self, recipe: Recipe) -> float | None:
-        """Seconds of a step; None where the device is not known."""
-        if self.device is None:
-            return None
-        with uninterrupted():
-            work = traced_work(recipe, self.processes, target=self.target, task=self.task)
-            return step_time(work, Cluster(self.device, self.processes)).total
 
 
 def budget_of(session: Session, local_processes: int | None = None) -> MemoryBudget:

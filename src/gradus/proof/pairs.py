@@ -13,7 +13,8 @@ from gradus.proof.predict import STATE
 from gradus.rows import Row
 
 PEAK = "memory/allocated"
-OF_LARGEST = ("process", "reserved", "device")  # planned of the largest batch: what a process has taken, it keeps
+# planned of the largest batch: a process keeps the memory that it has
+OF_LARGEST = ("memory/process", "memory/reserved", "memory/device")
 LABELS = {
     **{f"memory/{name}": name for name in STATE},
     "memory/rest": "activations and the rest",
@@ -73,22 +74,18 @@ def pairs_of_run(predicted: Sequence[Record], measured: Sequence[Record]) -> lis
     """Each figure of the measured step beside its prediction (OF_LARGEST: of the largest batch); times and energy also
     without one. Where the largest batch was predicted to need another peak, one step does not measure that: the
     promise follows as memory/largest."""
-    of_step = {r["name"]: r for r in predicted if r.get("step") is not None or _of_largest(r["name"])}
+    of_step = {r["name"]: r for r in predicted if r.get("step") is not None or r["name"] in OF_LARGEST}
     pairs = joined(of_step, {r["name"]: r for r in measured})
     traffic = sorted(name for name in pairs if name.startswith("traffic/") and name not in LABELS)
     ordered = [pairs[name] for name in (*LABELS, *traffic) if name in pairs and pairs[name].measured is not None]
     shown = [p for p in ordered if p.predicted is not None or p.name.startswith(("time", "energy"))]
     promise = next((r for r in predicted if r["name"] == PEAK and r.get("step") is None), None)
-    at = next((i for i, pair in enumerate(shown) if pair.name == PEAK), None)
-    if promise and at is not None and promise["value"] != shown[at].predicted:
-        step = of_step[PEAK]
-        shown[at] = dataclasses.replace(shown[at], batch=f"step {step['step']}: {step.get('batch')}")
-        shown.insert(at + 1, Pair("memory/largest", "bytes", promise["value"], None, promise.get("batch")))
+    for i, peak in enumerate(shown):
+        if promise and peak.name == PEAK and peak.predicted != promise["value"]:
+            step, largest = of_step[PEAK], Pair("memory/largest", "bytes", promise["value"], None, promise.get("batch"))
+            peak = dataclasses.replace(peak, batch=f"step {step['step']}: {step.get('batch')}")
+            return [*shown[:i], peak, largest, *shown[i + 1 :]]
     return shown
-
-
-def _of_largest(name: str) -> bool:
-    return name.removeprefix("memory/") in OF_LARGEST
 
 
 def signed(error: float | None) -> str:

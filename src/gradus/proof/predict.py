@@ -89,12 +89,14 @@ def predict(case: Case) -> Predicted:
     recipe, budget = case.recipe, case.budget
     largest = batches.micro_batches(recipe, budget.processes, task=budget.task)
     step = predict_step(case) if case.micro_batches else None
-    same_plan = step and budget.target == "cpu" and recipe.layout.pipeline == 1
-    same_plan = same_plan and shapes(largest) == shapes(case.micro_batches)
+    one_process = budget.target == "cpu" and recipe.layout.pipeline == 1
+    same_plan = step and one_process and shapes(largest) == shapes(case.micro_batches)
     memory = step[0] if same_plan else budget.memory(recipe)
     need = memory.device_total
     batch = batches.described(largest) + (f", rank {memory.rank}" if memory.rank else "")
-    rows, line = rows_of_largest(memory, budget, batch), line_of_largest(memory, budget)
+    rows = rows_of_largest(memory, budget, batch)
+    whole = f"reserved {size(memory.reserved)}, device" if budget.target == "cuda" else "process"
+    line = f"plan: tensors {size(memory.allocated)}, {whole} {size(need)} of {size(budget.available)}"
     if step:
         shape = batches.described(case.micro_batches)
         if step[0].allocated != memory.allocated:
@@ -111,26 +113,22 @@ def predict(case: Case) -> Predicted:
 
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:
     """The memory of a step of the largest batch."""
-    about, rank, components = {"of": "largest batch", "batch": batch}, memory.rank, memory.components
-    rows = [figure(f"memory/{k}", v, "bytes", source="traced", rank=rank, **about) for k, v in components.items()]
-    total = "sum of the components"
-    rows.append(figure("memory/allocated", memory.allocated, "bytes", total, components, rank=rank, **about))
-    rows.append(figure("memory/reserved", memory.reserved, "bytes", "as the caching allocator rounds it", **about))
+    about, components = {"of": "largest batch", "batch": batch}, memory.components
+
+    def row(name: str, value: float, *how: Any, **conditions: Any) -> Row:
+        return figure(f"memory/{name}", value, "bytes", *how, **conditions)
+
+    rows = [row(name, value, source="traced", rank=memory.rank, **about) for name, value in components.items()]
+    rows.append(row("allocated", memory.allocated, "sum of the components", components, rank=memory.rank, **about))
+    rows.append(row("reserved", memory.reserved, "as the caching allocator rounds it", **about))
     if budget.target == "cuda":
         sharing = 1
-        rows.append(figure("memory/device", memory.device_total, "bytes", "reserved + framework", **about))
+        rows.append(row("device", memory.device_total, "reserved + framework", **about))
     else:
         sharing, (formula, inputs) = budget.local_processes, memory.outside
-        rows.append(figure("memory/process", memory.device_total, "bytes", f"allocated + {formula}", inputs, **about))
+        rows.append(row("process", memory.device_total, f"allocated + {formula}", inputs, **about))
     capacity = budget.available * sharing
-    rows.append(figure("memory/capacity", capacity, "bytes", source="this machine", processes=sharing))
-    return rows
-
-
-def line_of_largest(memory: Memory, budget: MemoryBudget) -> str:
-    need = size(memory.device_total)
-    whole = f"reserved {size(memory.reserved)}, device {need}" if budget.target == "cuda" else f"process {need}"
-    return f"plan: tensors {size(memory.allocated)}, {whole} of {size(budget.available)}"
+    return [*rows, row("capacity", capacity, source="this machine", processes=sharing)]
 
 
 def cost_of_step(case: Case, values: dict[str, Any]) -> str:
@@ -208,12 +206,9 @@ def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Ro
 
 def refusal_of(case: Case, needed: int, fix: str = SMALLER) -> str:
     """One line: what does not fit, and what would."""
-    budget = case.budget
-    if budget.target == "cuda":
-        device = "GPU"
-    else:
-        n = budget.local_processes
-        device = "host" if n == 1 else f"host for each of its {n} processes"
+    budget, n = case.budget, case.budget.local_processes
+    host = "host" if n == 1 else f"host for each of its {n} processes"
+    device = "GPU" if budget.target == "cuda" else host
     return f"the plan needs {size(needed)} per process and the {device} has {size(budget.available)}. {fix}."
 
 

@@ -29,7 +29,7 @@ from gradus.proof import results
 from gradus.proof.harness import run
 from gradus.proof.memory_budget import changed
 from gradus.proof.study import Configuration, Study
-from gradus.proof.study_store import Sample, StudyStore, middle_of
+from gradus.proof.study_store import StudyStore, middle_of
 from gradus.proof.timing import PARTS, SPENT, Timed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
@@ -110,20 +110,17 @@ def parts_of(ranks: Sequence[Timed]) -> dict[str, float] | None:
     return dict(zip(PARTS, (computing, communication, waiting, data, other)))
 
 
-def relative_work(ranks: Sequence[Timed], base: Sequence[Timed]) -> float:
-    """A process's samples a step, against the base's: 1/2 with twice the processes (strong), 1 (weak)."""
-    return ranks[0].samples * len(base) / (base[0].samples * len(ranks))
-
-
 def losses(ranks: Sequence[Timed], base: Sequence[Timed]) -> dict[str, float] | None:
     """Where the rest of the efficiency goes: name → share of the step. They add up to 1 - efficiency.
 
     Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling
     as they are.
     """
-    parts, ideal, work = parts_of(ranks), parts_of(base), relative_work(ranks, base)
+    parts, ideal = parts_of(ranks), parts_of(base)
     if parts is None or ideal is None:
         return None
+    # a process's samples a step, against the base's: 1/2 with twice the processes (strong), 1 (weak)
+    work = ranks[0].samples * len(base) / (base[0].samples * len(ranks))
     return {name: (parts[name] - ideal[name] * work) / sum(parts.values()) for name in PARTS}
 
 
@@ -149,10 +146,12 @@ def scaling_rows(study: Study, store: StudyStore) -> Iterator[Row]:
     """Speed-up and efficiency, the parts of a step, what was lost and collectives, beside the rows of every study."""
     for runner, speed in (("steps", "samples_per_s"), ("train", "time/run")):
         of_runner = [c for c in study.configurations if c.runner == runner and store.measured(c)]
-        middles = {c.name: middle_with_kernels(store.measured(c)) for c in of_runner}
+        middles = {c.name: middle_of(store.measured(c)) for c in of_runner}
         speeds = {c.name: statistics.median(s.values[speed][0] for s in store.measured(c)) for c in of_runner}
         for c in of_runner:
             base = of_runner[0]
+            for timed, profiled in zip(middles[c.name].ranks, store.measured(c)[-1].ranks):
+                timed.kernels = profiled.kernels  # of the last round alone
             about = {"kind": "measured", "configuration": c.name, "processes": c.processes, "against": base.name}
             about |= store.common
             ratio = speeds[c.name] / speeds[base.name]
@@ -162,15 +161,9 @@ def scaling_rows(study: Study, store: StudyStore) -> Iterator[Row]:
             if middles[c.name].ranks:
                 base_ranks = middles[base.name].ranks if c is not base else None
                 yield from step_rows(middles[c.name].ranks, base_ranks, about)
-                yield from collective_rows(store.measured(c)[-1].ranks, about)
-
-
-def middle_with_kernels(samples: Sequence[Sample]) -> Sample:
-    """The round of median speed, with what was profiled in the last round."""
-    middle = middle_of(samples)
-    for timed, profiled in zip(middle.ranks, samples[-1].ranks):
-        timed.kernels = profiled.kernels
-    return middle
+                for name, collective in collectives_of(store.measured(c)[-1].ranks).items():
+                    how = {"calls": collective.calls, "bytes": collective.sent, "of": "a step, from start to end"}
+                    yield Row(f"collective/{name}", collective.seconds, "s", None, {**about, **how})
 
 
 def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[str, Any]) -> Iterator[Row]:
@@ -180,12 +173,6 @@ def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[
     shares = losses(ranks, base) if base else None
     for name, share in (shares or {}).items():
         yield Row(f"lost/{name}", share, "of the step", None, about)
-
-
-def collective_rows(ranks: Sequence[Timed], about: dict[str, Any]) -> Iterator[Row]:
-    for name, collective in collectives_of(ranks).items():
-        how = {"calls": collective.calls, "bytes": collective.sent, "of": "a step, from start to end"}
-        yield Row(f"collective/{name}", collective.seconds, "s", None, {**about, **how})
 
 
 # ------------------------------------------------------------ what is shown

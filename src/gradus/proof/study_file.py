@@ -19,7 +19,6 @@ from gradus.proof import results
 from gradus.proof.harness import exit_code, label, run
 from gradus.proof.study import Configuration, ReferenceHardware, Study, with_fixed_threads
 from gradus.proof.study_store import keep
-from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train import resolve
 
@@ -109,10 +108,13 @@ def load(
     cells = combinations(path, axes)
     configurations = [configuration(path, [file, *cell.settings], cell.at, overrides) for cell in cells]
     check_labels(path, configurations)
-    whole = all(c.runner == "train" for c in configurations)
-    check_seeds(path, file, whole)
-    if whole and not file.seeds:
-        file.rounds = rounds or (file.rounds if "rounds" in file.model_fields_set else 1)
+    trainings = all(c.runner == "train" for c in configurations)
+    if len(set(file.seeds)) < len(file.seeds):
+        raise UserError(f"{path}: seeds={file.seeds}: give each once.")
+    if file.seeds and not trainings:
+        raise UserError(f"{path}: seeds are of whole trainings. Set runner: train, or rounds instead of seeds.")
+    if trainings and not file.seeds and "rounds" not in file.model_fields_set:
+        file.rounds = 1
     steps, rounds = steps or file.steps, rounds or file.rounds
     study = Study(path.stem, configurations, steps, file.warm_up, rounds, file.seeds, plan=file.plan)
     for c in configurations:
@@ -214,14 +216,6 @@ def check_labels(path: Path, configurations: Sequence[Configuration]) -> None:
         by_label[label(c.name)] = c
 
 
-def check_seeds(path: Path, file: StudyFile, whole: bool) -> None:
-    """whole: all runners train to the end. Raises UserError."""
-    if len(set(file.seeds)) < len(file.seeds):
-        raise UserError(f"{path}: seeds={file.seeds}: give each once.")
-    if file.seeds and not whole:
-        raise UserError(f"{path}: seeds are of whole trainings. Set runner: train, or rounds instead of seeds.")
-
-
 # ------------------------------------------------------------ a configuration
 
 
@@ -247,11 +241,13 @@ def configuration(
         elif options:
             raise UserError(f"options are for your own runner; {runner} has none. Use set.")
         if recipe is not None:
-            file = path.parent / recipe
+            file, devices = path.parent / recipe, last("source_devices")
             recipe = str(file) if file.is_file() else recipe
             words = [*(word for level in levels for word in level.set), *overrides]
             loaded = with_fixed_threads(resolve.load(recipe, words)[0], processes)
-            reference = reference_hardware(levels, last("source_devices"), recipe, words)
+            if devices is not None:
+                words += [word for level in levels for word in level.source_set]
+                reference = ReferenceHardware(devices, hardware.cluster(devices), resolve.load(recipe, words)[0])
         elif any(level.set for level in levels):
             raise UserError("set is of a recipe, and there is none. Name one, or use options.")
     except UserError as e:
@@ -267,17 +263,6 @@ def own_runner(folder: Path, runner: str) -> str:
         known = f"{', '.join(OF_A_RECIPE)}, or FILE.py:FUNCTION of a file beside it"
         raise UserError(f"runner={runner}: no such runner. Known: {known}.")
     return f"{(folder / file).resolve()}:{function}"
-
-
-def reference_hardware(
-    levels: Sequence[Settings], devices: str | None, recipe: str, words: list[str]
-) -> ReferenceHardware | None:
-    """The source's devices, with the recipe as it ran there."""
-    if devices is None:
-        return None
-    source_words = [word for level in levels for word in level.source_set]
-    loaded: Recipe = resolve.load(recipe, [*words, *source_words])[0]
-    return ReferenceHardware(devices, hardware.cluster(devices), loaded)
 
 
 # ------------------------------------------------------------ the verb

@@ -59,7 +59,7 @@ def planned_ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
 def conditions_of(study: Study, store: StudyStore, c: Configuration) -> dict[str, Any]:
     """Under which conditions a configuration was measured."""
     about = {"kind": "measured", "configuration": c.name, "at": c.at, "processes": c.processes}
-    about["runner"] = Path(c.runner).name
+    about |= {"runner": Path(c.runner).name}
     if c.recipe:
         about |= {"recipe": c.recipe.name, "layout": c.recipe.layout.model_dump(exclude_defaults=True)}
     if c.options:
