@@ -38,11 +38,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradus import hardware, limits
 from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
+from gradus.parallel.processes import Fault, Pool
 from gradus.plan import answer as answers
 from gradus.plan.answer import Answer, Request, pinned
 from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
-from gradus.plan.workers import WorkerError, WorkerPool
 from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout
@@ -207,7 +207,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, started: Request | None, planner: Any):
-        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), WorkerPool(), threading.Lock()
+        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Pool(), threading.Lock()
         self.run = self.here if planner else self.workers.run
         self.address_family = _family(host)
         super().__init__((host, port), Handler)
@@ -337,9 +337,9 @@ class Handler(BaseHTTPRequestHandler):
         except UserError as e:
             return self._refuse(400, str(e))
         except Exception as e:  # a fault of the planner: the page stays usable, the terminal has the trace
-            if not isinstance(e, WorkerError):
+            if not isinstance(e, Fault):
                 traceback.print_exc()
-            why = str(e) if isinstance(e, WorkerError) else f"{type(e).__name__}: {e}"
+            why = str(e) if isinstance(e, Fault) else f"{type(e).__name__}: {e}"
             return self._refuse(500, f"the plan failed ({why}). The terminal that serves this page has the traceback.")
         if found is not None:
             self._send(200, json.dumps(found).encode())

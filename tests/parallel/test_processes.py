@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from gradus.errors import UserError
-from gradus.plan.workers import WorkerError, WorkerPool
+from gradus.parallel.processes import Fault, Pool
 
 
 @pytest.fixture
 def one():
-    workers = WorkerPool(seconds=60, most=1)
+    workers = Pool(seconds=60, most=1)
     assert workers.run(operator.neg, 1) == -1  # so that what follows does not time how long a process takes to start
     yield workers
     workers.end()
@@ -41,8 +41,8 @@ def test_a_worker_is_kept_and_one_that_dies_is_replaced(one):
     assert one.run(operator.neg, 4) == -4
 
 
-def test_an_error_is_told_and_the_worker_goes_on(one):
-    with pytest.raises(WorkerError, match="TypeError"):
+def test_a_fault_is_told_and_the_worker_goes_on(one):
+    with pytest.raises(Fault, match="TypeError"):
         one.run(operator.neg, "x")
     assert one.run(operator.neg, 5) == -5
 
@@ -60,7 +60,7 @@ def test_nobody_waits_behind_a_plan_that_was_given_up(one):
 
 
 def test_several_plan_at_a_time(tmp_path):
-    two, fifo, first = WorkerPool(seconds=60, most=2), tmp_path / "fifo", []
+    two, fifo, first = Pool(seconds=60, most=2), tmp_path / "fifo", []
     os.mkfifo(fifo)
     busy = threading.Thread(target=lambda: first.append(two.run(Path.read_bytes, fifo)))
     busy.start()
