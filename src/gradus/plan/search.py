@@ -1,7 +1,8 @@
 """The search over layouts: every way to split a step over the devices that parallel.check allows.
 
-All are priced roughly (`plan.sketch`), the best of them by the engine, as `gradus plan` prices a layout that it is given: these are ranked
-and printed. The same question has the same answer; the plan's own choice of a layout is the search's first.
+All are priced roughly (`plan.sketch`), the best of them by the engine, as `gradus plan` prices a layout that it is
+given: these are ranked and printed. The same question has the same answer; the plan's own choice of a layout is the
+search's first.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
     from gradus.tasks.base import Task
 
 SPLIT = {  # what the search decides; all else of the layout stays as the recipe has it
-    "micro_batch", "checkpointing", "precision", "replicate", "shard", "reshard", "param_dtype", "reduce_dtype", "offload", "shard_optimizer",
-    "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages", "context", "context_method", "expert", "local_sgd", "diloco",
-    "bucket_mb", "compress", "transport",
+    "micro_batch", "checkpointing", "precision", "replicate", "shard", "reshard", "param_dtype", "reduce_dtype",
+    "offload", "shard_optimizer", "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages",
+    "context", "context_method", "expert", "local_sgd", "diloco", "bucket_mb", "compress", "transport",
 }  # fmt: skip
 LONG = 2048  # tokens of a sample that is sketched alone for micro-batches of any size
 THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
-HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: fragmentation and longer samples come in weeks of running
+HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: weeks bring fragmentation and longer samples
 SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
 MOST = 10  # ways to split that the engine prices
 WAYS = ("none", "selective", "full")  # of checkpointing: the first that fits, for to compute more again is never faster
@@ -60,8 +61,8 @@ FRAMEWORK = engine.CONTEXT + engine.WORKSPACE
 
 @dataclasses.dataclass
 class Candidate:
-    """A layout on n devices, priced by the engine. memory: bytes by component; needed: all that the device shows as taken; time: of a step,
-    None of what does not fit."""
+    """A layout on n devices, priced by the engine. memory: bytes by component; needed: all that the device shows as
+    taken; time: of a step, None of what does not fit."""
 
     layout: Layout
     n: int
@@ -115,10 +116,13 @@ class Rough:
 
 
 class Space:
-    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. said: keys of the recipe's layout that stay.
-    like: of the same recipe on others."""
+    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. said: keys of the
+    recipe's layout that stay. like: of the same recipe on others."""
 
-    def __init__(self, recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = (), like: Space | None = None):
+    def __init__(
+        self, recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = (),
+        like: Space | None = None,
+    ):  # fmt: skip
         self.said = like.said if like else frozenset(said)
         self.recipe, self.cluster, self.task, self.n = recipe, cluster, task, cluster.n
         self.target = "cpu" if cluster.device.kind == "cpu" else "cuda"
@@ -127,13 +131,17 @@ class Space:
         self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT - self.said})
         self.ways = (self.base.checkpointing,) if "checkpointing" in self.said else WAYS
         self.part = Part.whole(block_kinds(making.complete(recipe).model))
-        self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // making.size_of(making.micro_batches(self._with(self.base, 1), task=task)[0]))
+        self.samples = recipe.batch.samples
+        if self.samples is None:
+            one = making.micro_batches(self._with(self.base, 1), task=task)[0]
+            self.samples = max(1, recipe.batch.tokens // making.size_of(one))
         self.momenta = engine.momenta(recipe.optimizer)
         self.given: dict[tuple, engine.MicroBatches] = like.given if like else {}
         self.sketches: dict[tuple, tuple[sketch.Sketch, int]] = like.sketches if like else {}
 
     def _with(self, layout: Layout, micro: int | None = None) -> Recipe:
-        return self.recipe.model_copy(update={"layout": layout.model_copy(update={"micro_batch": micro}) if micro else layout})
+        layout = layout.model_copy(update={"micro_batch": micro}) if micro else layout
+        return self.recipe.model_copy(update={"layout": layout})
 
     def splits(self) -> Iterator[Layout]:
         """Ways to split over the devices, simple ones first. Every number along an axis divides n."""
@@ -148,17 +156,21 @@ class Space:
                     for expert in (k for k in experts if n % (k * tensor * pipeline * context) == 0):
                         left = n // (tensor * pipeline * context * expert)
                         inner = max(1, node // (tensor * context))
-                        some = {1, left, inner, *(4**i for i in range(1, 6))}  # none, all, a node's, and others between (HSDP)
+                        # none, all, a node's, and others between (HSDP)
+                        some = {1, left, inner, *(4**i for i in range(1, 6))}
                         for method in ("ring", "ulysses") if context > 1 else ("ring",):
                             for shard in sorted(k for k in some if left % k == 0):
-                                axes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert, "shard": shard, "context_method": method}
+                                axes = {
+                                    "tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert,
+                                    "shard": shard, "context_method": method,
+                                }  # fmt: skip
                                 layout = self.base.model_copy(update=axes | self._numbers(shard > 1))
                                 if self.allowed(layout.model_copy(update={"micro_batch": 1})):
                                     yield layout
 
     def _numbers(self, sharded: bool) -> dict[str, Any]:
-        """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in half instead of
-        cast: without copies that autocast keeps, and norms and residuals are computed in half too."""
+        """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in
+        half instead of cast: without copies that autocast keeps, and norms and residuals are computed in half too."""
         own = self.recipe.layout
         if self.said & {"precision", "param_dtype"} and not sharded:
             return {"precision": own.precision, "param_dtype": None}
@@ -166,13 +178,16 @@ class Space:
             return {}
         if own.precision == "fp32" and own.param_dtype:
             return {"precision": "fp32", "param_dtype": own.param_dtype if sharded else None}
-        free = own.precision == "fp32" and "precision" not in own.model_fields_set and "bf16" in self.cluster.device.peaks
-        half = own.precision == "bf16" or free
-        return {"precision": "fp32", "param_dtype": "bf16"} if half and sharded else {"precision": "bf16" if half else own.precision}
+        free = own.precision == "fp32" and "precision" not in own.model_fields_set
+        half = own.precision == "bf16" or (free and "bf16" in self.cluster.device.peaks)
+        if half and sharded:
+            return {"precision": "fp32", "param_dtype": "bf16"}
+        return {"precision": "bf16" if half else own.precision}
 
     def allowed(self, layout: Layout) -> bool:
         """parallel.check's rules, asked one after the other until one says no."""
-        rules = (check.processes(layout, self.n), check.batch(self._with(layout), self.n), check.fits(self.recipe.model, layout))
+        of_batch, of_model = check.batch(self._with(layout), self.n), check.fits(self.recipe.model, layout)
+        rules = (check.processes(layout, self.n), of_batch, of_model)
         return not any(next(rule, None) for rule in rules)
 
     def micro_batches(self, layout: Layout) -> list[int]:
@@ -189,7 +204,10 @@ class Space:
         else:
             found = ({"shard_optimizer": some} for some in (False, True))
         made = (layout.model_copy(update=more) for more in found)
-        yield from (v for v in made if all(getattr(v, key) == getattr(self.base, key) for key in self.said & SPLIT - {"param_dtype", "precision"}) and self.allowed(v))
+        stays = self.said & SPLIT - {"param_dtype", "precision"}
+        for variant in made:
+            if all(getattr(variant, key) == getattr(self.base, key) for key in stays) and self.allowed(variant):
+                yield variant
 
     # ------------------------------------------------------------ sketches
 
@@ -203,7 +221,8 @@ class Space:
     def least_devices(self) -> float:
         """Fewer cannot hold the weights, their gradients and the optimizer's state."""
         one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
-        return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.momenta) / self.cluster.capacity
+        rough = sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0)
+        return rough.state(self.momenta) / self.cluster.capacity
 
     def of(self, layout: Layout) -> engine.MicroBatches:
         """The micro-batches of a process."""
@@ -215,16 +234,18 @@ class Space:
         return self.given[key]
 
     def sketch(self, layout: Layout, coarse: bool = False) -> sketch.Sketch:
-        """Traced with 1, 8, 64, ... samples in a micro-batch, where they are not long, and taken for others. coarse: of one sample, as one
-        process's weights are."""
+        """Traced with 1, 8, 64, ... samples in a micro-batch, where they are not long, and taken for others. coarse: of
+        one sample, as one process's weights are."""
         short = making.size_of(self.of(layout).full) < LONG * layout.micro_batch
         base = 8 ** int(math.log(layout.micro_batch, 8) + 1e-9) if short and not coarse else 1
         half = layout.shard > 1 and bool(layout.param_dtype)
         if coarse and half:
             layout, half = layout.model_copy(update=self._numbers(sharded=False)), False
-        key = (layout.tensor, layout.context, layout.context_method, layout.expert, layout.precision, half, layout.checkpointing, base)
+        axes = layout.tensor, layout.context, layout.context_method, layout.expert
+        key = (*axes, layout.precision, half, layout.checkpointing, base)
         if key not in self.sketches:
-            small = self._with(layout.model_copy(update={"shard": 1, "param_dtype": None}) if not half else layout, base)
+            whole = layout if half else layout.model_copy(update={"shard": 1, "param_dtype": None})
+            small = self._with(whole, base)
             given = self.of(small.layout)
             profile = engine.profile_of(small, self.part, given.full, self.target, self.task, micro=1)
             made = sketch.Sketch(self.recipe.model.family, profile, self.part, layout.tf32)
@@ -242,12 +263,14 @@ class Space:
         return Rough(layout, way, time.total, time.total - time.parts["bubble"], needed + framework, state + framework)
 
     def walk(self) -> Iterator[Rough]:
-        """Those that fit, fastest first. How a split is run, and what of it is computed again, is looked at when it is its turn."""
+        """Those that fit, fastest first. How a split is run, and what of it is computed again, is looked at when it is
+        its turn."""
         self.queue, self.count, self.nearest, self.tried = [], itertools.count(), None, 0
         for way, split in enumerate(self.splits()):
             before = math.inf
             for micro in self.micro_batches(split):
-                found = self.rough(split.model_copy(update={"micro_batch": micro}), way if self.n > 1 else micro, coarse=True)
+                layout = split.model_copy(update={"micro_batch": micro})
+                found = self.rough(layout, way if self.n > 1 else micro, coarse=True)
                 if found.state > self.limit:
                     self._miss(found)
                 if found.state > self.limit or found.least > 0.995 * before:
@@ -267,7 +290,8 @@ class Space:
     def harder(self, found: Rough, first: str = "") -> None:
         """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
         at = self.ways.index(first) if first else self.ways.index(found.layout.checkpointing) + 1
-        ways = self.ways[at:] if found.layout.schedule != "zero_bubble" or found.layout.pipeline == 1 else self.ways[at:1]
+        zero_bubble = found.layout.schedule == "zero_bubble" and found.layout.pipeline > 1
+        ways = self.ways[at : 1 if zero_bubble else None]
         for checkpointing in ways:
             c = self.rough(found.layout.model_copy(update={"checkpointing": checkpointing}), found.way)
             if c.needed <= self.limit:
@@ -308,8 +332,9 @@ class Space:
 
 
 def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:
-    """Layouts priced by the engine, of every way to split the one that is roughly the fastest, in about this order; those that the engine
-    finds too large come between. Where nothing leaves the head room, what fits. enough: whether one of so many seconds, roughly, is too late."""
+    """Layouts priced by the engine, of every way to split the one that is roughly the fastest, in about this order;
+    those that the engine finds too large come between. Where nothing leaves the head room, what fits. enough: whether
+    one of so many seconds, roughly, is too late."""
     capacity = space.cluster.capacity
     for limit in (HEADROOM * capacity, capacity):
         space.limit, taken = limit, set()
@@ -335,14 +360,16 @@ def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate
 
 
 def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate]]:
-    """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for, the first is the same:
-    what is roughly within SURE of the fastest is priced. Which layouts they are is kept on disk, by what was asked."""
+    """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for,
+    the first is the same: what is roughly within SURE of the fastest is priced. Which layouts they are is kept on disk,
+    by what was asked."""
     path = _kept_at(space, most)
     good: list[Candidate] = []
     large: list[Candidate] = []
     if path and (kept := _kept(path)):
         space.tried = kept["tried"]
-        good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
+        for key, candidates in (("good", good), ("large", large)):
+            candidates += [space.price(Layout.model_validate(layout)) for layout in kept[key]]
         return good, [dataclasses.replace(c, time=None) for c in large]
     enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
     from gradus.plan.trace import collecting
@@ -353,9 +380,11 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
             good.sort(key=lambda c: c.order)
     if not good and not large:
         check.validate(space._with(space.base), space.n)  # says what is wrong
-        raise UserError(f"{space.recipe.name}: no layout is possible on {space.n} devices. Use another number of devices, or another batch.samples.")
+        where = f"{space.recipe.name}: no layout is possible on {space.n} devices"
+        raise UserError(f"{where}. Use another number of devices, or another batch.samples.")
     if path:
-        layouts = {key: [c.layout.model_dump(mode="json") for c in found] for key, found in (("good", good), ("large", large))}
+        both = {"good": good, "large": large}
+        layouts = {key: [c.layout.model_dump(mode="json") for c in found] for key, found in both.items()}
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(path, json.dumps({"tried": space.tried, **layouts}))
@@ -366,8 +395,10 @@ def _kept_at(space: Space, most: int) -> Path | None:
     """Where the answer to this question is kept; None where it depends on data."""
     if space.task:
         return None
-    asked = space.recipe.model_dump_json(exclude={"name", "log", "evaluate"}), space.recipe.layout.model_fields_set, space.said, space.n, most
-    text = json.dumps([*asked, dataclasses.asdict(space.cluster.device), torch.__version__, engine.code("plan", "hardware")], default=sorted)
+    recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
+    asked = recipe.model_dump_json(exclude={"name", "log", "evaluate"}), recipe.layout.model_fields_set, space.said
+    versions = torch.__version__, engine.code("plan", "hardware")
+    text = json.dumps([*asked, space.n, most, device, *versions], default=sorted)
     return files.cache_dir() / "layouts" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
@@ -384,7 +415,8 @@ def _kept(path: Path) -> dict[str, Any] | None:
 
 @dataclasses.dataclass
 class Found:
-    """What a search came to. table: the best of every way to split, fastest first, then what does not fit, nearest first."""
+    """What a search came to. table: the best of every way to split, fastest first, then what does not fit, nearest
+    first."""
 
     recipe: Recipe
     cluster: Cluster
@@ -416,7 +448,8 @@ class Found:
         seen: dict[int, str] = {}
         for name, best in (("fastest", self.fastest), ("cheapest", self.cheapest), ("fewest devices", self.fewest)):
             if best is None:
-                out.append(f"{name:15} no price of {self.cluster.device.name} is known (gradus hardware {self.cluster.device.name})")
+                device = self.cluster.device.name
+                out.append(f"{name:15} no price of {device} is known (gradus hardware {device})")
                 continue
             if id(best) in seen:
                 out.append(f"{name:15} the same as the {seen[id(best)]}")
@@ -460,20 +493,27 @@ class Found:
         out = []
         for rank, c in enumerate(self.table, 1):
             names = [name for name in ("fastest", "cheapest", "fewest") if getattr(self, name) is c]
-            conditions = {"rank": rank, "devices": c.n, "layout": self.keys(c), "fits": c.fits, "reason": c.reason or None, "best": names or None}
-            out.append(figure("search/memory", c.needed, "bytes", "reserved + framework", c.memory, TRACED, **conditions))
+            conditions = {
+                "rank": rank, "devices": c.n, "layout": self.keys(c), "fits": c.fits, "reason": c.reason or None,
+                "best": names or None,
+            }  # fmt: skip
+            parts = "reserved + framework", c.memory, TRACED
+            out.append(figure("search/memory", c.needed, "bytes", *parts, **conditions))
             if c.time:
                 out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, TRACED, **conditions))
             if c.money is not None:
-                given = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": c.money / c.n / c.seconds * 3600}
+                hourly = c.money / c.n / c.seconds * 3600
+                given = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": hourly}
                 source = "--price, else the price file (gradus hardware NAME); the usual goodput (plan/budget.py)"
                 unit, steps = SIGNS.get(self.currency, self.currency), self.steps or 1000
                 text = f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput"
                 conditions |= {"of": "the whole run" if self.steps else "1,000 steps"}
-                out.append(figure("search/money", self.charge(c, steps), unit, text, {**given, "steps": steps}, source, **conditions))
+                formula = text, {**given, "steps": steps}, source
+                out.append(figure("search/money", self.charge(c, steps), unit, *formula, **conditions))
             if c.run is not None:
                 given = {"steps": self.steps, "seconds per step": c.seconds}
-                out.append(figure("search/time", c.run, "s", "steps × seconds / goodput", given, "plan/budget.py", **conditions))
+                formula = "steps × seconds / goodput", given, "plan/budget.py"
+                out.append(figure("search/time", c.run, "s", *formula, **conditions))
         return out
 
 
@@ -482,14 +522,14 @@ def _time(seconds: float) -> str:
 
 
 def search(
-    recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True, task: Task | None = None, said: Collection[str] = (),
-    paid: float | None = None,
+    recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True,
+    task: Task | None = None, said: Collection[str] = (), paid: float | None = None,
 ) -> Found:  # fmt: skip
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
-    steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of the kind, the best of
-    each. task: with its data opened. said: keys of the recipe's layout that stay. paid: for a device-hour, in place of the quotes. Raises
-    UserError where no layout is allowed at all.
+    steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of
+    the kind, the best of each. task: with its data opened. said: keys of the recipe's layout that stay. paid: for a
+    device-hour, in place of the quotes. Raises UserError where no layout is allowed at all.
     """
     space = Space(recipe, cluster, task, said)
     good, large = ranked(space, top)
@@ -518,7 +558,8 @@ def search(
     for c in large:
         c.reason = _too_large(c)
     advice = [] if good else _advice(space, large[0])
-    return Found(recipe, cluster, fastest, cheapest, fewest, good + large, space.tried, cost.currency if cost else "", advice, steps)
+    currency = cost.currency if cost else ""
+    return Found(recipe, cluster, fastest, cheapest, fewest, good + large, space.tried, currency, advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
@@ -546,8 +587,10 @@ def _reason(c: Candidate, best: Candidate, node: int) -> str:
         return f"{axis} traffic {within} {percent} of the step"
     if name in ("matmul", "attention") and c.layout.checkpointing == "full" != best.layout.checkpointing:
         return f"computes the forward pass again: matrix products {percent} of the step"
+    if name == "matmul" and best.parts.get(name):
+        return f"matrices too thin: {c.parts[name] / best.parts[name]:.2f} × the time for them"
     return {
-        "matmul": f"matrices too thin: {c.parts['matmul'] / best.parts['matmul']:.2f} × the time for them" if best.parts.get("matmul") else "matmul",
+        "matmul": "matmul",
         "launch": f"too little work per launch: {percent} of the step waits for the host",
         "memory": f"memory-bound operations {percent} of the step",
         "optimizer": f"the optimizer's step {percent}: its state is not split",
@@ -565,14 +608,16 @@ def _advice(space: Space, nearest: Candidate) -> list[str]:
     out = [f"nearest: {nearest.describe()}: {_too_large(nearest)}"]
     state = sum(nearest.memory[name] for name in ("weights", "gradients", "optimizer"))
     if state < nearest.capacity:
-        out.append("weights, gradients and optimizer state would fit: use shorter samples (data.max_len), or layout.offload with layout.shard")
+        fix = "use shorter samples (data.max_len), or layout.offload with layout.shard"
+        out.append(f"weights, gradients and optimizer state would fit: {fix}")
     if more := on_more(space):
         out.append(f"it fits on {more.n:,} of them: --on {more.n}x{space.cluster.device.name} {more.keys}".rstrip())
     return out
 
 
 def on_more(space: Space) -> Candidate | None:
-    """The best layout on the fewest of twice, four times, ... as many devices that leave the head room; without that on the next that fits."""
+    """The best layout on the fewest of twice, four times, ... as many devices that leave the head room; without that on
+    the next that fits."""
     tight = None
     for i in range(1, 11):
         try:
@@ -586,22 +631,27 @@ def on_more(space: Space) -> Candidate | None:
 
 
 def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = ()) -> Layout:
-    """The search's first; where none fits the one that is nearest. said: as of `Space`. Raises UserError where no layout is allowed."""
+    """The search's first; where none fits the one that is nearest. said: as of `Space`. Raises UserError where no
+    layout is allowed."""
     good, large = ranked(Space(recipe, cluster, task, said))
     return good[0].layout if good else min(large, key=lambda c: (c.needed, c.keys)).layout
 
 
 def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candidate | None:
-    """What fits instead of the recipe's layout, the nearest: a smaller micro-batch, more checkpointing, both; the best of all layouts on as
-    many devices; then on the fewest more of them."""
+    """What fits instead of the recipe's layout, the nearest: a smaller micro-batch, more checkpointing, both; the best
+    of all layouts on as many devices; then on the fewest more of them."""
     space, own = Space(recipe, cluster, task), recipe.layout
     now = min(own.micro_batch or math.inf, max(space.micro_batches(own)))
-    ways = WAYS[WAYS.index(own.checkpointing) :] if own.checkpointing in WAYS and own.schedule != "zero_bubble" else (own.checkpointing,)
+    ways: tuple[str, ...] = (own.checkpointing,)
+    if own.checkpointing in WAYS and own.schedule != "zero_bubble":
+        ways = WAYS[WAYS.index(own.checkpointing) :]
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
     for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
-        if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.capacity and (c := space.price(layout)).fits:
-            return c
+        if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.capacity:
+            c = space.price(layout)
+            if c.fits:
+                return c
     try:
         good, _ = ranked(space)
     except UserError:
@@ -610,10 +660,12 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
 
 
 def fewest_in_time(
-    recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True, said: Collection[str] = ()
-) -> Candidate:
-    """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many days, the usual goodput
-    counted. chosen: of all layouts, but for the keys that were said; else the recipe's own, which need not fit. Raises UserError where no number of devices is enough."""
+    recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True,
+    said: Collection[str] = (),
+) -> Candidate:  # fmt: skip
+    """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many
+    days, the usual goodput counted. chosen: of all layouts, but for the keys that were said; else the recipe's own,
+    which need not fit. Raises UserError where no number of devices is enough."""
     device = cluster.device
     each, quickest, tried, last = 1 if chosen else needed(recipe.layout), math.inf, 0, 0
 
@@ -623,7 +675,8 @@ def fewest_in_time(
     space = Space(recipe, Cluster(device, 1), task, said)
     work, least = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1
     most = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
-    for n in itertools.chain((k for k in range(1, device.node) if device.node % k == 0), range(device.node, most + 1, device.node)):
+    parts_of_node = (k for k in range(1, device.node) if device.node % k == 0)
+    for n in itertools.chain(parts_of_node, range(device.node, most + 1, device.node)):
         if n % each or n < max(work / days, least):
             continue
         tried += 1
@@ -634,7 +687,8 @@ def fewest_in_time(
             continue
         took = days_with(found.seconds, n)
         last = tried if took < 0.99 * quickest else last
-        work = n * took * NEAR if not math.isfinite(quickest) else min(work, n * took * NEAR)  # more devices do hardly more each
+        near = n * took * NEAR  # more devices do hardly more each
+        work = min(work, near) if math.isfinite(quickest) else near
         quickest = min(quickest, took)
         if took <= 1.02 * days:
             good = ranked(space)[0][:1] if chosen else [space.price(found.layout)]
@@ -642,6 +696,6 @@ def fewest_in_time(
                 return good[0]
     said = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
     raise UserError(
-        f"--days={days:g}: no number of {device.name} up to {n:,} finishes in time, given how the batch can be split.{said} "
-        "Give more days, a larger batch.samples, or a faster device."
+        f"--days={days:g}: no number of {device.name} up to {n:,} finishes in time, given how the batch can be split."
+        f"{said} Give more days, a larger batch.samples, or a faster device."
     )

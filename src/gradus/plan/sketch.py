@@ -1,7 +1,8 @@
 """Layouts priced roughly, some thousands a second: to choose which of them the engine prices.
 
-From a trace with one block a stack and one micro-batch: what a block does, and what the ends do before and after the blocks. What ranks
-layouts in the end, and what is printed, is the engine's (`plan.engine`); a sketch is within some per cent of it.
+From a trace with one block a stack and one micro-batch: what a block does, and what the ends do before and after the
+blocks. The engine (`plan.engine`) ranks layouts in the end, and prices what is printed; a sketch is within some per
+cent of it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Section:
             return dataclasses.replace(op, shape=shape, flops=op.flops * factor, bytes=moved)
 
         transfers = [dataclasses.replace(t, payload=t.payload * factor) for t in self.transfers]
-        return Section([grown(op) for op in self.ops], transfers, self.kept * factor, self.halves, self.casts, self.rise * factor, self.weights)
+        ops, kept, rise = [grown(op) for op in self.ops], self.kept * factor, self.rise * factor
+        return Section(ops, transfers, kept, self.halves, self.casts, rise, self.weights)
 
 
 class Sketch:
@@ -113,7 +115,8 @@ class Sketch:
         before = tuple(f"{part}." for part in (*known.stacks[0].before, *known.stacks[0].beside))
         ends = {name: w for unit, weights in profile.units.items() for name, w in weights.items()}
         tied = known.head and not any(name.startswith(f"{known.head}.") for name in ends)
-        self.tied = [ends[name] for name in (f"{part}.weight" for part in known.tokens[-1:]) if tied and name in ends]  # what the last end has too
+        shared = [f"{part}.weight" for part in known.tokens[-1:]] if tied else []
+        self.tied = [ends[name] for name in shared if name in ends]  # weights that the last end has too
         for unit, weights in profile.units.items():
             home = next((section for block, section in of.items() if f"{unit}.".startswith(f"{block}.")), None)
             for name, w in weights.items():
@@ -124,7 +127,13 @@ class Sketch:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def with_samples(self, factor: float) -> Sketch:
-        rows = {op.shape[1] for section in (*self.blocks, self.first, self.last) for op in section.ops if op.kind == "matmul" and op.phase == "forward" and op.shape[0] == 1}
+        products = [
+            op.shape
+            for section in (*self.blocks, self.first, self.last)
+            for op in section.ops
+            if op.kind == "matmul" and op.phase == "forward"
+        ]
+        rows = {m for batch, m, _, _ in products if batch == 1}
         other = copy.copy(self)
         other.first, other.last = self.first.with_samples(factor, rows), self.last.with_samples(factor, rows)
         other.last_with_tied = dataclasses.replace(other.last, weights=self.last_with_tied.weights)
@@ -140,7 +149,7 @@ class Sketch:
 
 @dataclasses.dataclass
 class Rough:
-    """A layout, roughly: of the first or the last process of the pipeline. `held`: its sections and how many of each."""
+    """A layout, roughly: the first or the last process of the pipeline. `held`: its sections and how many of each."""
 
     recipe: Recipe
     layout: Layout
@@ -160,7 +169,8 @@ class Rough:
             for (i, kind), section in self.sketch.kinds.items()
         ]
         last = self.sketch.last if layout.pipeline == 1 else self.sketch.last_with_tied
-        ends = [(self.sketch.first, any(stage[0][0] == 0 for stage in own)), (last, any(stage[-1][2] == 0 for stage in own))]
+        has_first, has_last = any(stage[0][0] == 0 for stage in own), any(stage[-1][2] == 0 for stage in own)
+        ends = [(self.sketch.first, has_first), (last, has_last)]
         return [(section, int(many)) for section, many in (*blocks, *ends) if many]
 
     @property
@@ -173,10 +183,11 @@ class Rough:
 
     @functools.cached_property
     def wide(self) -> list[tuple[float, int, float]]:
-        """(elements as the layout's blocks have them, over how many processes each is sharded, calls of a gather), experts first."""
+        """(elements in the layout's blocks, processes over which each is sharded, calls of a gather), experts first."""
         found = [sum(section.elements[i] * many for section, many in self.held) for i in (0, 1)]
         units = sum(many for _, many in self.held)
-        return [(elements, sharded_over(self.layout, expert), units) for elements, expert in zip(found, (True, False)) if elements]
+        pairs = zip(found, (True, False))
+        return [(elements, sharded_over(self.layout, expert), units) for elements, expert in pairs if elements]
 
     @property
     def own(self) -> float:
@@ -206,7 +217,8 @@ class Rough:
             unit = max(sum(section.elements) for section, _ in self.held)
             held += unit * (3 * computed + reduced) + (0 if layout.reshard else full * computed)
             return held + (own * width if layout.pipeline > 1 or self.micro == 1 else full * reduced)
-        return held + own * width * (2 if layout.pipeline == layout.tensor == layout.expert == 1 and replicas > 1 and self.micro > 1 else 1)
+        ddp = layout.pipeline == layout.tensor == layout.expert == 1 and replicas > 1
+        return held + own * width * (2 if ddp and self.micro > 1 else 1)
 
     def memory(self, momenta: int) -> float:
         """Bytes of tensors at the peak."""
@@ -214,9 +226,10 @@ class Rough:
         casts = sum(section.casts * many for section, many in self.held if section in self.sketch.blocks)
         received = 0.0  # of every micro-batch its own, from both sides
         if self.layout.pipeline > 1:
-            sides = 2 * stages_per_process(self.layout) - sum(section not in self.sketch.blocks for section, _ in self.held)
-            received = sides * self.hidden() * self.micro
-        return self.state(momenta) + kept * self.in_flight + max(casts, *(section.rise for section, _ in self.held)) + received
+            ends = sum(section not in self.sketch.blocks for section, _ in self.held)
+            received = (2 * stages_per_process(self.layout) - ends) * self.hidden() * self.micro
+        highest = max(casts, *(section.rise for section, _ in self.held))
+        return self.state(momenta) + kept * self.in_flight + highest + received
 
     def hidden(self) -> float:
         """Bytes of what a stage sends to the next one."""
@@ -241,22 +254,29 @@ class Rough:
                 each, apart = elements / units, stride["shard"] if expert else nearest(layout, stride)
                 for phase in ("forward", "backward") if layout.reshard else ("forward",):
                     yield Transfer("shard", "all_gather", each * computed, units * m, k, apart, phase, phase)
-                yield Transfer("shard", "reduce_scatter", each * reduced, units * scatters, k, apart, "backward", "backward")
+                calls, phases = units * scatters, ("backward", "backward")
+                yield Transfer("shard", "reduce_scatter", each * reduced, calls, k, apart, *phases)
                 if shape["replicate"] > 1:
-                    yield Transfer("replicate", "all_reduce", each / k * reduced, units * scatters, shape["replicate"], stride["replicate"], "backward", "backward")
+                    group = shape["replicate"], stride["replicate"]
+                    yield Transfer("replicate", "all_reduce", each / k * reduced, calls, *group, *phases)
             return
         alone = layout.tensor == layout.pipeline == layout.expert == 1
         for (elements, _, _), expert in zip(self.wide, (len(self.wide) > 1, False)):
             group = shape["replicate"] * layout.context * (1 if expert else layout.expert)
-            apart = stride["context"] if layout.context > 1 else stride["expert"] if layout.expert > 1 and not expert else stride["replicate"]
-            nbytes = elements * self.width
-            late = nbytes if not alone else min(nbytes, max(sum(self.sketch.first.elements) * self.width, layout.bucket_mb * MiB))  # DDP's last bucket
+            nearby = "expert" if layout.expert > 1 and not expert else "replicate"
+            apart = stride["context" if layout.context > 1 else nearby]
+            late = nbytes = elements * self.width
+            if alone:  # DDP's last bucket
+                late = min(nbytes, max(sum(self.sketch.first.elements) * self.width, layout.bucket_mb * MiB))
             for part, hidden in ((nbytes - late, "backward"), (late, "")):
                 calls = max(1, round(part / (layout.bucket_mb * MiB))) if hidden or not alone else 1
                 if part and group > 1:
-                    yield Transfer("replicate", "all_reduce", part / calls, calls, group, apart, "backward" if alone else "optimizer", hidden)
+                    phase = "backward" if alone else "optimizer"
+                    yield Transfer("replicate", "all_reduce", part / calls, calls, group, apart, phase, hidden)
         if layout.shard_optimizer:
-            yield Transfer("replicate", "broadcast", self.own * self.width / shape["replicate"], shape["replicate"], shape["replicate"], stride["replicate"], "optimizer")
+            n = shape["replicate"]
+            nbytes = self.own * self.width / n
+            yield Transfer("replicate", "broadcast", nbytes, n, n, stride["replicate"], "optimizer")
 
     def copies(self) -> float:
         """Bytes that FSDP2 or DDP, and adding up gradients, read and write in a micro-batch."""
@@ -274,14 +294,16 @@ class Rough:
         layout, m = self.layout, self.micro
         total = Sums()
         for section, many in self.held:
-            total.add(section.seconds(cluster), many, stage_only=section not in self.sketch.blocks)  # the others wait for what the ends do
+            is_end = section not in self.sketch.blocks  # the other stages wait for what the ends do
+            total.add(section.seconds(cluster), many, stage_only=is_end)
         dtype = "bf16" if self.sketch.pure else "fp32"
         ops = [Op("memory", "add", dtype, "backward", 0.0, self.copies(), (), 1, 0)]
         replicas = sizes(layout, self.n)["replicate"] if layout.shard_optimizer else 1
-        step = [Op("memory", "adamw", dtype, "optimizer", 0.0, self.sketch.stepped * self.own / replicas * self.width / (2 if self.sketch.pure else 4))]
+        nbytes = self.sketch.stepped * self.own / replicas * self.width / (2 if self.sketch.pure else 4)
         work = Work(
-            micro=ops, step=step, transfers=[t for t in self.transfers() if t.group > 1], micro_batches=m, stages=layout.pipeline,
-            virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.tokens,
-            data_bytes=self.given.nbytes,
+            micro=ops, step=[Op("memory", "adamw", dtype, "optimizer", 0.0, nbytes)],
+            transfers=[t for t in self.transfers() if t.group > 1], micro_batches=m, stages=layout.pipeline,
+            virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples,
+            tokens=self.given.tokens, data_bytes=self.given.nbytes,
         )  # fmt: skip
         return step_time(work, cluster, more=total)
