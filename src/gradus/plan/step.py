@@ -87,12 +87,9 @@ def _add_exposed(
     free: seconds of each phase that can hide communication. Transfers that one pass alone can hide come first, then
     those that either can.
     """
-    for phases in (("forward",), ("backward",), ("forward", "backward")):
-        group = []
-        for transfer, seconds in hidden:
-            hidden_by = ("forward", "backward") if transfer.hidden_by == "both" else (transfer.hidden_by,)
-            if hidden_by == phases:
-                group.append((transfer, seconds))
+    for hidden_by in ("forward", "backward", "both"):
+        phases = ("forward", "backward") if hidden_by == "both" else (hidden_by,)
+        group = [(transfer, seconds) for transfer, seconds in hidden if transfer.hidden_by == hidden_by]
         total, available = sum(seconds for _, seconds in group), sum(free[phase] for phase in phases)
         covered = min(total, available)
         for phase in phases:

@@ -332,7 +332,7 @@ class CachedResult:
     cache: ClassVar[dict[tuple, CachedResult]] = {}  # (operator, its arguments' shapes) → result; of all traces
 
     @staticmethod
-    def of(out: Any, inputs: list[Tensor], geometries: list[tuple], function: Any) -> CachedResult | None:
+    def of(out: Any, inputs: list[Tensor], geometries: list[tuple]) -> CachedResult | None:
         """None where `out` cannot be rebuilt from shapes alone. geometries: of the inputs, before the call."""
         if isinstance(out, Tensor):
             outputs = [out]
@@ -493,7 +493,7 @@ class Recorder(TorchDispatchMode):
         if cached is not None:
             return cached.rebuild(self.fake, inputs), cached, inputs
         out = function(*args, **kwargs)
-        cached = CachedResult.of(out, inputs, geometries, function)
+        cached = CachedResult.of(out, inputs, geometries)
         if cached is not None:
             if len(CachedResult.cache) >= _CACHE_SIZE:
                 CachedResult.cache.clear()
