@@ -332,7 +332,7 @@ def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
 
 
 def _memory_rows(recipe: Recipe, memory, cluster: Cluster | None, before: int | None) -> list[Row]:
-    """before: as `engine.outside`; None on a GPU."""
+    """before: as `engine.with_process` has it; None on a GPU."""
     from gradus.plan import engine
 
     layout, at = recipe.layout, {"rank": memory.rank, "at": memory.at}
