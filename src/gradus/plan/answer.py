@@ -21,7 +21,7 @@ from gradus.parallel.world import World
 from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
-from gradus.plan.roofline import peak
+from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline, note_lines, size
 from gradus.plan.step import HOST_TO_DEVICE, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Work
@@ -214,7 +214,7 @@ def _open(recipe: Recipe, notes: list[str]):
         if recipe.model.family == "vit" and recipe.model.n_classes is None:
             recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
             notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
-        if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
+        if missing := [f"{key}=N" for key in batches.missing_keys(recipe)]:
             raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None
@@ -404,8 +404,8 @@ def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
         given = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
         if kind != "memory":
             given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
-            given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
-            given[AT_PEAK] = sum(op.flops * op.count / peak(device, op.dtype) for op in ops) * m
+            given |= {f"peak in {dtype}, operations/s": peak_flops(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+            given[AT_PEAK] = sum(op.flops * op.count / peak_flops(device, op.dtype) for op in ops) * m
     elif kind == "bubble":
         given = {"schedule": work.schedule, "stages": work.stages, "stages per device": work.virtual, "micro-batches": m}
         given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
