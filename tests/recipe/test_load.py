@@ -167,6 +167,28 @@ def test_a_warm_up_longer_than_a_shortened_run_becomes_a_tenth_of_it(write, step
     assert "Set schedule.warmup_steps" in problems(path, [f"train.steps={steps}", "schedule.warmup_steps=99"])[0]
 
 
+def test_a_micro_batch_larger_than_a_later_layers_batch_becomes_that_batch(write):
+    notes: list[str] = []
+    path = write(GPT + "layout: {micro_batch: 4}\n")
+    assert load(path, ["batch.samples=2"], notes=notes).layout.micro_batch == 2
+    assert notes == [f"{path}: layout.micro_batch=2 instead of 4, to fit batch.samples=2 on the command line"]
+    assert problems(path, ["layout.micro_batch=9"]) == [  # the later layer contradicts the earlier one: nothing gives way
+        "command line: layout.micro_batch: 9 is more than batch.samples=8. Set at most 8. (batch.samples=8 in r.yaml)"
+    ]
+    assert problems(path, ["layout.micro_batch=9", "batch.samples=3"]) == [
+        "command line: layout.micro_batch: 9 is more than batch.samples=3. Set at most 3."
+    ]
+
+
+def test_a_value_that_a_later_layer_repeats_is_no_change(write):
+    """What the file says beside it still counts, and what it contradicts is still the file's mistake."""
+    notes: list[str] = []
+    path = write(GPT.replace("family: gpt", "preset: gpt2-small"))
+    assert load(path, ["model.preset=gpt2-small"], notes=notes).model.n_layers == 2 and notes == []
+    path = write(COPY.replace("name: adam,", "name: sgd,"))
+    assert problems(path, ["optimizer.name=sgd"])[0].startswith("r.yaml: optimizer.betas: unknown key with optimizer.name=sgd.")
+
+
 def test_another_optimizer_takes_the_old_ones_settings_along_out(write):
     notes: list[str] = []
     path = write(COPY)
@@ -554,6 +576,8 @@ def test_what_does_not_fit_together_is_named_with_the_fix(write, base, overrides
          " (task.name=translation on the command line)"),
         (BERT, ["tokenizer.shared=true"], "command line: tokenizer.shared: cannot take effect with labelled data. It is for pairs."
          " (data.kind=labelled in r.yaml)"),
+        (GPT, ["task.name=masked_lm"], "r.yaml: model.family: task masked_lm needs bert, not gpt. gpt is for task.name=causal_lm."
+         " (task.name=masked_lm on the command line)"),
         (GPT, ["data.max_len=128"], "command line: data.max_len: 128 is more than model.seq_len=64. Set data.max_len=64 or a longer"
          " model.seq_len. (model.seq_len=64 in r.yaml)"),
         (GPT.replace("family: gpt, n_layers: 2, d_model: 64, n_heads: 4, seq_len: 64", "preset: gpt2"), ["data.max_len=2048"],

@@ -24,7 +24,7 @@ DEPENDENT = {
 
 class Problem(NamedTuple):
     """path: the dotted key. others: the keys that it is in conflict with. void: it takes no effect beside them, and is
-    left out, or set to `instead`, where one of them was switched in a higher place than the one that says it."""
+    left out where a later layer sets one of them. instead: the value that it is then clamped to."""
 
     path: str
     text: str

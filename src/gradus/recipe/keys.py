@@ -15,7 +15,7 @@ from gradus.errors import UserError, nearest
 from gradus.recipe.conflicts import DEPENDENT
 from gradus.recipe.fields import classes_inside, classes_of, discriminator, elsewhere, expected, is_section, kinds_of
 from gradus.recipe.schema import Recipe, Section
-from gradus.recipe.text import said
+from gradus.recipe.text import show_override
 
 WIDTH = 100  # columns
 
@@ -44,7 +44,7 @@ def entries(path: str, owner: type[Section], only: set[str] | None = None) -> It
             continue
         name = f"{path}.{key}" if path else key
         inside = classes_inside(field.annotation)
-        default = "required" if field.is_required() else said(field.default)
+        default = "required" if field.is_required() else show_override(field.default)
         kind = expected(field.annotation, field.metadata)
         yield name, default, f"{kind}: {meaning(owner, key)}{_of_kinds(path, key)}"
         for c in inside:

@@ -33,13 +33,13 @@ GIVE = "Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."
 # ---------------------------------------------------------------- values
 
 
-def get(tree: Any, path: str) -> Any:
+def get_key(tree: Any, path: str) -> Any:
     for part in path.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
-def put(tree: dict[str, Any], path: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], path: str, value: Any) -> None:
     """None unsets: a section is empty then, and a key that cannot be null is taken out."""
     *above, key = path.split(".")
     for part in above:
@@ -95,7 +95,7 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def said(value: Any) -> str:
+def show_override(value: Any) -> str:
     """A value as after `key=`."""
     if value is None or isinstance(value, bool | str):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
@@ -119,7 +119,7 @@ def as_number(value: Any) -> float | None:
 
 
 class Source(NamedTuple):
-    """label: as messages call it. stem: the recipe's name where it says none. folder: of a file of one's own."""
+    """label: as messages call it. stem: the recipe's name where it states none. folder: of a file of one's own."""
 
     label: str
     text: str
@@ -193,12 +193,12 @@ def absolute(value: Any, folder: Path | None) -> str | None:
         return None
     tried = list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in (Path.cwd(), folder or Path.cwd())))
     try:
-        place = next((p for p in tried if p.exists()), None)
+        existing = next((p for p in tried if p.exists()), None)
     except (OSError, ValueError):  # too long, a zero byte: an error where it is opened
         return None
-    if place is None:
+    if existing is None:
         _ABSENT[str(path)] = tried
-    return place and str(place)
+    return existing and str(existing)
 
 
 def looked_for(path: str | Path) -> str:
@@ -219,31 +219,31 @@ def read(text: str, source: str) -> dict[str, Any]:
     return {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}
 
 
-def words(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
+def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
     """`a.b=value` → {"a.b": value}; a value in brackets is read as YAML unless the key holds text. And what cannot be
     read."""
-    given: dict[str, Any] = {}
-    found: list[Problem] = []
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
     for text in overrides:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             key = key.lstrip("-").replace("-", "_")
             hint = f" Write {key}={value or 'VALUE'}." if fields_of(key) else ""
-            found.append(Problem(text, f"not of the form section.key=value.{hint}"))
+            problems.append(Problem(text, f"not of the form section.key=value.{hint}"))
         elif value[:1] in ("[", "{") and not holds_text(key):
             try:
-                given |= flat(key, _parse(value, text))
+                values |= flat(key, _parse(value, text))
             except UserError as e:
-                found.append(Problem(text, str(e).removeprefix(f"{text}: ")))
+                problems.append(Problem(text, str(e).removeprefix(f"{text}: ")))
         else:
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            given[key] = value[1:-1] if quoted else None if value in NULLS else value
-    return given, found
+            values[key] = value[1:-1] if quoted else None if value in NULLS else value
+    return values, problems
 
 
 def _parse(text: str, where: str) -> Any:
-    found = limits.parse_yaml(text, where, _Reader, limits.RECIPE_NODES)
-    return json.loads(json.dumps(found))  # aliases of one value become values of their own
+    tree = limits.parse_yaml(text, where, _Reader, limits.RECIPE_NODES)
+    return json.loads(json.dumps(tree))  # aliases of one value become values of their own
 
 
 class _Reader(yaml.BaseLoader):
@@ -285,7 +285,7 @@ for _kind in (tuple, list):
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, everything said except what cannot take effect; `load` of it gives an equal one."""
+    """The resolved recipe as YAML: every key but those that cannot take effect. `load` of it gives an equal one."""
     tree = recipe.model_dump()
     void = {p.path for p in check.problems(vars(recipe), stated(tree)) if p.void}
     filled = presets.fields(recipe.model.preset) if recipe.model.preset else {}  # an explicit null must win over it
@@ -293,9 +293,9 @@ def dump(recipe: Recipe) -> str:
     for name, section in tree.items():
         if isinstance(section, dict):
             wins = filled if name == "model" else {}
-            said = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
+            keys = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
             kind = kinds_of(name)[0]
-            section = {k: section[k] for k in sorted(said, key=lambda k: k != kind) if f"{name}.{k}" not in void}
+            section = {k: section[k] for k in sorted(keys, key=lambda k: k != kind) if f"{name}.{k}" not in void}
         if section not in (None, {}):
             out[name] = section
     return yaml.dump(out, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
