@@ -182,7 +182,7 @@ def train(
     from gradus.parallel import world
     from gradus.proof.prove import Proof
     from gradus.train.hooks import Hook
-    from gradus.train.resolve import Given
+    from gradus.train.resolve import RunContext
     from gradus.train.run import start
     from gradus.train.signals import Stopped
 
@@ -191,10 +191,10 @@ def train(
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
-    given, words = Given(here=world.find(), settings=settings), _words(overrides)
+    context, words = RunContext(world=world.find(), settings=settings), _words(overrides)
     options = {"plan": Proof(_flag("force", force)), "flops": for_run, "resume": _flag("resume", resume)}
     try:
-        return Run(start(_path("recipe", recipe), words, given, hooks=hooks, **options).folder)
+        return Run(start(_path("recipe", recipe), words, context, hooks=hooks, **options).folder)
     except Stopped as stop:
         return Run(stop.checkpoint.parent.parent)
 

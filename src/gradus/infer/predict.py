@@ -49,7 +49,7 @@ from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.precision import Precision
-from gradus.train.resolve import Given
+from gradus.train.resolve import RunContext
 from gradus.train.session import Session, open_session
 
 BATCH = 32  # inputs a forward pass
@@ -515,7 +515,7 @@ def opened(
         # the architecture is the weights' own: see below
         return recipes.load(name, overrides, notes=notes, configure=None, **free)
 
-    recipe = Given(json_file).read(load, notes)
+    recipe = RunContext(json_file).load_with(load, notes)
     for text in notes:
         note(text)
     is_run = (Path(name) / "recipe.yaml").is_file()
