@@ -98,7 +98,7 @@ LIST = (
     M("recipe/axes.py", "for nearer in AXES[i + 1 :]", "for nearer in AXES[i:]",
       "plan/test_search.py::test_a_sketch_is_near_what_the_engine_says"),
     M("recipe/conflicts.py", "return (_word(value) in self.values) != self.negated", "return _word(value) in self.values",
-      "recipe/test_load.py::test_what_does_not_fit_together_is_named_with_the_fix"),
+      "recipe/test_check.py::test_what_does_not_fit_together_is_named_with_the_fix"),
     M("hardware/units.py", '"Gb/s": 1e9 / 8', '"Gb/s": 1e9', "hardware/test_hardware.py::test_quantities"),
     M("hardware/units.py", "if not math.isfinite(number) or number <= 0:", "if not math.isfinite(number):",
       "hardware/test_hardware.py::test_a_wrong_entry_is_named"),

@@ -1,8 +1,8 @@
-"""What in a recipe cannot be combined: one table.
+"""One table: what in a recipe cannot be combined.
 
 It is read when a recipe is loaded (`recipe.check`), when its layout is checked and applied (`parallel.check`,
 `parallel.apply`), by the search over layouts (`plan.search`), and it is the table of docs/layouts.md. Whether numbers
-divide one another is no matter of this table: `parallel.check` and the files of the axes say that.
+divide one another, `parallel.check` and the files of the axes check.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Row:
             conditions = next((one for one in self.others if all(c.holds(sections) for c in one)), None)
             if conditions is not None:
                 value, last = conditions[-1].value(sections), conditions[-1].path
-                beside = last if isinstance(value, Section) else f"{last}={_word(value)}"
-                text = self.text.replace("{}", beside).replace("{value}", _word(value))
+                other = last if isinstance(value, Section) else f"{last}={_word(value)}"
+                text = self.text.replace("{}", other).replace("{value}", _word(value))
                 yield Problem(key.path, text, tuple(c.path for c in conditions), self.void)
 
 

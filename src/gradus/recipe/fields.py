@@ -1,4 +1,4 @@
-"""The schema, looked at: sections, their kinds, their keys, what a key takes, and which key was meant."""
+"""Questions to the schema: sections, their kinds, their keys, what values a key takes, and which key was meant."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def unsettable(path: str) -> bool:
 
 
 def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """What a key takes, in words."""
+    """The values that a key takes, in words."""
     marks = list(metadata)
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)

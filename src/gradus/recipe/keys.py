@@ -33,8 +33,8 @@ def _comments(module: str) -> dict[tuple[str, str], str]:
 
 def meaning(owner: type[Section], key: str) -> str:
     """What a key means; a class that only changes a default has it from the one above it."""
-    found = (_comments(c.__module__).get((c.__name__, key)) for c in owner.__mro__ if issubclass(c, Section))
-    return next(filter(None, found), "").replace("None:", "null:")
+    comments = (_comments(c.__module__).get((c.__name__, key)) for c in owner.__mro__ if issubclass(c, Section))
+    return next(filter(None, comments), "").replace("None:", "null:")
 
 
 def entries(path: str, owner: type[Section], only: set[str] | None = None) -> Iterator[tuple[str, str, str]]:
@@ -89,20 +89,20 @@ def keys(asked: str | None = None) -> list[str]:
     kind, known = kinds_of(section) if is_section(section) else (None, {})
     rest = rest.removeprefix(f"{kind}.") if rest.count(".") else rest
     if asked is None or asked in sections:
-        found = every if asked is None else list(groups(asked))
+        selected = every if asked is None else list(groups(asked))
     elif rest in known:
         owner = classes_of(section).get(rest) or classes_of(section)[None]
-        found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
+        selected = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
     else:
         inside = ((title, "", [e for e in of if f"{e[0]}.".startswith(f"{asked}.")]) for title, _, of in every)
-        found = [group for group in inside if group[2]]
-    if not found:
+        selected = [group for group in inside if group[2]]
+    if not selected:
         kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]
         names = [*sections, *kinds, *(e[0] for group in every for e in group[2])]
         near = elsewhere(asked.rpartition(".")[2]) or nearest(asked, names)
         hint = f"Did you mean {near}?" if near else f"Sections: {', '.join(sections)}."
         raise UserError(f"gradus keys {asked}: no such section or key. {hint}")
-    return [line for group in found for line in _lines(*group)]
+    return [line for group in selected for line in _lines(*group)]
 
 
 def _lines(title: str, text: str, listed: list[tuple[str, str, str]]) -> Iterator[str]:
