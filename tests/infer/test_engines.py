@@ -18,7 +18,7 @@ INPUTS = Encoded([[3, 1, 4, 1, 5], [9]], None, None)
 
 
 @pytest.fixture
-def place(tmp_path):
+def source(tmp_path):
     torch.manual_seed(0)
     model = models.build(LLAMA)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_products_with_few_rows_are_linears(precision, rounding, rows):
     torch.manual_seed(0)
     linear = nn.Linear(64, 96).requires_grad_(False)
     x = torch.randn(rows, 1, 64)
-    found, wanted = compiled.stored(precision, torch.device("cpu"))(linear)(x), linear(x)
+    found, wanted = compiled.linear_kind(precision, torch.device("cpu"))(linear)(x), linear(x)
     assert found.shape == wanted.shape and found.dtype == torch.float32
     assert (found - wanted).norm() <= rounding * wanted.norm()
 
@@ -45,7 +45,7 @@ def test_numbers_side_by_side_are_the_same_and_tied_ones_stay_tied():
     model = nn.Sequential(first, second, nn.BatchNorm1d(3)).double().requires_grad_(False)
     second.weight.data = first.weight.data
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    compiled.side_by_side(model)
+    compiled.pack_memory(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert first.weight.data_ptr() == second.weight.data_ptr() and all(t.data_ptr() % 64 == 0 for t in after.values())
@@ -54,21 +54,21 @@ def test_numbers_side_by_side_are_the_same_and_tied_ones_stay_tied():
 
 
 def test_int4_takes_int8_where_groups_do_not_divide():
-    assert isinstance(compiled.stored("int4", torch.device("cpu"))(nn.Linear(40, 96)), compiled.Int8)
+    assert isinstance(compiled.linear_kind("int4", torch.device("cpu"))(nn.Linear(40, 96)), compiled.Int8)
 
 
-def test_an_engine_is_checked_once_and_told_each_time(place, tmp_path, monkeypatch, capsys):
+def test_an_engine_is_checked_once_and_told_each_time(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
-    checked(place, "torch", "bf16", INPUTS)
+    checked(source, "torch", "bf16", INPUTS)
     first = capsys.readouterr().err
     assert "computes in bf16" in first and "of 48 greedy equal" in first
     monkeypatch.setattr("gradus.infer.checked.compare", lambda *_: pytest.fail("checked twice"))
-    checked(place, "torch", "bf16", INPUTS)
+    checked(source, "torch", "bf16", INPUTS)
     assert capsys.readouterr().err == first
 
 
-def test_a_check_finds_what_is_wrong(place):
-    right, wrong = engines.open(place), engines.open(place)
+def test_a_check_finds_what_is_wrong(source):
+    right, wrong = engines.open(source), engines.open(source)
     found = {row.name: row.value for row in compare(right, right, INPUTS, 8)}
     assert found["check/max_abs_delta"] == 0 and found["check/greedy"] == 1
     wrong.decode = lambda ids, positions: -type(right).decode(wrong, ids, positions)
@@ -77,9 +77,9 @@ def test_a_check_finds_what_is_wrong(place):
 
 
 @pytest.mark.parametrize("name, precision, said", [("compild", "fp32", "Did you mean.*compiled"), ("torch", "int8", "Use --precision fp32 or bf16 or fp16")])
-def test_what_cannot_be_is_one_line(place, name, precision, said):
+def test_what_cannot_be_is_one_line(source, name, precision, said):
     with pytest.raises(UserError, match=said):
-        engines.open(place, name, precision)
+        engines.open(source, name, precision)
 
 
 def test_encoders_have_no_one_row(tmp_path):
@@ -90,10 +90,10 @@ def test_encoders_have_no_one_row(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_compiled_decodes_what_pytorch_decodes(place, precision):
+def test_compiled_decodes_what_pytorch_decodes(source, precision):
     """In rooms and batches of different sizes, by two engines in one process."""
-    engine, plain = engines.open(place, "compiled", precision), models.load(place.path).eval()
-    rows = compare(engine, engines.open(place), INPUTS, 12)
+    engine, plain = engines.open(source, "compiled", precision), models.load(source.path).eval()
+    rows = compare(engine, engines.open(source), INPUTS, 12)
     found = {row.name: row.value for row in rows}
     assert found["check/max_abs_delta"] < (1e-4 if precision == "fp32" else 0.1 * found["check/largest"])
     if precision == "fp32":

@@ -249,7 +249,7 @@ def test_a_full_disk_leaves_nothing_of_an_export(kind, vit, tmp_path, monkeypatc
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("gradus.infer.beside.write", full)  # the weights are written by then
+    monkeypatch.setattr("gradus.infer.sidecar.write", full)  # the weights are written by then
     assert main(["export", str(vit / "model"), "--to", str(tmp_path / "out"), "--as", kind]) == 74
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "the disk is full" in err and "nothing was written" in err and not list(tmp_path.iterdir())
@@ -326,7 +326,7 @@ def test_a_plan_is_built_strongly_typed():
 
     model = models.build(TypeAdapter(Model).validate_python({"family": "gpt", **SMALL, **SIX["gpt"]}), seed=1)
     (graph,) = graphs.graphs(model)
-    recipe = export_tensorrt.made_by(graph, "fp16", "model.onnx", "model.plan")
+    recipe = export_tensorrt.build_recipe(graph, "fp16", "model.onnx", "model.plan")
     assert recipe["profile"]["past_key_values.0.key"] == {"min": [1, 4, 0, 4], "opt": [1, 4, 32, 4], "max": [32, 4, 32, 4]}
     assert "--stronglyTyped" in recipe["command"] and "fp16" not in recipe["command"]
     calls: list = []

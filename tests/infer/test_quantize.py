@@ -12,7 +12,7 @@ from torch import nn
 
 from gradus import models
 from gradus.cli import main
-from gradus.infer import Place, engines, find, quantize, quantized
+from gradus.infer import ModelSource, engines, find, quantize, quantized
 from gradus.infer.compiled import Int4
 from gradus.parallel import qat
 from gradus.recipe.schema import BertConfig
@@ -86,9 +86,9 @@ def test_int4_is_the_same_from_what_is_kept():
 
 def test_what_is_lost_and_its_error():
     """Against the sample variance of batches of one size."""
-    lost = [(1.0, 10), (0.0, 10), (-1.0, 10), (3.0, 10)]
-    points, error, n = quantize.lost(lost)
-    each = torch.tensor([d / 10 for d, _ in lost]).double()
+    batches = [(1.0, 10), (0.0, 10), (-1.0, 10), (3.0, 10)]
+    points, error, n = quantize.paired_loss(batches)
+    each = torch.tensor([d / 10 for d, _ in batches]).double()
     assert n == 40 and points == pytest.approx(100 * float(each.mean())) and error == pytest.approx(100 * float(each.std() / 2))
 
 
@@ -143,10 +143,10 @@ def test_a_quantized_classifier(how, here, capsys):
     about = json.loads((here / how / "quantized.json").read_text())
     assert about["as"] == how and about["table"]["size, MB"][1] < about["table"]["size, MB"][0]
 
-    place = find(str(here / how))
+    source = find(str(here / how))
     ids = torch.tensor([[5, 6, 7, 8]])
     precision = "int4" if how == "int4" else "int8"
-    wanted, found = engines.open(find("run"))(ids), engines.open(place, "torch", precision)(ids)
+    wanted, found = engines.open(find("run"))(ids), engines.open(source, "torch", precision)(ids)
     assert (found - wanted).abs().max() < (0.3 if how == "int4" else 0.1) * wanted.abs().max() and not torch.equal(found, wanted)
     assert main(["predict", how, "a good film", "--precision", precision]) == 0
     shown, told = capsys.readouterr(), f"from {how} weights" if how == precision else "computes in int8, inputs in 7 bits"
@@ -192,7 +192,7 @@ def test_a_quantized_decoder(how, here, capsys):
 
 def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsys, monkeypatch):
     table = {"ms, batch 1": [1.0, 2.0], "ms, batch 32": [10.0, 9.0], "valid/accuracy": [0.9, 0.8], "valid/loss": [0.3, 0.5], "difference": (10.0, 1.5, 40)}
-    monkeypatch.setattr(quantize, "measured", lambda *_: table)
+    monkeypatch.setattr(quantize, "before_and_after", lambda *_: table)
     words = ["quantize", "run", "--to", "none", "--as", "dynamic"]
     assert main(words) == 2 and not (here / "none").exists()
     told = capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
     config = BertConfig(vocab_size=40, n_layers=1, d_model=16, n_heads=2, d_ff=24, seq_len=16, head="masked_lm")
     model, ids = models.build(config, seed=1).eval(), torch.tensor([[1, 2, 3]])
     about = quantized.write(tmp_path / "made", model, "dynamic", {})
-    found = engines.open(Place("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
+    found = engines.open(ModelSource("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
     assert (found - model(ids)).abs().max() < 0.05
 
 

@@ -53,6 +53,6 @@ class Pt2(GraphEngine):
         self.loaded = {name: load_ahead(str(path)) for name, path in paths.items()}
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        has = self.graphs[graph]
-        out = self.loaded[graph](*(inputs[name].to(self.device).contiguous() for name in has["inputs"]))
-        return dict(zip(has["outputs"], out, strict=True))
+        names = self.graphs[graph]
+        out = self.loaded[graph](*(inputs[name].to(self.device).contiguous() for name in names["inputs"]))
+        return dict(zip(names["outputs"], out, strict=True))

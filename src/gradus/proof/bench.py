@@ -20,9 +20,9 @@ from torch import nn
 
 from gradus import files, hardware, limits, models
 from gradus.errors import UserError, did_you_mean, either
-from gradus.infer import Encoded, Place, engines, exported, find, predict
+from gradus.infer import Encoded, ModelSource, engines, exported, find, predict
 from gradus.infer.checked import compare, verdict
-from gradus.infer.compiled import beside
+from gradus.infer.compiled import other_dtype
 from gradus.measure import roofs
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
@@ -55,14 +55,14 @@ def bench(args: Any) -> Iterator[str]:
     folder = Path(args.to or Path("bench") / Path(args.model).resolve().name)
     say = results.quiet if args.json else results.say
     rows = run(study, folder, say, more=lambda *found: derived(place, refused, named, *found))
-    if not place.made:
+    if not place.export_info:
         remember(place, rows)
     if args.json:
         yield from (row.json() for row in rows)
         return exit_code(rows)
     yield from ("", *results.lines([row.known() for row in rows], COLUMNS))
     best = next((row for row in rows if row.name == "best"), None)
-    yield "best at batch 1: " + (f"{best.conditions['at']['engine']}{'' if place.made else '; --engine auto takes it'}" if best else "not known: at batch 1 no engine that ran is accurate enough")
+    yield "best at batch 1: " + (f"{best.conditions['at']['engine']}{'' if place.export_info else '; --engine auto takes it'}" if best else "not known: at batch 1 no engine that ran is accurate enough")
     yield f"rows: {folder / 'rows.jsonl'}"
     return exit_code(rows)
 
@@ -79,17 +79,17 @@ def chosen(text: str, option: str, known: Iterable[str], every: Iterable[str]) -
     return list(every) if words == ["all"] else words
 
 
-def pairs(place: Place, args: Any) -> tuple[list[Pair], dict[str, str]]:
+def pairs(place: ModelSource, args: Any) -> tuple[list[Pair], dict[str, str]]:
     """(engines with precisions that this model and this machine may have, why another may not: its name → reason). Raises UserError where
     none is left."""
-    ways = engines.ways_of(place) if place.made else []
+    ways = engines.ways_of(place) if place.export_info else []
     every = [dict.fromkeys(names) for names in zip(*ways)] or [engines.ENGINES, engines.PRECISIONS]
     names = chosen(args.engines, "--engines", engines.ENGINES, every[0])
     found, refused = [], {}
     for name, precision in itertools.product(names, chosen(args.precisions, "--precisions", engines.PRECISIONS, every[1])):
         kind = engines.kind(name)
         try:
-            if not place.made:
+            if not place.export_info:
                 engines.fits(kind, precision, place)
             elif (name, precision) not in ways:
                 use = either(f"--engines {name} --precisions {precision}" for name, precision in ways)
@@ -103,7 +103,7 @@ def pairs(place: Place, args: Any) -> tuple[list[Pair], dict[str, str]]:
     return found, refused
 
 
-def sizes(place: Place, args: Any) -> tuple[list[int | None], int | None]:
+def sizes(place: ModelSource, args: Any) -> tuple[list[int | None], int | None]:
     """(the lengths that are read, None for images; tokens that are written, None where none are). Raises UserError for what has no effect, or
     does not fit the model."""
     writes, longest, images = place.family.attention != "both", place.config.longest, place.config.reads == "images"
@@ -126,7 +126,7 @@ def sizes(place: Place, args: Any) -> tuple[list[int | None], int | None]:
     return lengths, new
 
 
-def cells(place: Place, args: Any) -> tuple[Study, dict[str, str], set[str]]:
+def cells(place: ModelSource, args: Any) -> tuple[Study, dict[str, str], set[str]]:
     """(the study, refused pairs, precisions that the user named). Raises UserError."""
     possible, refused = pairs(place, args)
     lengths, new = sizes(place, args)
@@ -135,7 +135,7 @@ def cells(place: Place, args: Any) -> tuple[Study, dict[str, str], set[str]]:
         raise UserError(f"--accuracy: {place.name} belongs to no run, so there is no data to measure it on. Leave it out, or give a run folder.")
     default = limits.SAMPLES if place.recipe is not None and place.family.attention == "both" else 0
     accuracy = default if args.accuracy is None else args.accuracy
-    weights = engines.here(place, *([json.dumps(place.made)] if place.made else []))
+    weights = engines.cache_key(place, *([json.dumps(place.export_info)] if place.export_info else []))
     common = {"model": str(place.path.absolute()), "weights": weights, "threads": torch.get_num_threads()}
     made = []
     for (length, batch), (name, precision) in itertools.product(itertools.product(lengths, batches), possible):
@@ -166,7 +166,7 @@ class Runs:
         name, precision = options["engine"], options["precision"]
         kind = engines.kind(name)
         if issubclass(kind, exported.GraphEngine):
-            exported.found(self.place, kind, precision)  # is made once: no part of the time that loading takes
+            exported.cached_folder(self.place, kind, precision)  # is made once: no part of the time that loading takes
         began = time.perf_counter()
         self.engine = engines.open(self.place, name, precision)
         self.load, self.seen, self.raw = time.perf_counter() - began, 0, {"latency": []}
@@ -216,7 +216,7 @@ class Runs:
             timed.values["energy/sample"] = [meter.joules / ENERGY_RUNS / self.batch, "J"]
             timed.facts["meter"] = meter.source
         timed.facts |= {"computes": computes, "cache_bytes": roofs.last_cache() if device.type == "cpu" else 0}
-        if window.round == 1 and self.options["check"] and not self.place.made:  # which was checked when it was written
+        if window.round == 1 and self.options["check"] and not self.place.export_info:  # which was checked when it was written
             reference = engines.Torch(dataclasses.replace(self.place, model=None), "fp32")
             given = self.inputs(2)
             found = compare(self.engine, reference, given if isinstance(given, Encoded) else [given])
@@ -249,7 +249,7 @@ def cell(recipe: None, options: dict[str, Any]) -> Subject:
 # ------------------------------------------------------------ rows
 
 
-def derived(place: Place, refused: dict[str, str], named: set[str], study: Study, notebook: Notebook) -> Iterator[Row]:
+def derived(place: ModelSource, refused: dict[str, str], named: set[str], study: Study, notebook: Notebook) -> Iterator[Row]:
     """Of all runs of all rounds together: latency, tokens/s, the share of the roof; what gradus plan --serve says; the best; what could not
     be."""
     taken = {c.name: found for c in study.configurations if (found := [s for s in notebook.samples[c.name] if s.ranks and not s.failed])}
@@ -277,7 +277,7 @@ def latencies(samples: Sequence[Sample]) -> list[float]:
     return [x for s in samples for x in s.ranks[0].raw["latency"]]
 
 
-def cell_rows(place: Place, c: Configuration, samples: Sequence[Sample]) -> Iterator[Row]:
+def cell_rows(place: ModelSource, c: Configuration, samples: Sequence[Sample]) -> Iterator[Row]:
     raw = {name: [x for s in samples for x in s.ranks[0].raw[name]] for name in samples[0].ranks[0].raw}
     whole, new, batch = raw["latency"], c.options["new"], c.options["batch"]
     spread = {"n": len(whole), "low": min(whole), "high": max(whole)}
@@ -296,7 +296,7 @@ def cell_rows(place: Place, c: Configuration, samples: Sequence[Sample]) -> Iter
     yield roof(place, c, took, values["roof/bandwidth"], values["roof/rate"], facts)
 
 
-def roof(place: Place, c: Configuration, took: float, bandwidth: float, rate: float, facts: dict[str, Any]) -> Row:
+def roof(place: ModelSource, c: Configuration, took: float, bandwidth: float, rate: float, facts: dict[str, Any]) -> Row:
     """The least time that reading the weights (and keys and values), or the operations, could take at the speeds that were measured in the
     same processes, as a share of a pass's time; of a model that writes, of a token's."""
     o, config, cross = c.options, place.config, place.family.attention == "cross"
@@ -312,7 +312,7 @@ def roof(place: Place, c: Configuration, took: float, bandwidth: float, rate: fl
     return Row("roof", "cache-resident" if resident else least[limit] / took, "", None, {"limit": limit, "least": least[limit]})
 
 
-def planned(place: Place, c: Configuration) -> Iterator[Row]:
+def planned(place: ModelSource, c: Configuration) -> Iterator[Row]:
     """What `gradus plan --serve` says of the same; of times where this machine is calibrated."""
     o = c.options
     bits, numbers = BITS[o["precision"]], "fp32" if o["precision"].startswith("int") else o["precision"]
@@ -329,7 +329,7 @@ def planned(place: Place, c: Configuration) -> Iterator[Row]:
             break
     else:
         return
-    rest = BYTES[beside(o["precision"], pick_device("auto"))]
+    rest = BYTES[other_dtype(o["precision"], pick_device("auto"))]
     weights = in_integers(place.config, bits, rest) if o["engine"] == "compiled" and bits <= 8 else prompt["weights"]
     found = {"size/weights": (weights, "bytes")}
     if "forward_time" in prompt:
@@ -356,7 +356,7 @@ def in_integers(config: ModelConfig, bits: int, rest: int) -> float:
 # ------------------------------------------------------------ the best
 
 
-def fastest(place: Place, study: Study, taken: dict[str, list[Sample]], median: dict[str, float], named: set[str]) -> dict[str, Pair]:
+def fastest(place: ModelSource, study: Study, taken: dict[str, list[Sample]], median: dict[str, float], named: set[str]) -> dict[str, Pair]:
     """"any" and each precision → the pair that counts and is the fastest over all lengths at batch 1 (by the geometric mean of latencies);
     empty where none is."""
     first = {(c.options["engine"], c.options["precision"]): taken.get(c.name) for c in study.configurations if c.options["check"]}
@@ -366,7 +366,7 @@ def fastest(place: Place, study: Study, taken: dict[str, list[Sample]], median: 
         ones = [c for c in study.configurations if (c.options["engine"], c.options["precision"]) == pair and c.options["batch"] == 1]
         if not ones or not samples or not all(c.name in median for c in ones):
             continue
-        if place.made or counts(pair, samples[0], base and base[0], named):  # what was made for engines was checked when it was written
+        if place.export_info or counts(pair, samples[0], base and base[0], named):  # what was made for engines was checked when it was written
             scores[pair] = statistics.mean(math.log(median[c.name]) for c in ones)
     order = sorted(scores, key=scores.get)
     best: dict[str, Pair] = {"any": order[0]} if order else {}
@@ -389,7 +389,7 @@ def counts(pair: Pair, sample: Sample, base: Sample | None, named: set[str]) -> 
     return bool(both) and (base.values[both[0]][0] - sample.values[both[0]][0]) * QUALITY[both[0]] <= POINT
 
 
-def remember(place: Place, rows: Sequence[Row]) -> None:
+def remember(place: ModelSource, rows: Sequence[Row]) -> None:
     """For `--engine auto`."""
     best = next((row.conditions["of"] for row in rows if row.name == "best"), None)
     if best:
