@@ -192,9 +192,12 @@ def train(
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
     context, words = RunContext(world=world.find(), settings=settings), _words(overrides)
-    options = {"plan": Proof(_flag("force", force)), "flops": for_run, "resume": _flag("resume", resume)}
+    proof, resume = Proof(_flag("force", force)), _flag("resume", resume)
     try:
-        return Run(start(_path("recipe", recipe), words, context, hooks=hooks, **options).folder)
+        outcome = start(
+            _path("recipe", recipe), words, context, hooks=hooks, plan=proof, flops=for_run, resume=resume
+        )  # fmt: skip
+        return Run(outcome.folder)
     except Stopped as stop:
         return Run(stop.checkpoint.parent.parent)
 
@@ -227,7 +230,7 @@ def load(model: Any, precision: str = "fp32") -> nn.Module:
     decoder_input_ids, pixel_values. Raises UserError where there is no model, or a damaged one.
     """
     source = _source(model)
-    module = source.load(_text("precision", precision))
+    module: Any = source.load(_text("precision", precision))
     if not hasattr(module, "source"):
         module.source, module.tokenizer = source, None
         with contextlib.suppress(UserError):  # raised once texts are to be read
@@ -259,7 +262,8 @@ def _check_tensor(module: nn.Module, name: str, ours: str, value: Any) -> None:
     would wait for the values."""
     import torch
 
-    config, ids = module.config, ours in ("ids", "source", "target")
+    config: Any = module.config
+    ids = ours in ("ids", "source", "target")
     if not any(ours in names for names in THEIRS.values()):
         return
     if not isinstance(value, torch.Tensor) or (ids and value.dtype not in (torch.long, torch.int)):
@@ -351,12 +355,13 @@ def _source(model: Any) -> ModelSource:
 @contextlib.contextmanager
 def _keep_mode(source: ModelSource) -> Iterator[None]:
     """A model in the middle of a training loop stays in training mode."""
-    training = source.model is not None and source.model.training
+    model = source.model
+    training = model is not None and model.training
     try:
         yield
     finally:
-        if training:
-            source.model.train()
+        if model is not None:
+            model.train(training)
 
 
 def _is_picture(item: Any) -> bool:

@@ -51,11 +51,15 @@ class Engine:
     computes: str
     keeps = True
     packages: tuple[str, ...] = ()  # that it imports
-    device = torch.device("cpu")
     PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": ("causal", "both", "cross")}
 
     def __init__(self, source: ModelSource, precision: str):
         self.source, self.precision, self.config = source, precision, source.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return torch.device("cpu")
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Logits of every position or sample: what the model's forward returns. inputs: the model's arguments by their
@@ -154,12 +158,13 @@ def best_at(source: ModelSource) -> Path:
 
 def best(source: ModelSource, precision: str | None) -> tuple[str, str]:
     """(engine, precision) for `auto`, told in one line on standard error; torch where nothing is known."""
-    known, wanted = None, precision or "any"
+    content: Any = None
     with contextlib.suppress(UserError):  # no file, or a damaged one
-        known = limits.read_json(best_at(source), limits.CONFIG_FILE)
-    match known:
-        case {"when": str(when), **fastest} if fastest.get(wanted) in [[e, p] for e in ENGINES for p in PRECISIONS]:
-            (name, chosen), why = fastest[wanted], f"the fastest of gradus bench, {when}"
+        content = limits.read_json(best_at(source), limits.CONFIG_FILE)
+    known = content if isinstance(content, dict) else {}
+    match known.get("when"), known.get(precision or "any"):
+        case str(when), [str(name), str(chosen)] if name in ENGINES and chosen in PRECISIONS:
+            why = f"the fastest of gradus bench, {when}"
         case _:
             name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {source.name} here"
     print(f"--engine auto: {name} {chosen} ({why})", file=sys.stderr, flush=True)
@@ -174,6 +179,7 @@ def quantized_in(how: str, family: Family) -> list[str]:
 def ways_of(source: ModelSource) -> list[tuple[str, str]]:
     """(engine, precision) that a folder of graphs, or of quantized weights, is for."""
     info = source.export_info
+    assert info is not None
     names = [info["format"]] if "format" in info else quantized_in(info["as"], source.family)
     return [(name, info["precision"]) for name in names]
 

@@ -39,8 +39,11 @@ class TensorRT(GraphEngine):
     name = "tensorrt"
     packages = ("tensorrt",)
     PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
-    device = torch.device("cuda")
     stand_in = OnnxOfPlan
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
 
     @classmethod
     def write(cls, graph: Graph, folder: Path, precision: str = "fp32", opset: int | None = None) -> dict[str, Any]:

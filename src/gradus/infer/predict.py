@@ -176,7 +176,7 @@ def writing(option: str) -> Iterator[None]:
         raise UserError(f"{option}: {why}. Give a file in a folder you may write.") from None
 
 
-def records_of(source: ModelSource, inputs: list[str], top: int, model: LazyEngine | None = None) -> Iterator[Record]:
+def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngine | None = None) -> Iterator[Record]:
     """Predictions for texts, or image files, by what the model is. model: where it is open already. Raises InputError
     for one that cannot be read."""
     config, model = source.config, model or LazyEngine(source)

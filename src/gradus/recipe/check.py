@@ -34,7 +34,7 @@ def learners(task: str) -> dict[str, list[str]]:
 def problems(sections: Mapping[str, Any], stated: Collection[str], sizes_known: bool = True) -> list[Problem]:
     """What is wrong between the sections that are there. stated: the keys somebody wrote, which must take effect."""
     known = {**sections, **({"sizes": sections["model"]} if sizes_known and "model" in sections else {})}
-    wrong = []
+    wrong: list[Problem] = []
     for check in CHECKS:
         arguments = inspect.signature(check).parameters
         if all(name in known for name in arguments):

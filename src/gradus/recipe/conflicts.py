@@ -8,7 +8,6 @@ divide one another, `parallel.check` and the files of the axes check.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 from gradus.recipe.schema import Recipe, Section
@@ -57,13 +56,8 @@ class Condition:
             return (_word(value) in self.values) != self.negated
         if stated is not None:
             return self.path in stated
-        owner = type(sections[self.section]) if self.key else Recipe
-        return value != _default(owner, self.key or self.section)
-
-
-@cache
-def _default(owner: type[Section], key: str) -> Any:
-    return owner.model_fields[key].default
+        owner: type[Section] = type(sections[self.section]) if self.key else Recipe
+        return value != owner.model_fields[self.key or self.section].default
 
 
 def _word(value: Any) -> str:

@@ -26,7 +26,7 @@ def needs(section: str) -> str:
     if kind and discriminator(section):
         return f"It needs {section}.{kind}: {', '.join(knows)}."
     classes = classes_of(section)
-    return f"It has the keys {', '.join(classes[None].model_fields)}." if classes else ""
+    return f"It has the keys {', '.join(classes[''].model_fields)}." if classes else ""
 
 
 def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:

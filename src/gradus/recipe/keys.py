@@ -25,10 +25,10 @@ def _comments(module: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the comment at the end of the field's line."""
     source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    comment_at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     fields = [(c.name, line) for c in classes for line in c.body if isinstance(line, ast.AnnAssign)]
-    return {(name, line.target.id): at.get(line.end_lineno, "") for name, line in fields}
+    return {(name, ast.unparse(line.target)): comment_at.get(line.end_lineno or 0, "") for name, line in fields}
 
 
 def meaning(owner: type[Section], key: str) -> str:
@@ -61,7 +61,7 @@ def groups(section: str) -> Iterator[tuple[str, str, list[tuple[str, str, str]]]
     """(title, what it is, entries): of a section with kinds first what all of them share, then each kind's own."""
     classes, kind = classes_of(section), discriminator(section)
     if kind is None:
-        yield section, _doc(classes[None]), list(entries(section, classes[None]))
+        yield section, _doc(classes[""]), list(entries(section, classes[""]))
         return
     listed = {name: list(entries(section, c)) for name, c in classes.items()}
     common = [entry for entry in next(iter(listed.values())) if all(entry in other for other in listed.values())]
@@ -85,13 +85,14 @@ def keys(asked: str | None = None) -> list[str]:
     sections = [name for name in Recipe.model_fields if is_section(name)]
     top = ("recipe", "the keys outside the sections", list(entries("", Recipe, {"name"})))
     every = [top, *(group for section in sections for group in groups(section))]
-    section, _, rest = (asked or "").replace("=", ".").partition(".")
+    asked = asked or ""
+    section, _, rest = asked.replace("=", ".").partition(".")
     kind, known = kinds_of(section) if is_section(section) else (None, {})
     rest = rest.removeprefix(f"{kind}.") if rest.count(".") else rest
-    if asked is None or asked in sections:
-        selected = every if asked is None else list(groups(asked))
+    if asked in ("", *sections):
+        selected = list(groups(asked)) if asked else every
     elif rest in known:
-        owner = classes_of(section).get(rest) or classes_of(section)[None]
+        owner = classes_of(section).get(rest) or classes_of(section)[""]
         selected = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
     else:
         inside = ((title, "", [e for e in of if f"{e[0]}.".startswith(f"{asked}.")]) for title, _, of in every)

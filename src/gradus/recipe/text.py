@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,7 +198,7 @@ def absolute(value: Any, folder: Path | None) -> str | None:
         return None
     if existing is None:
         _ABSENT[str(path)] = tried
-    return existing and str(existing)
+    return str(existing) if existing else None
 
 
 def looked_for(path: str | Path) -> str:
@@ -254,8 +254,8 @@ class _Reader(yaml.BaseLoader):
             raise yaml.MarkedYAMLError(problem=f"the tag {node.tag} is not supported", problem_mark=node.start_mark)
         return super().construct_object(node, deep)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        tree: dict[Hashable, Any] = {}
         for key, child in node.value:
             word = isinstance(key, yaml.ScalarNode)
             if not word or key.value in tree:
@@ -264,7 +264,7 @@ class _Reader(yaml.BaseLoader):
             tree[key.value] = self.construct_object(child)
         return tree
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         text = super().construct_scalar(node)
         if node.style is None and text in NULLS:
             return None

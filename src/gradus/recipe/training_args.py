@@ -61,10 +61,12 @@ ADVICE = {
 
 # What a word becomes.
 OPTIMIZERS = {"sgd": "sgd", **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")}
-SCHEDULES = {"linear": {"schedule.name": "linear", "schedule.final": 0.0},
-             "cosine": {"schedule.name": "cosine", "schedule.final": 0.0},
-             "constant": {"schedule.name": "constant", "schedule.warmup_steps": 0},
-             "constant_with_warmup": {"schedule.name": "constant"}}  # fmt: skip
+SCHEDULES: dict[str | None, dict[str, Any]] = {
+    "linear": {"schedule.name": "linear", "schedule.final": 0.0},
+    "cosine": {"schedule.name": "cosine", "schedule.final": 0.0},
+    "constant": {"schedule.name": "constant", "schedule.warmup_steps": 0},
+    "constant_with_warmup": {"schedule.name": "constant"},
+}
 # Of eval_strategy, logging_strategy and save_strategy: the key that their *_steps become, the values that unset it, and
 # a note on those that do something else here.
 WHEN: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -123,8 +125,12 @@ def _no_arguments(path: str | Path) -> UserError:
     return UserError(f"{path}: expected an object of TrainingArguments, such as {example}.")
 
 
-KINDS = {bool: ("true or false", TypeAdapter(bool)), str: ("a word in quotes", TypeAdapter(str)),
-         int: ("a whole number", TypeAdapter(int)), float: ("a number", TypeAdapter(FiniteFloat))}  # fmt: skip
+KINDS: dict[type, tuple[str, TypeAdapter[Any]]] = {
+    bool: ("true or false", TypeAdapter(bool)),
+    str: ("a word in quotes", TypeAdapter(str)),
+    int: ("a whole number", TypeAdapter(int)),
+    float: ("a number", TypeAdapter(FiniteFloat)),
+}
 
 
 class Arguments:
@@ -240,8 +246,10 @@ class Arguments:
         fraction = 0 < value < 1 or name == "warmup_ratio"
         if fraction and self.steps is None:
             self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
+        elif fraction:
+            self.settings[key] = math.ceil(value * (self.steps or 0))
         else:
-            self.settings[key] = math.ceil(value * self.steps) if fraction else int(value) if value % 1 == 0 else value
+            self.settings[key] = int(value) if value % 1 == 0 else value
 
     def strategies(self) -> None:
         self.arguments.setdefault("eval_strategy", self.take("evaluation_strategy"))
