@@ -29,6 +29,18 @@ def of(how: str, linear: nn.Linear = LINEAR, **more):
     return kind.of(linear.bias, **kind.numbers(linear.weight), **more)
 
 
+# How far logits may be from the model's, as a share of their norm: about twice what was reached, the same on an EPYC with PyTorch's kernels
+# for AVX512, for AVX2 and for neither (dynamic 0.0034, static 0.0024, int8 0.0013, int4 0.0101; decoder 0.0054, 0.0363; head 0.0140, over eight
+# seeds 0.011 to 0.019); for int8 one rounding to bf16 (2**-9) more, as processors differ in where they round. Weights in 5 bits are 0.035 to
+# 0.045 off, and passed when 0.05 was allowed of logits that reach 0.2.
+NEAR = {("classifier", "dynamic"): 0.006, ("classifier", "static"): 0.006, ("classifier", "int8"): 0.004, ("classifier", "int4"): 0.018,
+        ("decoder", "int8"): 0.01, ("decoder", "int4"): 0.06, ("head", "dynamic"): 0.02}  # fmt: skip
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((found - wanted).norm() / wanted.norm()).detach())
+
+
 # ---------------------------------------------------------------- products
 
 
@@ -147,7 +159,7 @@ def test_a_quantized_classifier(how, here, capsys):
     ids = torch.tensor([[5, 6, 7, 8]])
     precision = "int4" if how == "int4" else "int8"
     wanted, found = engines.open(find("run"))(ids), engines.open(source, "torch", precision)(ids)
-    assert (found - wanted).abs().max() < (0.3 if how == "int4" else 0.1) * wanted.abs().max() and not torch.equal(found, wanted)
+    assert 0 < distance(found, wanted) < NEAR["classifier", how]
     assert main(["predict", how, "a good film", "--precision", precision]) == 0
     shown, told = capsys.readouterr(), f"from {how} weights" if how == precision else "computes in int8, inputs in 7 bits"
     assert told in shown.err and shown.out.startswith(("good", "bad"))
@@ -185,7 +197,7 @@ def test_a_quantized_decoder(how, here, capsys):
     ids = torch.tensor([[5, 6, 7, 8]])
     wanted = engines.open(find("writes"))(ids)
     found = engines.open(find(how), "torch", how)(ids)
-    assert (found - wanted).norm() < (0.05 if how == "int8" else 0.5) * wanted.norm()
+    assert 0 < distance(found, wanted) < NEAR["decoder", how]
     assert main(["generate", how, "line", "--max-new", "4", "--precision", how]) == 0
     assert f"from {how} weights" in capsys.readouterr().err
 
@@ -225,7 +237,7 @@ def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
     model, ids = models.build(config, seed=1).eval(), torch.tensor([[1, 2, 3]])
     about = quantized.write(tmp_path / "made", model, "dynamic", {})
     found = engines.open(ModelSource("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
-    assert (found - model(ids)).abs().max() < 0.05
+    assert 0 < distance(found, model(ids)) < NEAR["head", "dynamic"]
 
 
 def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):
