@@ -19,6 +19,7 @@ from gradus.models.weights import checksums
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
+PUT_TOKENIZER = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
 GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
 
@@ -66,8 +67,7 @@ class ModelSource:
             try:
                 tokenizers = {"": tokenizer_files.load(self.folder)}
             except UserError as e:
-                hint = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
-                raise UserError(f"{e} {hint}") from None
+                raise UserError(f"{e} {PUT_TOKENIZER}") from None
             if (self.folder / "target").is_dir():
                 tokenizers["target"] = tokenizer_files.load(self.folder / "target")
         for side, tokenizer in tokenizers.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from gradus import files
 from gradus.errors import UserError, writing
 from gradus.infer import Encoded, ModelSource
-from gradus.infer.engines import Engine, Torch, cache_key, open
+from gradus.infer.engines import Engine, Torch, by_name, cache_key, open
 from gradus.models.decoding import generate, greedy
 from gradus.rows import Row, read_rows
 from gradus.train.machine import cpu_name
@@ -75,9 +74,13 @@ def _decoded(engine: Engine, inputs: Encoded, n: int, tokens: list[Tensor], forc
     return steps
 
 
+def _values(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {row["name"].removeprefix("check/"): row["value"] for row in rows}
+
+
 def line(rows: Sequence[dict[str, Any]]) -> str:
     """A check in one line. rows: as `Row.known` gives them."""
-    v = {r["name"].removeprefix("check/"): r["value"] for r in rows}
+    v = _values(rows)
     at, equal = rows[0], round(float(v["greedy"]) * rows[0]["n"])
     return (
         f"engine {at['engine']} {at['precision']} computes in {v['computes']}; against PyTorch in fp32: "
@@ -88,7 +91,7 @@ def line(rows: Sequence[dict[str, Any]]) -> str:
 
 def verdict(rows: Sequence[dict[str, Any]]) -> None:
     """Raises UserError for an engine whose results are of no use."""
-    v = {r["name"].removeprefix("check/"): r["value"] for r in rows}
+    v = _values(rows)
     at, delta, largest = rows[0], float(v["max_abs_delta"]), float(v["largest"])
     limit = CLOSE * largest if v["computes"] == "fp32" else largest
     if not delta <= limit:
@@ -127,8 +130,7 @@ class LazyEngine:
         return self.engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(self.source.family.model.forward).parameters
-        return self.on(dict(zip([n for n in names if n != "self"], args)) | kwargs)(*args, **kwargs)
+        return self.on(by_name(self.source.family.model.forward, args, kwargs))(*args, **kwargs)
 
 
 def checked(

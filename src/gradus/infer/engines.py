@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ ENGINES = {
     "torchscript": "gradus.infer.export_torchscript:TorchScript",
     "tensorrt": "gradus.infer.export_tensorrt:TensorRT",
 }
+
+
+def by_name(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model's forward by their names."""
+    return dict(zip([name for name in inspect.signature(forward).parameters if name != "self"], args)) | kwargs
 
 
 class Engine:
@@ -76,8 +82,7 @@ class Engine:
 
     def __call__(self, *args: Any, select: Tensor | None = None, **kwargs: Any) -> Tensor:
         """As the model is called: tasks take an engine for it."""
-        names = inspect.signature(self.source.family.model.forward).parameters
-        inputs = dict(zip([name for name in names if name != "self"], args)) | kwargs
+        inputs = by_name(self.source.family.model.forward, args, kwargs)
         out = self.forward(**{name: value for name, value in inputs.items() if value is not None})
         return out if select is None else out[select]
 

@@ -81,7 +81,7 @@ def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any
 
 
 def quantize(file: Path) -> None:
-    """Weights of matrix products and tables to int8, by ONNX Runtime itself, in source."""
+    """Weights of matrix products and tables to int8, by ONNX Runtime itself, in place."""
     tools = need("onnxruntime.quantization", "onnx", "writing ONNX in int8")
     with quiet(), files.aside(file) as aside:
         kind = tools.QuantType.QInt8  # weights in 7 bits: AVX2 adds two products in 16

@@ -71,12 +71,14 @@ def pairs(flat: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-class EncoderGraph(nn.Module):
-    """An encoder of tokens."""
-
+class ModelGraph(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+
+
+class EncoderGraph(ModelGraph):
+    """An encoder of tokens."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *token_types: Tensor) -> tuple[Tensor, ...]:
         types = {"token_types": token_types[0]} if token_types else {}
@@ -84,23 +86,15 @@ class EncoderGraph(nn.Module):
         return tuple(part.float() for part in (out if isinstance(out, tuple) else (out,)))
 
 
-class ImageGraph(nn.Module):
+class ImageGraph(ModelGraph):
     """An encoder of images."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
         return (self.model(pixel_values.to(next(self.model.parameters()).dtype)).float(),)
 
 
-class DecoderGraph(nn.Module):
+class DecoderGraph(ModelGraph):
     """A decoder."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         cache = KVInputs([KVLayer(pair) for pair in pairs(past)], input_ids.shape[1], attention_mask.bool())
@@ -108,12 +102,12 @@ class DecoderGraph(nn.Module):
         return (self.model(input_ids, positions=positions, cache=cache).float(), *cache.present)
 
 
-class CrossKVGraph(nn.Module):
+class CrossKVGraph(ModelGraph):
     """An encoder-decoder's encoder, with the keys and values that its decoder's cross-attention makes of the output."""
 
     def __init__(self, model: nn.Module, shapes: list[tuple[int, int]], dtype: torch.dtype):
-        super().__init__()
-        self.model, self.shapes, self.dtype = model, shapes, dtype
+        super().__init__(model)
+        self.shapes, self.dtype = shapes, dtype
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         keep = attention_mask.bool()
@@ -125,12 +119,8 @@ class CrossKVGraph(nn.Module):
         return tuple(tensor for layer in cache.layers for tensor in layer.cross)
 
 
-class DecoderWithCross(nn.Module):
+class DecoderWithCross(ModelGraph):
     """An encoder-decoder's decoder."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: Tensor, encoder_attention_mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         half = len(past) // 2  # the decoder's, then the encoder's

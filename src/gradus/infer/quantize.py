@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import inspect
 import json
 import math
 import statistics
@@ -21,7 +20,7 @@ from gradus.data.loader import Loader, Step
 from gradus.errors import UserError, did_you_mean
 from gradus.infer import ModelSource, engines, quantized, sidecar
 from gradus.infer.checked import compare, line
-from gradus.infer.engines import Engine
+from gradus.infer.engines import Engine, by_name
 from gradus.infer.export import free
 from gradus.infer.predict import BATCH, open_evaluation
 from gradus.limits import CONFIG_FILE, read_json
@@ -206,17 +205,16 @@ def _ms(call: Callable[[Engine], Any], engine: Engine) -> float:
 def _arguments(model: nn.Module, session: Session, split: str) -> dict[str, Any]:
     """What the task calls the model with for the first batch of a split, by name, for `compare`."""
     arguments: dict[str, Any] = {}
-    names = [name for name in inspect.signature(model.forward).parameters if name != "select"]
 
     def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        arguments.update(dict(zip(names, args)) | kwargs)
+        arguments.update(by_name(module.forward, args, kwargs))
 
     batch = next(_steps(session, split, BATCH)).micro_batches[0]
     hook = model.register_forward_pre_hook(record, with_kwargs=True)
     with torch.no_grad():
         session.task.evaluate(model, session.task.to_device(batch, session.device))
     hook.remove()
-    return {name: value for name, value in arguments.items() if value is not None and name in names}
+    return {name: value for name, value in arguments.items() if value is not None and name != "select"}
 
 
 def why_refused(table: Table, max_loss: float) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from gradus import errors, files, tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import GENERATION, PREPROCESSOR, ModelSource, end_tokens, note, special
+from gradus.infer import GENERATION, PREPROCESSOR, PUT_TOKENIZER, ModelSource, end_tokens, note, special
 from gradus.models.weights import checksums
 
 
@@ -37,8 +37,7 @@ def write(source: ModelSource, to: Path) -> bool:
         try:
             tokenizers = source.tokenizers()
         except UserError as e:
-            hint = " Put one beside the weights; gradus generate also takes --tokenizer PATH."
-            note(f"without a tokenizer: {str(e).removesuffix(hint)}")
+            note(f"without a tokenizer: {str(e).removesuffix(f' {PUT_TOKENIZER}')}")
     tasks.save_tokenizers(to, tokenizers)
     if source.recipe is not None and source.config.reads == "images":
         (to / PREPROCESSOR).write_text(json.dumps(image_processor(source), indent=2) + "\n")

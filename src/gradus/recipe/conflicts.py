@@ -53,14 +53,15 @@ class Condition:
         except (LookupError, AttributeError):
             return False
         if self.values is not None:
-            return (_word(value) in self.values) != self.negated
+            return (word(value) in self.values) != self.negated
         if stated is not None:
             return self.path in stated
         owner: type[Section] = type(sections[self.section]) if self.key else Recipe
         return value != owner.model_fields[self.key or self.section].default
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """A value as after `key=`."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -83,8 +84,8 @@ class Row:
             conditions = next((one for one in self.others if all(c.holds(sections) for c in one)), None)
             if conditions is not None:
                 value, last = conditions[-1].value(sections), conditions[-1].path
-                other = last if isinstance(value, Section) else f"{last}={_word(value)}"
-                text = self.text.replace("{}", other).replace("{value}", _word(value))
+                other = last if isinstance(value, Section) else f"{last}={word(value)}"
+                text = self.text.replace("{}", other).replace("{value}", word(value))
                 yield Problem(key.path, text, tuple(c.path for c in conditions), self.void)
 
 

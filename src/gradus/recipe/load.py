@@ -73,8 +73,7 @@ def load(
 def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """A recipe from a tree of plain values, with the same checks and error lines as `load`. Only values that differ
     from their defaults count as asked for."""
-    tree = {name: dict(section) if isinstance(section, Mapping) else section for name, section in raw.items()}
-    return Layers(source, tree, []).recipe([], check.changed)
+    return Layers(source, texts.plain(raw), []).recipe([], check.changed)
 
 
 # ---------------------------------------------------------------- layers

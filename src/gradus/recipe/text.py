@@ -21,7 +21,7 @@ import yaml
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe import check, presets
-from gradus.recipe.conflicts import Problem
+from gradus.recipe.conflicts import Problem, word
 from gradus.recipe.fields import fields_of, holds_text, is_section, kinds_of, unsettable
 from gradus.recipe.schema import Recipe
 
@@ -96,10 +96,8 @@ def show(value: Any) -> str:
 
 
 def show_override(value: Any) -> str:
-    """A value as after `key=`."""
-    if value is None or isinstance(value, bool | str):
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return show(value)
+    """A value as after `key=`, cut where it is long."""
+    return word(value) if value is None or isinstance(value, bool | str) else show(value)
 
 
 def same(a: Any, b: Any) -> bool:
