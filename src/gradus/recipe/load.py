@@ -190,11 +190,9 @@ class Layers:
 
     def _line(self, p: Problem) -> str:
         layer = max(FILE, self.layer_of(p.path))
-        elsewhere = (
-            self.where(other) for other in reversed(p.others)
-            if (other in self.origin or other in self.filled) and self.layer_of(other) != layer
-        )  # fmt: skip
-        return f"{self.labels[layer]}: {p.path}: {p.text}" + "".join(f" ({place})" for place in [*elsewhere][:1])
+        stated = (other for other in reversed(p.others) if other in self.origin or other in self.filled)
+        elsewhere = next((f" ({self.where(other)})" for other in stated if self.layer_of(other) != layer), "")
+        return f"{self.labels[layer]}: {p.path}: {p.text}{elsewhere}"
 
     # ---- the first layer
 
@@ -224,9 +222,9 @@ class Layers:
         if size and config is None and family not in (None, size["family"]) and at_family >= at_preset:
             text = f"{preset} is of family {size['family']}, not {family}. Leave model.family out."
             return True, self.adjust([Problem(key, text, ("model.family",), void=True)])
-        kind, at, values = (
-            (key, at_preset, size) if config is None else ("model.init", at_init, texts.plain(config))
-        )  # fmt: skip
+        kind, at, values = key, at_preset, size
+        if config is not None:
+            kind, at, values = "model.init", at_init, texts.plain(config)
         problems = []
         for name, value in model.items():
             path, differs = f"model.{name}", config is not None and _differs(values, size, name, value)

@@ -134,7 +134,7 @@ KINDS: dict[type, tuple[str, TypeAdapter[Any]]] = {
 
 
 class Arguments:
-    """Takes the arguments one group after another; what is left has no counterpart."""
+    """Translates the arguments one group after another; those that remain have no counterpart."""
 
     data_parallel: int  # processes that see samples of their own
     shard_group: int  # of them, those that can share weights
@@ -143,7 +143,7 @@ class Arguments:
     def __init__(self, where: str, arguments: dict[str, Any], notes: list[str], resuming: bool):
         self.where, self.arguments, self.notes, self.resuming = where, arguments, notes, resuming
         self.settings: dict[str, Any] = {}
-        self.known = {*SAME, *ADVICE}  # and what is taken
+        self.known = {*SAME, *ADVICE}  # and what was read
 
     def run(self) -> None:
         self.settings |= {key: self.arguments.pop(name) for name, key in SAME.items() if name in self.arguments}
@@ -157,12 +157,12 @@ class Arguments:
                 raise self.wrong(name, f": not a name of TrainingArguments. Did you mean {near[0]}?")
             self.note(name, value, ADVICE.get(name, NOT_TAKEN))
 
-    # ---- taking
+    # ---- reading
 
     def wrong(self, name: str, text: str) -> UserError:
         return UserError(f"{self.where}{name}{text}")
 
-    def take(self, name: str, kind: type | None = None) -> Any:
+    def pop(self, name: str, kind: type | None = None) -> Any:
         """The argument's value, of this kind; None where it is not given."""
         self.known.add(name)
         value = self.arguments.pop(name, None)
@@ -182,7 +182,7 @@ class Arguments:
     # ---- groups
 
     def length(self) -> None:
-        steps = self.take("max_steps", int)
+        steps = self.pop("max_steps", int)
         self.steps = steps if steps is not None and steps > 0 else None  # -1: no limit
         if self.steps and "train.epochs" in self.settings:
             self.note("num_train_epochs", self.settings.pop("train.epochs"), f"max_steps={self.steps} is used instead")
@@ -191,7 +191,7 @@ class Arguments:
 
     def batch(self) -> None:
         names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        batch, accumulation = (self.take(name, int) for name in names)
+        batch, accumulation = (self.pop(name, int) for name in names)
         for name, value in zip(names, (batch, accumulation)):
             if value is not None and value < 1:
                 raise self.wrong(name, f": must be at least 1, got {value}.")
@@ -209,7 +209,7 @@ class Arguments:
             self.note(names[0], batch, text)
 
     def optimizer(self) -> None:
-        optim, betas = self.take("optim", str), [self.take(f"adam_beta{i}", float) for i in (1, 2)]
+        optim, betas = self.pop("optim", str), [self.pop(f"adam_beta{i}", float) for i in (1, 2)]
         if optim in OPTIMIZERS:
             self.settings["optimizer.name"] = OPTIMIZERS[optim]
         elif optim is not None:
@@ -219,13 +219,13 @@ class Arguments:
         for key in ("optimizer.betas", "optimizer.eps"):
             if optim == "sgd" and key in self.settings:
                 self.note(key, self.settings.pop(key), "it has no effect with optim=sgd")
-        clip = self.take("max_grad_norm", float)
+        clip = self.pop("max_grad_norm", float)
         if clip is not None:
             self.settings["train.clip_norm"] = clip or None  # 0: no clipping
 
     def schedule(self) -> None:
-        name = self.take("lr_scheduler_type", str)
-        steps, ratio = self.take("warmup_steps", float), self.take("warmup_ratio", float)
+        name = self.pop("lr_scheduler_type", str)
+        steps, ratio = self.pop("warmup_steps", float), self.pop("warmup_ratio", float)
         self.settings |= SCHEDULES.get(name, {})
         if name is not None and name not in SCHEDULES:
             stays = "the recipe's stays. There are constant, linear, cosine and noam (schedule.name)"
@@ -252,10 +252,10 @@ class Arguments:
             self.settings[key] = int(value) if value % 1 == 0 else value
 
     def strategies(self) -> None:
-        self.arguments.setdefault("eval_strategy", self.take("evaluation_strategy"))
+        self.arguments.setdefault("eval_strategy", self.pop("evaluation_strategy"))
         shown = self.arguments.get("logging_steps")
         for name, (key, unsets, text) in WHEN.items():
-            strategy, steps = self.take(f"{name}_strategy", str), self.take(f"{name}_steps", float)
+            strategy, steps = self.pop(f"{name}_strategy", str), self.pop(f"{name}_steps", float)
             if strategy == "steps" or (strategy is None and steps is not None and name != "eval"):
                 usual = shown if name == "eval" and isinstance(shown, int | float) else 500
                 self.every(f"{name}_steps", usual if steps is None else steps, key)
@@ -268,7 +268,7 @@ class Arguments:
                 self.note(f"{name}_steps", steps, f"no effect without {name}_strategy=steps. Set {key}")
 
     def report(self) -> None:
-        named = self.take("report_to")
+        named = self.pop("report_to")
         if named is None:
             return
         listed = named if isinstance(named, list) else [named]
@@ -280,13 +280,13 @@ class Arguments:
 
     def data(self) -> None:
         for name, key in (("dataloader_prefetch_factor", "prefetch"), ("dataloader_persistent_workers", "persistent")):
-            value = self.take(name)
+            value = self.pop(name)
             if value is not None and str(self.settings.get("data.workers", 0)) == "0":
                 self.note(name, value, "no effect without dataloader_num_workers")
             elif value is not None:
                 self.settings[f"data.{key}"] = value
         for name, grouped in (("group_by_length", True), ("train_sampling_strategy", "group_by_length")):
-            value = self.take(name)
+            value = self.pop(name)
             if value == grouped:
                 self.settings["data.pad"] = "bucket"
             elif value is not None:
@@ -294,14 +294,14 @@ class Arguments:
 
     def layout(self) -> None:
         names = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "use_cpu", "no_cuda")
-        fp16, bf16, checkpointing, compiled, *cpu = (self.take(name, bool) for name in names)
+        fp16, bf16, checkpointing, compiled, *cpu = (self.pop(name, bool) for name in names)
         if fp16 and bf16:
             raise self.wrong("fp16", f" and {KEY}.bf16 are both true. Keep one.")
         if fp16 is not None or bf16 is not None:
             self.settings["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
         if checkpointing is not None:
             self.settings["layout.checkpointing"] = "full" if checkpointing else "none"
-        mode = self.take("torch_compile_mode", str)
+        mode = self.pop("torch_compile_mode", str)
         if compiled is not None or mode is not None:  # Hugging Face compiles where only the mode is named
             self.settings["layout.compile"] = "none" if compiled is False else mode or "default"
         if cpu != [None, None]:
@@ -319,8 +319,8 @@ WRAPPING = ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params
 def _layouts(m: Arguments) -> None:
     """Take the arguments of several processes. Raises UserError for values that mean nothing, and for fsdp beside
     deepspeed."""
-    backend, bucket = m.take("ddp_backend", str), m.take("ddp_bucket_cap_mb", float)
-    sharding, config, deepspeed = m.take("fsdp"), m.take("fsdp_config"), m.take("deepspeed")
+    backend, bucket = m.pop("ddp_backend", str), m.pop("ddp_bucket_cap_mb", float)
+    sharding, config, deepspeed = m.pop("fsdp"), m.pop("fsdp_config"), m.pop("deepspeed")
     if sharding and deepspeed:
         raise m.wrong("fsdp", f" and {KEY}.deepspeed are both given. Keep one.")
     if backend == "mpi" and m.data_parallel > 1:
