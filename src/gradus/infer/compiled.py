@@ -50,7 +50,7 @@ class StoredLinear(nn.Module):
 
     @classmethod
     def of(cls, bias: Tensor | None = None, **numbers: Tensor) -> StoredLinear:
-        """Of numbers that were kept."""
+        """A module from stored numbers."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -59,11 +59,11 @@ class StoredLinear(nn.Module):
 
     @staticmethod
     def numbers(weight: Tensor) -> dict[str, Tensor]:
-        """(out, in) -> what is kept of it, the same on every machine."""
+        """(out, in) -> the numbers that are stored, the same on every machine."""
         return {"weight": weight}
 
     def load_numbers(self, weight: Tensor) -> None:
-        """Numbers as this machine computes with them."""
+        """Take stored numbers, as this machine computes with them."""
         self.weight = nn.Parameter(weight, requires_grad=False)  # (out, in)
 
     def product(self, x: Tensor) -> Tensor:

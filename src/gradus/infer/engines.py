@@ -42,9 +42,9 @@ def by_name(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
 
 
 class Engine:
-    """What every engine gives. A model that reads (an encoder, of images too; any model that scores) has `forward`; one
-    that writes (a decoder, an encoder-decoder) also `prefill`, `decode` and `reorder`, of which `generate` makes texts:
-    see gradus.models.decoding.Steps for what they take and return.
+    """The interface of every engine. A model that reads (an encoder, of images too; any model that scores) has
+    `forward`; one that writes (a decoder, an encoder-decoder) also `prefill`, `decode` and `reorder`, of which
+    `generate` makes texts: see gradus.models.decoding.Steps for what they take and return.
 
     name: as in ENGINES. precision: as asked for. computes: the type that matrix products are really computed in, in
     words ("fp32", "bf16", "fp32 from int8 weights"). keeps: whether decode can follow prefill.
@@ -73,15 +73,15 @@ class Engine:
         raise NotImplementedError
 
     def content(self) -> str:
-        """What tells the files that it runs from others; "": it runs the model's own weights."""
+        """The identity of the files that it runs; "": it runs the model's own weights."""
         return ""
 
     def weight_bytes(self) -> int:
-        """Of what is stored of the model."""
+        """Bytes that the model takes as it is stored."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, select: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As the model is called: tasks take an engine for it."""
+        """Called as the model is: tasks take an engine for it."""
         inputs = by_name(self.source.family.model.forward, args, kwargs)
         out = self.forward(**{name: value for name, value in inputs.items() if value is not None})
         return out if select is None else out[select]
@@ -133,7 +133,7 @@ def kind(name: str) -> type[Engine]:
 
 
 def fits(engine: type[Engine], precision: str, source: ModelSource) -> None:
-    """Raises UserError where an engine has not this precision for this kind of model; the text names what it has."""
+    """Raises UserError where an engine lacks this precision for this kind of model; the text names what it has."""
     kinds = {"causal": "decoders", "both": "encoders", "cross": "encoder-decoders"}
     attention, what = source.family.attention, f"--engine {engine.name} --precision {precision}"
     if attention in engine.PRECISIONS.get(precision, ()):

@@ -81,7 +81,7 @@ def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any
 
 
 def quantize(file: Path) -> None:
-    """Weights of matrix products and tables to int8, by ONNX Runtime itself, in place."""
+    """Quantize weights of matrix products and tables to int8 in place, by ONNX Runtime itself."""
     tools = need("onnxruntime.quantization", "onnx", "writing ONNX in int8")
     with quiet(), files.aside(file) as aside:
         kind = tools.QuantType.QInt8  # weights in 7 bits: AVX2 adds two products in 16
@@ -91,7 +91,7 @@ def quantize(file: Path) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporter's notes about packages of operators that no model of ours uses."""
+    """Silence the exporter's notes about packages of operators that no model of ours uses."""
     logs = {log: log.level for log in (logging.getLogger("torch.onnx"), logging.getLogger())}
     for log in logs:
         log.setLevel(logging.ERROR)

@@ -62,7 +62,7 @@ class GraphEngine(Engine):
         return (self.folder / checksums.FILE).read_text(encoding="utf-8")
 
     def weight_bytes(self) -> int:
-        """Of the graphs' files, and of weights beside them."""
+        """Bytes of the graphs' files, and of the weights beside them."""
         parts = (path for graph in self.graphs.values() for path in self.folder.glob(f"{graph['file']}*"))
         return sum(path.stat().st_size for path in parts)
 

@@ -36,7 +36,7 @@ EXAMPLE = {"batch": 2, "seq": 3, "past": 4, "source": 5, "total": 7}  # at least
 
 
 class KVLayer:
-    """In place of layers.LayerCache: new keys and values are put behind the old ones, which stay as they are."""
+    """Stands in for layers.LayerCache: it appends new keys and values to the old ones, which stay as they are."""
 
     def __init__(self, past: tuple[Tensor, Tensor], cross: tuple[Tensor, Tensor] | None = None):
         self.past, self.cross = past, cross
@@ -47,7 +47,7 @@ class KVLayer:
 
 
 class KVInputs:
-    """In place of layers.Cache. keep: boolean (batch, past + seq), where a token is real; None: everywhere."""
+    """Stands in for layers.Cache. keep: boolean (batch, past + seq), where a token is real; None: everywhere."""
 
     def __init__(self, layers: list[KVLayer], seq: int, keep: Tensor | None = None):
         self.layers, self.keep = layers, keep
@@ -72,6 +72,8 @@ def pairs(flat: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
 
 
 class ModelGraph(nn.Module):
+    """A model with the inputs and outputs of a graph."""
+
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
@@ -164,7 +166,7 @@ class Graph:
 
 
 def graphs(model: nn.Module) -> list[Graph]:
-    """Raises UserError for a model of which no graph can be made."""
+    """The graphs of a model. Raises UserError where none can be made."""
     family, config = lookup(model.config.family), model.config
     if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise UserError("a mixture of experts: only the format hf supports it. Use --as hf.")

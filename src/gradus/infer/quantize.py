@@ -151,7 +151,7 @@ def input_ranges(model: nn.Module, session: Session, batches: list[dict]) -> dic
 
 
 def before_and_after(session: Session, split: str, old: Engine, new: Engine) -> Table:
-    """Times are medians in ms, the two in turn; metrics are of the whole split."""
+    """The table of both engines. Times are medians in ms, the two in turn; metrics are of the whole split."""
     task, table = session.task, {}
     for name, call in _timed(session, split).items():
         for engine in (old, new):

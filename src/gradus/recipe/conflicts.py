@@ -22,8 +22,8 @@ DEPENDENT = {
 
 
 class Problem(NamedTuple):
-    """path: the dotted key. others: the keys that it is in conflict with. void: it takes no effect beside them, and is
-    left out where a later layer sets one of them. instead: the value that it is then clamped to."""
+    """A key that is wrong. path: its dotted name. others: the keys that contradict it. void: it takes no effect beside
+    them, and is left out where a later layer sets one of them. instead: the value that it is then clamped to."""
 
     path: str
     text: str

@@ -36,7 +36,7 @@ def _whole(value: object) -> object:
 
 
 def upto(most: int, least: int = 1) -> Any:
-    """Of a whole number: from `least` to `most`."""
+    """The bounds of a whole number."""
     return Field(ge=least, le=most)
 
 

@@ -40,7 +40,7 @@ def get_key(tree: Any, path: str) -> Any:
 
 
 def set_key(tree: dict[str, Any], path: str, value: Any) -> None:
-    """None unsets: a section is empty then, and a key that cannot be null is taken out."""
+    """Set a key. None unsets it: a section is empty then, and a key that cannot be null is taken out."""
     *above, key = path.split(".")
     for part in above:
         if not isinstance(tree.get(part), dict):
