@@ -61,3 +61,13 @@ def test_what_an_override_robs_of_its_effect_is_left_out_and_named(write, overri
 )  # fmt: skip
 def test_a_conflict_shows_both_places(write, base, overrides, line):
     assert problems(write(base), overrides) == [line]
+
+
+def test_one_cause_has_one_note(write):
+    """Also where one key is unknown to the new kind, and another takes no effect with it."""
+    notes: list[str] = []
+    path = write(GPT.replace("kind: text", "kind: text, valid_fraction: 0.2"))
+    load(path, ["data.kind=synthetic", "task.name=copy", "model.family=seq2seq", "model.d_ff=64"], notes=notes)
+    assert notes == [
+        f"{path}: data.valid_fraction=0.2, tokenizer={{kind: 'bpe', vocab_size: 1000}} left out: no effect with data.kind=synthetic on the command line"
+    ]

@@ -9,7 +9,6 @@ reported at once, a line each.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -81,7 +80,8 @@ def resolve(raw: Mapping[str, Any], source: str = "recipe") -> Recipe:
 
 class Layers:
     """The layers of a recipe, merged: `tree`. origin: stated dotted key → the earliest layer with its value, those of
-    the file first. filled: key of the model that no layer states → the key (model.preset, model.init) that sets it."""
+    the file first. filled: key of the model that no layer states → the key (model.preset, model.init) that sets it.
+    left_out: the key that made others void, with its value and place → each of them with its value → its layer."""
 
     def __init__(self, source: str, tree: dict[str, Any], notes: list[str]):
         self.labels = (source, "argument", "command line")
@@ -89,6 +89,7 @@ class Layers:
         self.tree, self.notes = tree, notes
         self.origin = {path: FILE for path, _ in texts.leaves(tree)}
         self.filled: dict[str, str] = {}
+        self.left_out: dict[str, dict[str, str]] = {}
 
     def override(self, values: Mapping[str, Any], layer: int) -> None:
         """Merge the next layer, by dotted key. A value that stands already keeps its origin."""
@@ -131,31 +132,23 @@ class Layers:
     # ---- the one rule
 
     def adjust(self, problems: list[Problem]) -> list[Problem]:
-        """Leave out, or clamp, what a later layer made void, with one note a cause; what was unset needs none. Returns
-        the other problems."""
+        """Leave out, or clamp, what a later layer made void; an unset key needs no note. Returns the other problems."""
         others: list[Problem] = []
-        left_out: dict[str, list[Problem]] = {}
         for p in problems:
             cause, value = max(p.others, key=self.layer_of, default=""), get_key(self.tree, p.path)
-            outranked = self.layer_of(cause) > self.layer_of(p.path)
+            outranked, label = self.layer_of(cause) > self.layer_of(p.path), self.labels[self.layer_of(p.path)]
             if p.instead is not None and outranked:
                 change = f"{p.path}={p.instead} instead of {show_override(value)}"
-                self.notes.append(f"{self.labels[self.layer_of(p.path)]}: {change}, to fit {self.where(cause)}")
+                self.notes.append(f"{label}: {change}, to fit {self.where(cause)}")
                 set_key(self.tree, p.path, p.instead)
             elif p.void and p.path in self.origin and (value is None or outranked):
-                left_out.setdefault(cause, []).append(p)
+                if value is not None:
+                    self.left_out.setdefault(self.where(cause), {})[f"{p.path}={show_override(value)}"] = label
+                self._forget(p.path)
+                section, _, key = p.path.rpartition(".")
+                (get_key(self.tree, section) if section else self.tree).pop(key, None)
             else:
                 others.append(p)
-        for cause, void in left_out.items():
-            values = {p.path: value for p in void if (value := get_key(self.tree, p.path)) is not None}
-            if values:
-                labels = ", ".join(dict.fromkeys(self.labels[self.layer_of(path)] for path in values))
-                what = ", ".join(f"{path}={show_override(value)}" for path, value in values.items())
-                self.notes.append(f"{labels}: {what} left out: no effect with {self.where(cause)}")
-        for p in itertools.chain.from_iterable(left_out.values()):
-            self._forget(p.path)
-            section, _, key = p.path.rpartition(".")
-            (get_key(self.tree, section) if section else self.tree).pop(key, None)
         return others
 
     def recipe(self, problems: list[Problem], stated: Callable[[Any], set[str]], sizes_known: bool = True) -> Recipe:
@@ -173,6 +166,9 @@ class Layers:
                 break
         if problems or wrong:
             raise UserError("\n".join(self.report([*problems, *wrong])))
+        for cause, values in self.left_out.items():
+            labels = ", ".join(dict.fromkeys(values.values()))
+            self.notes.append(f"{labels}: {', '.join(values)} left out: no effect with {cause}")
         return Recipe(**sections)
 
     # ---- problems in lines
