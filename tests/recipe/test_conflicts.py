@@ -55,6 +55,9 @@ def test_what_an_override_robs_of_its_effect_is_left_out_and_named(write, overri
          " (model.preset=gpt2 in r.yaml)"),
         (COPY, ["layout.chunk=64"], "command line: layout.chunk: cannot take effect with layout.attention=sdpa. Set layout.attention=chunked"
          " or leave it out."),
+        (GPT, ["model.family=t5"], "r.yaml: model.d_ff: missing. Give a whole number ≥ 1. (model.family=t5 on the command line)"),
+        (GPT.replace("kind: text", "kind: pairs, source: de, target: en"), ["data.kind=text"],
+         "r.yaml: data.source: expected one of path, stdlib, got 'de'. (data.kind=text on the command line)"),
         (GPT + "layout: {shard: 2}\n", ["layout.shard_optimizer=true"], "command line: layout.shard_optimizer: cannot be combined with"
          " layout.shard=2: sharding splits the optimizer's state already. Set layout.shard_optimizer=false. (layout.shard=2 in r.yaml)"),
     ],

@@ -185,9 +185,12 @@ class Layers:
         return list(dict.fromkeys(self._line(p) for p in sorted(problems, key=position)))
 
     def _line(self, p: Problem) -> str:
-        layer = max(FILE, self.layer_of(p.path))
-        stated = (other for other in reversed(p.others) if other in self.origin or other in self.filled)
-        elsewhere = next((f" ({self.where(other)})" for other in stated if self.layer_of(other) != layer), "")
+        layer, section = max(FILE, self.layer_of(p.path)), p.path.split(".")[0]
+        stated = [other for other in reversed(p.others) if other in self.origin or other in self.filled]
+        contradicts = [other for other in stated if self.layer_of(other) != layer]
+        if is_section(section) and self.layer_of(kind := f"{section}.{kinds_of(section)[0]}") > layer:
+            contradicts.append(kind)
+        elsewhere = f" ({self.where(contradicts[0])})" if contradicts else ""
         return f"{self.labels[layer]}: {p.path}: {p.text}{elsewhere}"
 
     # ---- the first layer
