@@ -155,14 +155,14 @@ def open_recipe(request: Request, notes: list[str]):
 
     name, cluster = _named(request.recipe), _cluster(request)[0] if request.json_file else None
     here = World(size=cluster.n, local_size=min(cluster.n, cluster.device.node)) if cluster else World()
-    given = resolve.Given(request.json_file, here)
+    given = resolve.RunContext(request.json_file, here)
     if name.startswith("hf:"):
         _offline_without_a_network()
     bare = name if name in PRESETS or name in ALIASES or name.startswith("hf:") else None
     if bare:
         base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
         words = [*request.overrides, *_samples_as_long(request.overrides)]
-        recipe = given.read(lambda extra, notes: recipes.load(bare, words, notes=notes, text=recipes.dump(base), **extra), notes)
+        recipe = given.load_with(lambda extra, notes: recipes.load(bare, words, notes=notes, text=recipes.dump(base), **extra), notes)
         if recipe.model.init and not bare.startswith("hf:"):
             from gradus import models
 
