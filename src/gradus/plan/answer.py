@@ -502,7 +502,7 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
         rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, on=cluster)
     except UserError as e:  # by the names of the command line
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: f"--{m[1].replace('seq_len', 'length')}=", str(e))) from None
-    text = lines(request.recipe, rows, cluster, images=recipe.model.family == "vit")
+    text = lines(request.recipe, rows, cluster, images=recipe.model.reads == "images")
     return [*text, *note_lines([n for n in notes if not n.startswith("training settings") and "20 per active" not in n])], rows
 
 

@@ -26,7 +26,8 @@ from gradus.infer.compiled import beside
 from gradus.measure import roofs
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
-from gradus.plan.serving import BYTES, Use, cache_bytes, passes, serving
+from gradus.plan.passes import usage_of
+from gradus.plan.serving import BYTES, cache_bytes, serving
 from gradus.proof import results
 from gradus.proof.room import device_of
 from gradus.proof.study import Configuration, Notebook, Sample, Study, about, exit_code, run
@@ -303,9 +304,10 @@ def roof(place: Place, c: Configuration, took: float, bandwidth: float, rate: fl
     n = o["length"] or (config.image_size // config.patch_size) ** 2 + 1
     held = (0 if cross else n) + (o["new"] or 0) // 2 if o["new"] else n  # tokens a row, of those written the mean
     stored = facts["computes"][:4] if facts["computes"][:4] in BYTES else "fp32"
-    one = list(passes(Use(config, o["batch"], held, n * cross, BITS[o["precision"]], stored, None, 1)))[-1]
+    usage = usage_of(config, o["batch"], max(1, held), n * cross)
+    one = usage.decode or usage.prefill
     weights = one.weights * BITS[o["precision"]] / 8
-    kept = sum(cache_bytes(config, o["batch"], held, source_len=n * cross, precision=stored)) if o["new"] else 0
+    kept = sum(cache_bytes(config, o["batch"], max(1, held), source_len=n * cross, precision=stored)) if o["new"] else 0
     least = {"bandwidth": (weights + kept) / bandwidth, "operations": one.operations / rate}
     limit = max(least, key=least.get)
     resident = limit == "bandwidth" and weights < facts["cache_bytes"]
