@@ -211,7 +211,7 @@ def _open(recipe: Recipe, notes: list[str]):
         session = open_session(alone)
     except (DataError, OSError) as e:
         why = str(e).splitlines()[0].rstrip(".")
-        if recipe.model.family == "vit" and recipe.model.n_classes is None:
+        if recipe.model.reads == "images" and recipe.model.n_classes is None:
             recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
             notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
         if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
@@ -515,8 +515,9 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
     if request.on or request.days:
         raise UserError("--optimal is about a model's size alone: --on and --days have no effect. Leave them out.")
     recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
-    if recipe.model.family not in ("gpt", "llama"):
-        of_what = "decoders that continue text (gpt, llama)"
+    if models.lookup(recipe.model.family).attention != "causal":
+        decoders = ", ".join(family.name for family in models.families() if family.attention == "causal")
+        of_what = f"decoders that continue text ({decoders})"
         raise UserError(f"--optimal: the published fits are for {of_what}, not of family {recipe.model.family}.")
     total = models.count(recipe.model)["total"]
     rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)

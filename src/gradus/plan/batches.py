@@ -32,9 +32,10 @@ def complete(recipe: Recipe) -> Recipe:
     update: dict[str, Any] = {}
     if task.name == "copy" and model.vocab_size is None:
         update["vocab_size"] = task.n_symbols
-    if model.family == "bert" and model.head == "none" and task.name == "masked_lm":
+    headless = getattr(model, "head", None) == "none"
+    if headless and task.name == "masked_lm":
         update |= {"head": "pretraining" if task.next_sentence else "masked_lm", "pooler": task.next_sentence}
-    elif model.family == "bert" and model.head == "none" and task.name == "classification":
+    elif headless and task.name == "classification":
         update |= {"head": "classification", "pooler": True}
     if task.name == "classification" and model.n_classes is None:
         published = getattr(config_of(model.preset), "n_classes", None) if model.preset else None  # where only the data would know better
@@ -48,7 +49,7 @@ def complete(recipe: Recipe) -> Recipe:
 
 def not_known(recipe: Recipe) -> list[str]:
     """The keys of the model that its task needs and only the data could tell."""
-    needed = {"vocab_size": recipe.model.family != "vit", "n_classes": recipe.task.name == "classification"}
+    needed = {"vocab_size": recipe.model.reads == "text", "n_classes": recipe.task.name == "classification"}
     return [f"model.{key}" for key, wanted in needed.items() if wanted and getattr(recipe.model, key, 0) is None]
 
 
@@ -84,10 +85,10 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None) -> Task:
     model cannot take.
     """
     model, config = recipe.model, recipe.task
-    if model.family == "vit":
+    if model.reads == "images":
         return _images(recipe)
     length = seq_len or (config.length if config.name == "copy" else getattr(recipe.data, "max_len", None) or model.seq_len)
-    if model.family != "t5" and length > model.seq_len:
+    if model.longest is not None and length > model.longest:
         raise UserError(f"a sequence of {length} tokens is longer than model.seq_len={model.seq_len}: shorten it, or raise model.seq_len")
     words = _Vocabulary(model.vocab_size)
     around, smoothing = {"cls": words.cls_id, "sep": words.sep_id}, getattr(config, "label_smoothing", 0.0)

@@ -18,7 +18,7 @@ from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.plan import engine
 from gradus.plan.batches import complete, micro_batches
-from gradus.plan.figures import TEXTS, figure, known_figure
+from gradus.plan.figures import known_figure
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
 
@@ -32,26 +32,17 @@ HARDWARE = "recomputation included, attention's full matrix"
 
 # ---------------------------------------------------------------- parameters
 
-EXPERTS = "; a feed-forward network of E experts is hE + E of them, of which a token takes top_k"
-
 
 def parameters(config: ModelConfig) -> list[Row]:
-    """Rows parameters/<component> (those of `models.count`), parameters/total, parameters/trainable and, with experts, parameters/active:
-    those that a token meets. Each shared one is counted once. Allocates nothing; 405B takes a second."""
-    counts = models.count(config)
-    texts, experts = _texts(config), getattr(config, "n_experts", None)
-    how = {"formula": texts["parameters"] + (EXPERTS if experts else ""), "inputs": sizes(config), "source": texts["source"]}
-    how["method"] = "counted from the module"
-    rows = [figure(f"parameters/{name}", n, "parameters", **how) for name, n in counts.items()]
-    rows.append(figure("parameters/trainable", counts["total"], "parameters", **{**how, "formula": "all: nothing is frozen"}))
-    if experts:
-        text = f"total - (1 - top_k/E) · parameters of the experts{EXPERTS}"
-        rows.append(figure("parameters/active", active(config, counts["total"]), "parameters", **{**how, "formula": text}))
+    """Rows parameters/<component> (those of `models.count`), parameters/total, parameters/trainable and, with experts,
+    parameters/active: those that a token meets. Each shared one is counted once. Allocates nothing."""
+    counts, inputs = models.count(config), sizes(config)
+    more = {"source": " ".join((type(config).__doc__ or "the module").split()), "method": "counted from the module"}
+    rows = [known_figure(f"parameters/{name}", n, inputs, **more) for name, n in counts.items()]
+    rows.append(known_figure("parameters/trainable", counts["total"], inputs, **more))
+    if getattr(config, "n_experts", None):
+        rows.append(known_figure("parameters/active", active(config, counts["total"]), inputs, **more))
     return rows
-
-
-def _texts(config: ModelConfig) -> dict[str, str]:
-    return TEXTS["families"].get(config.family, TEXTS["families"]["any other"])
 
 
 def active(config: ModelConfig, total: int | None = None) -> int:
@@ -150,7 +141,7 @@ def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
     inputs = {k: v for k, v in {**sizes(config), **lengths}.items() if v is not None}
     if not shape.target and not shape.selected:
         inputs["N_mm"] = round((found.model - found.attention) / (6 * shape.source))
-    rows = [known_figure("flops/model", model, inputs, formula=_texts(config)["operations"], convention=FULL, **how)]
+    rows = [known_figure("flops/model", model, inputs, convention=FULL, **how)]
     if causal:
         inputs = {"flops/model": model, "causal attention": causal}
         rows.append(known_figure("flops/model_causal", model - causal / 2, inputs, convention=CAUSAL, **how))

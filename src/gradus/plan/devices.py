@@ -1,4 +1,5 @@
-"""Which single device, at which precision and price: every device of the hardware file, each precision it has, ranked."""
+"""Which single device, at which precision and price: every device of the hardware file, each of its precisions,
+ranked."""
 
 from __future__ import annotations
 

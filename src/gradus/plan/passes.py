@@ -1,4 +1,5 @@
-"""What using a model takes, traced: `models.decoding.Steps`, or an encoder's forward pass, runs on tensors without values.
+"""What using a model takes, traced: `models.decoding.Steps`, or an encoder's forward pass, runs on tensors without
+values.
 
 One block of each kind runs and counts for all of its kind.
 """
@@ -35,8 +36,8 @@ class Pass:
     """What a pass over a batch does, on all devices together.
 
     operations: of matrix products, convolutions and attention, of which a causal kernel computes half. weights:
-    elements of parameters that are read: none of a table that is looked up in, top_k experts of a layer. sums: (elements
-    of an output that tensor parallelism sums, how many all-reduces have so many).
+    elements of parameters that are read: none of a table that is looked up in, top_k experts of a layer. sums:
+    (elements of an output that tensor parallelism sums, how many all-reduces have so many).
     """
 
     operations: float

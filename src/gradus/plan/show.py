@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gradus import models
 from gradus.errors import UserError, colour, did_you_mean
 from gradus.hardware.tables import WIDTH, fold
 from gradus.parallel.mesh import sizes
@@ -149,9 +150,10 @@ def _how_long(answer: Answer) -> list[str]:
     step = _cases(answer.rows, "time/step").get("expected")
     if step is None:
         return ["how long  not known: give --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
-    images, tokens, mfu = answer.recipe.model.family == "vit", answer.value("time/tokens_per_s"), answer.value("time/mfu")
+    images, tokens, mfu = answer.recipe.model.reads == "images", answer.value("time/tokens_per_s"), answer.value("time/mfu")
     each = "images" if images else "tokens" if tokens else "samples"
-    sides = " of source and target" * (each == "tokens" and answer.recipe.model.family in ("seq2seq", "t5"))
+    two_sided = models.lookup(answer.recipe.model.family).attention == "cross"
+    sides = " of source and target" * (each == "tokens" and two_sided)
     speed = f"{rate(tokens if each == 'tokens' else answer.value('time/samples_per_s'))} {each}/s{sides}"
     driver = (f"MFU {mfu:.0%}; " if mfu else "") + _limit(answer.rows, step.value)
     cases = _cases(answer.rows, "budget/time")

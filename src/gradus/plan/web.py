@@ -44,7 +44,7 @@ from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
 from gradus.plan.workers import Fault, Workers
 from gradus.recipe.fields import alternatives, fields_of, is_section
-from gradus.recipe.presets import ALIASES, PRESETS
+from gradus.recipe.presets import ALIASES, EXAMPLE, PRESETS
 from gradus.recipe.schema import Layout
 from gradus.rows import Row
 
@@ -155,6 +155,7 @@ def options(started: Request | None) -> dict[str, Any]:
     return {
         "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
         "presets": presets,
+        "example": EXAMPLE,
         "devices": list(hardware.devices()),
         "layout": keys,
         "start": dataclasses.asdict(started) if started else None,

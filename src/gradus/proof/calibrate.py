@@ -44,7 +44,7 @@ from gradus.plan import batches, tables
 from gradus.plan.trace import Recorder, trace_recipe
 from gradus.proof.room import coarse_name, device_of
 from gradus.proof.timing import OTHERS, Others
-from gradus.recipe import schema
+from gradus.recipe import presets, schema
 from gradus.train import machine
 from gradus.train.precision import Precision, pick_device
 from gradus.train.session import Session
@@ -401,11 +401,7 @@ def tiny_steps(device: torch.device) -> Iterator[tuple[Any, Any, list, dict]]:
     """(recipe, stepper, micro-batches, counts) of models so small that nearly all of a step is the framework's."""
     size = {"vocab_size": 32, "n_layers": 4, "d_model": 16, "n_heads": 2, "seq_len": 8, "d_ff": 32}
     rest = {"name": "tiny", "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 2}, "train": {"steps": 10, "clip_norm": 1.0}}
-    for model, task in (
-        ({"family": "gpt"}, {"name": "causal_lm"}),
-        ({"family": "llama"}, {"name": "causal_lm"}),
-        ({"family": "seq2seq", "dropout": 0.1}, {"name": "copy", "n_symbols": 32, "length": 8}),
-    ):
+    for model, task in presets.TINY:
         for precision in ("fp32", "bf16"):
             layout = {"precision": precision, "device": device.type}
             data = {"kind": "synthetic"} if task["name"] == "copy" else {"kind": "text", "path": "-"}

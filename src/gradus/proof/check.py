@@ -244,7 +244,7 @@ class Looked:
     def vocabulary(self) -> str:
         """Every id that goes in has an embedding; every target has a logit."""
         m, top = self.recipe.model, {}
-        limits = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.family != "vit" else {}
+        limits = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.reads == "text" else {}
         limits |= dict.fromkeys(TARGETS, self.classes())
         for i in self.spread("train"):
             for key, value in self.task.collate([self.prepared("train", i)]).items():
@@ -373,7 +373,7 @@ class Looked:
     def lengths(self) -> str:
         """Shorter sequences than the longest run too, and give a finite loss."""
         r = self.recipe
-        if r.model.family == "vit":
+        if r.model.reads == "images":
             raise Skip("images have one size")
         longest = min(getattr(r.data, "max_len", None) or r.model.seq_len, r.model.seq_len)
         tried = sorted({max(4, longest // 8), max(4, longest // 2 - 1), max(4, longest)})
