@@ -173,10 +173,10 @@ def least(need: float, numbers: str) -> list[Device]:
 
 def _device(need: float, rule: float, numbers: str) -> Row:
     fits, by_rule = ([d.name for d in least(n, numbers)] for n in (need, rule))
-    held = f"the least memory · usable part that is at least the total, of those that compute in {numbers}"
+    formula = f"the least memory · usable part that is at least the total, of those that compute in {numbers}"
     conditions = {"by_rule": by_rule[0] if by_rule else "none", "fits": len(fits), "without": LEFT_OUT}
     name, inputs = fits[0] if fits else "none: split it over several", {"total": need, "fits": fits}
-    return known_figure("serving/device", name, inputs, formula=f"{held}; among equals the cheapest", **conditions)
+    return known_figure("serving/device", name, inputs, formula=f"{formula}; among equals the cheapest", **conditions)
 
 
 # ---------------------------------------------------------------- time
@@ -213,56 +213,80 @@ def _time(name: str, done: Pass, use: Use, cache: int) -> Row:
         "bytes of each": ", ".join(str(payload) for payload, _ in payloads), f"peak in {use.precision} (FLOP/s)": peak,
         "bandwidth (bytes/s)": device.bandwidth,
     }  # fmt: skip
-    conditions = {"limit": max(seconds, key=seconds.get), "device": device.name} | ({"bound": "lower"} if n == 1 else {})
+    bound = {"bound": "lower"} if n == 1 else {}
+    conditions = {"limit": max(seconds, key=seconds.get), "device": device.name, **bound}
     least_time = max(seconds["bandwidth"], seconds["operations"]) + sent
     return known_figure(f"serving/{name}", least_time, inputs, **conditions)
 
 
 # ---------------------------------------------------------------- as text
 
+PARTS = {
+    "weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source",
+    "logits": "logits",
+}  # fmt: skip
+
 
 def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = False) -> list[str]:
-    """The rows of `serving` as a person reads them. images: what is put in are images."""
-    found = {row.name.removeprefix("serving/"): row for row in rows}
-    total, rule, device = found["total"], found["rule"], found["device"]
-    c, need = total.conditions, total.value
-    named = {"weights": "weights", "kv_cache": "cache of keys and values", "cross_cache": "cache of the source", "logits": "logits"}
-    parts = ", ".join(f"{text} {size(found[k].value)}" for k, text in named.items() if k in found)
-    of, places = ("image", "patches") if images else ("sequence", "tokens")
-    held = f"{c['batch']} {of}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {places}"
-    held += f" and {c['source_len']:,} of source" if "source_len" in c else ""
-    answer = [f"{name}, to serve it: {rule.conditions['how']['inputs']['P']:,} parameters of {c['bits']} bits, {held} at a time"]
+    """The rows of `serving` as a person reads them. images: whether the model reads images."""
+    by_name = {row.name.removeprefix("serving/"): row for row in rows}
+    total, rule = by_name["total"], by_name["rule"]
+    c = total.conditions
+    unit, tokens = ("image", "patches") if images else ("sequence", "tokens")
+    source = f" and {c['source_len']:,} of source" if "source_len" in c else ""
+    batch = f"{c['batch']} {unit}{'s' * (c['batch'] > 1)} of {c['seq_len']:,} {tokens}{source}"
+    parameters = f"{rule.conditions['how']['inputs']['P']:,} parameters of {c['bits']} bits"
+    until = by_name.get("rule_tokens")
+    until = f"; its 20 % are {until.value:,} tokens of cache" if until else ""
+    broken = rule.conditions.get("why", "").partition(":")[0]
+    holds = f"which does not hold: {broken}" if broken else "which holds here"
+    text = [
+        f"{name}, to serve it: {parameters}, {batch} at a time",
+        _fit(by_name, on),
+        f"device    {_smallest(by_name['device'], on)}",
+        f"1.2 rule  {size(rule.value)}: weights + 20 %, a rule of thumb, {holds}{until}",
+    ]
+    if "kv_per_token" in by_name:
+        each = f"each token of each sequence{' on each device' * ('devices' in c)}"
+        text.append(f"cache     {size(by_name['kv_per_token'].value)} of keys and values for {each}")
+    text += [f"how fast  {line}" for line in _how_fast(by_name, c, on, images)]
+    return [*text, f"excluded  {c['without']}"]
+
+
+def _fit(by_name: dict[str, Row], on: Cluster | None) -> str:
+    need = by_name["total"].value
+    parts = ", ".join(f"{text} {size(by_name[part].value)}" for part, text in PARTS.items() if part in by_name)
     if on is None:
-        answer.append(f"memory    {size(need)}: {parts}")
-    else:
-        capacity = on.device.capacity
-        over = f", {size(need - capacity)} too much" if need > capacity else ""
-        each = f" on each of {on.n} × {on.device.name}" * (on.n > 1)
-        answer.append(f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({need / capacity:.0%}{over}): {parts}")
-    single = f"{device.value} is the smallest that holds it (among equals, the cheapest)"
-    single = f"{'one device: ' * bool(on and on.n > 1)}{single}" if device.conditions["fits"] else "no single device holds it; --on 8xDEVICE splits it over eight"
-    holds = "which holds here" if rule.conditions["holds"] else f"which does not hold: {rule.conditions['why'].partition(':')[0]}"
-    until = f"; its 20 % are {found['rule_tokens'].value:,} tokens of cache" if "rule_tokens" in found else ""
-    answer.append(f"device    {single}; by the 1.2 rule {device.conditions['by_rule']}")
-    answer.append(f"1.2 rule  {size(rule.value)}: weights + 20 %, a rule of thumb, {holds}{until}")
-    if "kv_per_token" in found:
-        each = " on each device" * ("devices" in c)
-        answer.append(f"cache     {size(found['kv_per_token'].value)} of keys and values for each token of each sequence{each}")
-    answer += [f"how fast  {line}" for line in _how_fast(found, c, on, images)]
-    return [*answer, f"excluded  {c['without']}"]
+        return f"memory    {size(need)}: {parts}"
+    capacity = on.device.capacity
+    over = f", {size(need - capacity)} too much" if need > capacity else ""
+    each = f" on each of {on.n} × {on.device.name}" * (on.n > 1)
+    share = f"{need / capacity:.0%}{over}"
+    return f"{'NO FIT' if over else 'fits':9} {size(need)} of {size(capacity)}{each} ({share}): {parts}"
 
 
-def _how_fast(found: dict[str, Row], c: dict[str, Any], on: Cluster | None, images: bool) -> Iterator[str]:
-    least, most = ("about", "about") if "devices" in c else ("at least", "at most")
-    if "decode_time" in found:
-        decode, prefill = found["decode_time"], found["prefill_time"]
+def _smallest(device: Row, on: Cluster | None) -> str:
+    """The single device that holds it, and the rule's."""
+    single = "no single device holds it; --on 8xDEVICE splits it over eight"
+    if device.conditions["fits"]:
+        one = "one device: " * bool(on and on.n > 1)
+        single = f"{one}{device.value} is the smallest that holds it (among equals, the cheapest)"
+    return f"{single}; by the 1.2 rule {device.conditions['by_rule']}"
+
+
+def _how_fast(by_name: dict[str, Row], c: dict[str, Any], on: Cluster | None, images: bool) -> Iterator[str]:
+    at_least, at_most = ("about", "about") if "devices" in c else ("at least", "at most")
+    if "decode_time" in by_name:
+        decode, prefill = by_name["decode_time"], by_name["prefill_time"]
         what, of_each = ("a prompt", "") if c["batch"] == 1 else (f"{c['batch']} prompts", " of each")
-        prompt = f"{what} of {c.get('source_len') or c['seq_len']:,} tokens {least} {duration(prefill.value)}"
-        limit, speed = decode.conditions["limit"], rate(found["tokens_per_s"].value)
-        yield f"{prompt}, then a token{of_each} {least} {duration(decode.value)} (limit: {limit}): {most} {speed} tokens/s in total"
-    elif "forward_time" in found:
-        speed, forward = rate(found["samples_per_s"].value), duration(found["forward_time"].value)
-        yield f"{least} {forward} per batch: {most} {speed} {'images' if images else 'samples'}/s"
+        tokens = c.get("source_len") or c["seq_len"]
+        prompt = f"{what} of {tokens:,} tokens {at_least} {duration(prefill.value)}"
+        token = f"a token{of_each} {at_least} {duration(decode.value)} (limit: {decode.conditions['limit']})"
+        speed = f"{at_most} {rate(by_name['tokens_per_s'].value)} tokens/s in total"
+        yield f"{prompt}, then {token}: {speed}"
+    elif "forward_time" in by_name:
+        speed = f"{rate(by_name['samples_per_s'].value)} {'images' if images else 'samples'}/s"
+        yield f"{at_least} {duration(by_name['forward_time'].value)} per batch: {at_most} {speed}"
     elif on is None:
         yield "give --on DEVICE"
 
@@ -271,31 +295,35 @@ def _how_fast(found: dict[str, Row], c: dict[str, Any], on: Cluster | None, imag
 
 FITS = {  # E, A, B, alpha, beta of L(N, D) = E + A / N^alpha + B / D^beta
     "Hoffmann 2022": ((1.69, 406.4, 410.7, 0.34, 0.28), "Hoffmann et al. 2022, section 3.3 and appendix D.3"),
-    "Besiroglu 2024": ((1.8172, 482.01, 2085.43, 0.3478, 0.3658), "Besiroglu et al. 2024, table 1: a refit of the same runs"),
-}
+    "Besiroglu 2024": (
+        (1.8172, 482.01, 2085.43, 0.3478, 0.3658), "Besiroglu et al. 2024, table 1: a refit of the same runs",
+    ),
+}  # fmt: skip
 
 
 def optimal(*, parameters: float | None = None, tokens: float | None = None) -> list[Row]:
-    """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss (nats/token), by both fits,
-    for the one of the two that is given: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*, G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of
-    the fits' data and tokenizer."""
+    """Rows optimal/parameters, optimal/tokens, optimal/flops, optimal/tokens_per_parameter and optimal/loss
+    (nats/token), by both fits, for one of the two arguments: N* = G·(C/6)^(β/(α+β)), D* = (C/6)/N*,
+    G = (αA/βB)^(1/(α+β)), C = 6ND. The loss is that of the fits' data and tokenizer."""
     rows: list[Row] = []
     for fit, ((e, a, b, alpha, beta), source) in FITS.items():
-        g, all_of = (alpha * a / (beta * b)) ** (1 / (alpha + beta)), alpha + beta
-        product = (parameters / g) ** (all_of / beta) if parameters else (tokens * g) ** (all_of / alpha)  # N · D
-        n = g * product ** (beta / all_of)
+        both = alpha + beta
+        g = (alpha * a / (beta * b)) ** (1 / both)
+        product = (parameters / g) ** (both / beta) if parameters else (tokens * g) ** (both / alpha)  # N · D
+        n = g * product ** (beta / both)
         d = product / n
-        given = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "G": g, **({"N": parameters} if parameters else {"D": tokens})}
+        known = {"N": parameters} if parameters else {"D": tokens}
+        inputs = {"E": e, "A": a, "B": b, "alpha": alpha, "beta": beta, "G": g, **known}
         loss = e + a / n**alpha + b / d**beta
-        found = {"parameters": n, "tokens": d, "flops": 6 * n * d, "tokens_per_parameter": d / n, "loss": loss}
-        rows += [known_figure(f"optimal/{name}", value, given, source=source, fit=fit) for name, value in found.items()]
+        values = {"parameters": n, "tokens": d, "flops": 6 * n * d, "tokens_per_parameter": d / n, "loss": loss}
+        rows += [known_figure(f"optimal/{name}", v, inputs, source=source, fit=fit) for name, v in values.items()]
     return rows
 
 
 def optimal_lines(name: str, parameters: int, tokens: float | None, rows: list[Row]) -> list[str]:
-    """The rows of `optimal` as a table, a line a fit."""
+    """The rows of `optimal` as a table, a line for each fit."""
     what = f"{tokens:,.0f} tokens" if tokens else f"{name}: {parameters:,} parameters"
     body = [[fit, *(f"{row.value:.3g}" for row in rows if row.conditions["fit"] == fit)] for fit in FITS]
     head = ["fit", "parameters", "tokens", "FLOP", "tokens/parameter", "loss, nats"]
-    title = f"{what}: compute-optimal by two fits of the same runs, C = 6 N D (loss per token of their data and tokenizer)"
-    return [title, "", *table(head, body, set(range(1, 6)))]
+    how = "by two fits of the same runs, C = 6 N D (loss per token of their data and tokenizer)"
+    return [f"{what}: compute-optimal {how}", "", *table(head, body, set(range(1, 6)))]
