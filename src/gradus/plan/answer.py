@@ -25,7 +25,7 @@ from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak
 from gradus.plan.show import headline, note_lines, size
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
-from gradus.plan.work import COMPONENTS, Transfer, Work
+from gradus.plan.work import COMPONENTS, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
@@ -69,7 +69,7 @@ class Answer:
     chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
 
     def value(self, name: str, **conditions) -> float | None:
-        """Of the first row of this name and these conditions; None where there is none."""
+        """The first row's of this name and these conditions; None where there is none."""
         rows = (row for row in self.rows if row.name == name)
         alike = (row for row in rows if all(row.conditions.get(k) == v for k, v in conditions.items()))
         return next((row.value for row in alike), None)
@@ -438,8 +438,10 @@ def _traffic_rows(work: Work, n: int) -> list[Row]:
     rows = []
     for axis in dict.fromkeys(t.axis for t in work.transfers if n > 1):
         transfers = [t for t in work.transfers if t.axis == axis]
-        names = (f"{t.kind} of {t.group}, {t.phase}, {i}" for i, t in enumerate(transfers))
-        inputs = dict(zip(names, (f"{t.calls:g} calls × {t.payload:,.0f} bytes" for t in transfers)))
+        inputs = {
+            f"{t.kind} of {t.group}, {t.phase}, {i}": f"{t.calls:g} calls × {t.payload:,.0f} bytes"
+            for i, t in enumerate(transfers)
+        }
         calls, kinds = sum(t.calls for t in transfers), ", ".join(dict.fromkeys(t.kind for t in transfers))
         conditions = {"calls": calls, "kinds": kinds, "group": max(t.group for t in transfers)}
         sent = sum(t.sent for t in transfers)
@@ -465,7 +467,10 @@ def _inputs(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
     bandwidth = {"bandwidth, bytes/s": device.bandwidth}
     kind, _, axis = part.partition("/")
     if kind == "comm":
-        return _inputs_of_transfers([t for t in work.transfers if t.axis == axis], device)
+        transfers = [t for t in work.transfers if t.axis == axis]
+        links = {"link": device.link, "network": device.network}
+        rates = {f"{name}, bytes/s in one direction": link.bandwidth for name, link in links.items() if link}
+        return {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers), **rates}
     if kind in ("matmul", "attention", "memory"):
         ops = [op for op in work.micro if op.kind == kind]
         inputs = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
@@ -477,21 +482,15 @@ def _inputs(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
         operations = sum(op.flops * op.count for op in ops) * m
         return {"operations": operations, **inputs, **of_peaks, AT_PEAK: at_peak}
     if kind == "bubble":
-        schedule, stages, virtual = work.schedule, work.stages, work.virtual
-        inputs = {"schedule": schedule, "stages": stages, "stages per device": virtual, "micro-batches": m}
-        return {**inputs, "share": bubble_share(schedule, stages, virtual, m)}
+        shape = work.schedule, work.stages, work.virtual, m
+        names = ("schedule", "stages", "stages per device", "micro-batches")
+        return dict(zip(names, shape)) | {"share": bubble_share(*shape)}
     if kind == "optimizer":
         return {"bytes": sum(op.bytes * op.count for op in work.step), **bandwidth}
     if kind == "data":
         return {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
     ops, times = (work.micro, m) if kind == "launch" else (work.step, 1)
     return {"launches": sum(op.launches * op.count for op in ops) * times}
-
-
-def _inputs_of_transfers(transfers: list[Transfer], device: Device) -> dict[str, Any]:
-    inputs = {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers)}
-    links = {"link": device.link, "network": device.network}
-    return inputs | {f"{name}, bytes/s in one direction": link.bandwidth for name, link in links.items() if link}
 
 
 def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Cluster) -> list[Row]:

@@ -116,8 +116,8 @@ def busy_share(parts: dict[str, float] | None) -> float:
 
 
 def _energy(cluster: Cluster, step: Cases, hours: Cases, parts: dict[str, float] | None) -> list[Row]:
-    """Of devices, nodes and the building, each by itself, then CO2 of the building's; nothing where the device's power
-    is not known."""
+    """Energy of devices, nodes and the building, each by itself, then CO2 of the building's; nothing where the device's
+    power is not known."""
     busy = busy_share(parts)
     watts = power(cluster.device, busy)
     if watts is None:

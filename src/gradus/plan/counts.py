@@ -22,6 +22,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.plan import engine
 from gradus.plan.batches import complete, micro_batches
 from gradus.plan.figures import known_figure
+from gradus.plan.passes import active_elements
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
 
@@ -44,21 +45,13 @@ def parameters(config: ModelConfig) -> list[Row]:
     rows = [known_figure(f"parameters/{name}", n, inputs, **more) for name, n in counts.items()]
     rows.append(known_figure("parameters/trainable", counts["total"], inputs, **more))
     if getattr(config, "n_experts", None):
-        rows.append(known_figure("parameters/active", active(config, counts["total"]), inputs, **more))
+        rows.append(known_figure("parameters/active", active(config), inputs, **more))
     return rows
 
 
-def active(config: ModelConfig, total: int | None = None) -> int:
+def active(config: ModelConfig) -> int:
     """The parameters that a token meets: all, but of the experts only top_k (Jiang et al. 2024, section 2.1)."""
-    total = models.count(config)["total"] if total is None else total
-    experts = getattr(config, "n_experts", None)
-    if not experts:
-        return total
-    from gradus.layers.moe import Experts
-
-    model = models.build(config, device="meta")
-    of_experts = sum(p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
-    return total - of_experts // experts * (experts - config.top_k)
+    return sum(active_elements(models.build(config, device="meta")).values())
 
 
 SYMBOLS = {
@@ -97,7 +90,7 @@ def sample_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def shape_of(recipe: Recipe) -> Shape:
-    """Of a full-length sample. Raises UserError as `sample_of`."""
+    """The shape of a full-length sample. Raises UserError as `sample_of`."""
     batch = sample_of(recipe)
     if "source" in batch:
         return Shape(batch["source"].shape[1], batch["target"].shape[1])
@@ -117,7 +110,7 @@ class Operations(NamedTuple):
 
 
 def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
-    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends.
+    """The operations of one sample, forward and backward, read off the trace of one block of each kind and the ends.
 
     target: "cuda", where attention is fused also with dropout, with a trained bias and for few tokens; "cpu", where it
     is not then (layers/kernels.py). Raises UserError where the model's configuration is not complete.

@@ -49,12 +49,11 @@ class Pass:
 class Usage:
     """prefill: the prompt up to its next token; the source of an encoder-decoder; the forward pass of an encoder.
     decode: a further token of every row; None for an encoder. classes: scores of an answer. Elements that the cache
-    holds: each, keys and values of a row's token; own, of all tokens; cross, of an encoder's output."""
+    holds: own, keys and values of all tokens; cross, of an encoder's output."""
 
     prefill: Pass
     decode: Pass | None
     classes: int
-    each: int = 0
     own: int = 0
     cross: int = 0
 
@@ -90,7 +89,7 @@ class _Tracer(Recorder):
         self.family, self.config, self.batch = models.lookup(config.family), config, batch
         self.model = models.build(config, "meta").eval()
         self.times = _keep_one_of_each_kind(self.model, self.family)
-        self.sizes = dict(_sizes(self.model))
+        self.elements = active_elements(self.model)
         self.counts: Counter = Counter()
         for block, times in self.times.items():
             block.register_forward_pre_hook(lambda *_, times=times: setattr(self, "share", times))
@@ -116,20 +115,19 @@ class _Tracer(Recorder):
             prefill -= self._trace(lambda: steps.decode(token[0][:, 0], token[1]))[0]
         steps.cache.fix()
         decode, _ = self._trace(lambda: steps.decode(token[0][:, 0], token[1]))
-        return Usage(self._pass(prefill), self._pass(decode), scores.shape[-1], *self._elements(steps.cache))
+        return Usage(self._pass(prefill), self._pass(decode), scores.shape[-1], *self._cached(steps.cache))
 
     def _pass(self, counts: Counter) -> Pass:
         sums = [(key[1], times) for key, times in counts.items() if key[0] == "sum"]
-        weights = sum(self.sizes[key[1]] * times for key, times in counts.items() if key[0] == "read")
+        weights = sum(self.elements[key[1]] * times for key, times in counts.items() if key[0] == "read")
         return Pass(counts["operations"], weights, sums)
 
-    def _elements(self, cache: Cache) -> tuple[int, int, int]:
-        """each, own and cross of `Usage`."""
-        caches = self.model.new_cache(1, 1), cache
-        each, own = (sum(layer.k.numel() + layer.v.numel() for layer in one.layers) for one in caches)
+    def _cached(self, cache: Cache) -> tuple[int, int]:
+        """own and cross of `Usage`."""
+        own = sum(layer.k.numel() + layer.v.numel() for layer in cache.layers)
         layers = zip(self.model.get_submodule(self.family.stacks[-1].blocks), cache.layers)
         cross = (self.times.get(block, 0) * sum(t.numel() for t in layer.cross or ()) for block, layer in layers)
-        return each, own, sum(cross)
+        return own, sum(cross)
 
     def _ids(self, length: int) -> tuple[Tensor, Tensor]:
         """(ids (batch, length), lengths (batch,))."""
@@ -152,7 +150,7 @@ class _Tracer(Recorder):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function not in (torch.ops.aten.embedding.default, torch.ops.prim.device.default):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            self.counts |= {("read", key): self.share for key in map(memory_id, tensors) if key in self.sizes}
+            self.counts |= {("read", key): self.share for key in map(memory_id, tensors) if key in self.elements}
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def _selected(self, args: tuple) -> tuple:
@@ -171,11 +169,12 @@ def _fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, 
     return FLASH(q, k, v, 0.0, is_causal, False, scale=scale)[0]
 
 
-def _sizes(model: nn.Module) -> Iterator[tuple[int, int]]:
-    """(memory of a parameter, its elements; of experts those of top_k)."""
-    yield from ((memory_id(p), p.numel()) for p in model.parameters())
+def active_elements(model: nn.Module) -> dict[int, int]:
+    """Memory of a parameter → its elements; those of top_k experts where a layer has many."""
+    elements = {memory_id(p): p.numel() for p in model.parameters()}
     for layer in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
-        yield from ((memory_id(p), p.numel() // layer.n_experts * layer.top_k) for p in layer.experts.parameters())
+        elements |= {memory_id(p): p.numel() // layer.n_experts * layer.top_k for p in layer.experts.parameters()}
+    return elements
 
 
 def _summed(model: nn.Module, family: Family) -> Iterator[nn.Module]:

@@ -98,7 +98,7 @@ def serving(
     cache = (usage.own + usage.cross) * BYTES[precision]
     rows += [
         known_figure("serving/total", need, parts, without=LEFT_OUT),
-        *_rule(total, use.bits, cache, usage.each * BYTES[precision]),
+        *_rule(total, use.bits, cache, usage.own * BYTES[precision] // (batch * length)),
         _device(weights + cache + parts["logits"], 1.2 * weights, precision),
     ]
     if on is not None and need <= on.device.capacity:
@@ -140,8 +140,9 @@ def _memory(use: Use, usage: Usage, total: int) -> list[Row]:
     rows = [known_figure("serving/weights", weights / use.devices, inputs)]
     inputs = {"bytes": width, "parts": parts, "batch": use.batch}
     if usage.own:
-        own = {"elements": usage.each, "tokens": use.tokens, **inputs}
-        rows.append(known_figure("serving/kv_per_token", usage.each * width // parts, own))
+        each = usage.own // (use.batch * use.tokens)
+        own = {"elements": each, "tokens": use.tokens, **inputs}
+        rows.append(known_figure("serving/kv_per_token", each * width // parts, own))
         rows.append(known_figure("serving/kv_cache", usage.own * width // parts, own))
     if usage.cross:
         cross = {"elements": usage.cross // use.batch // use.source, "source": use.source, **inputs}
