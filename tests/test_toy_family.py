@@ -224,8 +224,7 @@ def test_the_plan_traces_it(done):
 
 def served() -> dict[str, float]:
     from gradus.hardware import cluster
-    from gradus.plan.passes import usage_of
-    from gradus.plan.serving import serving
+    from gradus.plan.serving import serving, usage_of
 
     config = ConvConfig(vocab_size=32, n_layers=4, n_heads=4, d_model=32)
     usage = usage_of(config, 2, 16)

@@ -29,7 +29,7 @@ def _row(op: Op, cluster: Cluster) -> tuple:
         used = roofline.matmul_share(batch, m, n, 1e30, roofline._units(device.name) or roofline.UNITS_ASSUMED, 0.0)
         odd = op.dtype in ("bf16", "fp16") and n % 8 != 0 and min(m, n, k) > 64
     return (KINDS[op.kind], PHASES[op.phase], op.flops / peak, used, k, odd, op.dtype in ("fp8", "fp4") and op.kind == "matmul", op.bytes / device.bandwidth,
-            roofline.chained(op), op.apart, op.launches, op.count)  # fmt: skip
+            roofline.chained(op), op.stage_only, op.launches, op.count)  # fmt: skip
 
 
 def _sent(t: Transfer, cluster: Cluster) -> tuple:

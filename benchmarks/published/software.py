@@ -183,7 +183,7 @@ def work_of(run: Any) -> Work:
     """The work of a run (`runs.Run`): the engine's, as the run's software does it."""
     software, layout = table()[run.software], run.recipe.layout
     t = traced(run.recipe, run.cluster.n)
-    ops = engine.told_apart(t.busiest.micro, t.first.micro) if t.first else t.busiest.micro
+    ops = engine.mark_stage_only(t.busiest.micro, t.first.micro) if t.first else t.busiest.micro
     if software.mask:
         ops = _fused_mask(ops)
     if run.recompute == "selective" and layout.checkpointing == "none":
@@ -236,5 +236,5 @@ def memory_of(run: Any) -> float:
         if software.state:
             theirs.each = software.state
         wide = 4.0 * theirs.own / theirs.width if run.wide_gradients else 0.0
-        most = max(most, max(theirs.alive.reserved, theirs.alive.bytes) + wide)
+        most = max(most, max(theirs.peak.reserved, theirs.peak.bytes) + wide)
     return most

@@ -64,7 +64,7 @@ def test_a_point_becomes_work():
 
 def test_a_pipelines_head_is_the_last_stages():
     case = study.case(point(**MULTI | {"config": SMALL | {"pp": 2}}))
-    assert any(op.apart and op.kind == "matmul" for op in case.work.micro)
+    assert any(op.stage_only and op.kind == "matmul" for op in case.work.micro)
     assert case.work.stages == 2
     assert case.work.micro_batches == 4
 
@@ -144,7 +144,7 @@ def made_work(software: str = "megatron") -> Work:
     ops = [Op("matmul", "mm", dtype, phase, 2.0 * m * 50_257 * 512, 1e8, (1, m, 50_257, 512), 3) for m in (64, 4096) for dtype in ("bf16", "fp8")
            for phase in ("forward", "backward", "recompute")]  # fmt: skip
     ops += [Op("attention", "flash", "bf16", "forward", 1e12, 1e8, (1, 8, 512, 512, 64), 4), Op("memory", "gelu", "bf16", "backward", 0.0, 1e8, (), 7, 3),
-            Op("memory", "add", "bf16", "forward", 0.0, 3e8, apart=True), Op("memory", "softmax", "bf16", "recompute", 0.0, 1e6, (), 500)]  # fmt: skip
+            Op("memory", "add", "bf16", "forward", 0.0, 3e8, stage_only=True), Op("memory", "softmax", "bf16", "recompute", 0.0, 1e6, (), 500)]  # fmt: skip
     sent = [Transfer(axis, kind, payload, 8, group, stride, phase, hidden) for axis, kind, payload, group, stride, phase, hidden in (
         ("tensor", "all_reduce", 1e8, 8, 1, "forward", ""), ("replicate", "all_reduce", 1e9, 4, 8, "optimizer", ""), ("shard", "all_gather", 1e9, 32, 1, "forward", "forward"),
         ("shard", "reduce_scatter", 2e9, 32, 1, "backward", "backward"), ("pipeline", "send", 1e8, 4, 8, "backward", "both"), ("expert", "all_to_all", 1e8, 16, 2, "backward", ""))]  # fmt: skip

@@ -24,7 +24,7 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.plan import batches as making
-from gradus.plan import compose, engine, profiles
+from gradus.plan import engine, peak, profiles, tracing
 from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
@@ -230,7 +230,7 @@ def compared(case: Case) -> list[tuple[str, str, float, float]]:
         whole = trace_recipe(case.recipe, case.n, rank, target=case.target)
         mine, its = p.work, whole.work
         pairs = [
-            ("memory", p.alive.bytes, whole.peak),
+            ("memory", p.peak.bytes, whole.peak),
             ("held", p.held["weights"], whole.held["weights"]),
             ("flops", flops(mine.micro) * mine.micro_batches, flops(its.micro) * its.micro_batches),
             ("bytes", moved(mine.micro) * mine.micro_batches, moved(its.micro) * its.micro_batches),
@@ -410,7 +410,7 @@ def refuse(*args, **kwargs):
 
 def numbers(case: Case) -> list[tuple]:
     found = engine.processes(case.recipe, case.n, "cpu", None)
-    return [(p.alive.bytes, p.held, flops(p.work.micro), moved(p.work.step)) for p in found]
+    return [(p.peak.bytes, p.held, flops(p.work.micro), moved(p.work.step)) for p in found]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -420,7 +420,7 @@ def test_the_interleaved_schedule_is_pytorchs(processes, stages):
     for micro, rank in itertools.product(counts, range(processes)):
         theirs = list(schedule_of("interleaved", processes, stages, micro, rank))
         own = sorted({stage for _, stage, _ in theirs})
-        assert [(kind, own.index(stage), i) for kind, stage, i in theirs] == list(compose.interleaved(processes, stages, micro, rank))
+        assert [(kind, own.index(stage), i) for kind, stage, i in theirs] == list(peak.interleaved(processes, stages, micro, rank))
 
 
 @pytest.fixture
@@ -479,7 +479,7 @@ def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):
     first = numbers(plain)
     assert list(kept.glob("*.json"))
     engine._kept.clear()
-    monkeypatch.setattr(profiles, "profile", refuse)
+    monkeypatch.setattr(tracing, "profile", refuse)
     assert numbers(plain) == first
     for path in kept.glob("*.json"):
         path.unlink()
@@ -497,7 +497,7 @@ def test_a_torn_or_changed_profile_is_traced_anew(kept, plain, monkeypatch):
         assert numbers(plain) == first
         assert path.read_bytes() == whole
     engine._kept.clear()
-    monkeypatch.setattr(profiles, "profile", refuse)
+    monkeypatch.setattr(tracing, "profile", refuse)
     assert numbers(plain) == first
 
 

@@ -14,8 +14,7 @@ from gradus.errors import UserError
 from gradus.hardware import cluster, find
 from gradus.models.decoding import generate
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.passes import usage_of
-from gradus.plan.serving import cache_bytes, kv_per_token, optimal, serving
+from gradus.plan.serving import cache_bytes, kv_per_token, optimal, serving, usage_of
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ModelConfig, Seq2SeqConfig, T5Config, ViTConfig
 
@@ -165,7 +164,8 @@ def test_a_stem_of_convolutions_is_counted():
 
 
 def test_it_is_read_from_disk_where_it_was_traced_before(tmp_path, monkeypatch):
-    from gradus.plan import passes as room
+    from gradus.plan import pass_tracing
+    from gradus.plan import serving as room
 
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
     config = SMALL["gqa"].model_copy(update={"seq_len": 19})
@@ -173,7 +173,7 @@ def test_it_is_read_from_disk_where_it_was_traced_before(tmp_path, monkeypatch):
     (file,) = (tmp_path / "profiles").iterdir()
     room._usage.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(room, "_Tracer", None)
+        patch.setattr(pass_tracing, "PassTracer", None)
         assert usage_of(config, 1, 4) == first
     room._usage.cache_clear()
     file.write_text(file.read_text().replace("0", "1"))

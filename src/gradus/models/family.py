@@ -3,7 +3,7 @@ without torch (sizes, tasks, kinds of data) stands in its configuration (`gradus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +25,9 @@ class Stack:
     heads: tuple[str, ...] = ()  # what reads the last hidden states
     beside: tuple[str, ...] = ()  # what every block needs
     dropout: str | None = None  # of an encoder: what is applied to its normed output
+    # (configuration, number of a block) → its kind, where blocks with the same modules and parameters compute
+    # differently: local and global attention. What is experts, or frozen, a plan sees by itself.
+    kind: Callable[[Any, int], Hashable] | None = None
 
     @property
     def after(self) -> tuple[str, ...]:
@@ -75,6 +78,10 @@ class Family:
     @property
     def name(self) -> str:
         return schema.family_of(self.config)
+
+    def n_blocks(self, config: schema.ModelConfig) -> tuple[int, ...]:
+        """The number of blocks of each stack."""
+        return (config.n_layers, getattr(config, "n_decoder_layers", None) or config.n_layers)[: len(self.stacks)]
 
     def lacks(self, model: nn.Module) -> Iterator[str]:
         """The differences between this description and a built model, a line each."""

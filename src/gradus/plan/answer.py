@@ -245,7 +245,7 @@ def _with_data(recipe: Recipe, notes: list[str]) -> tuple[Recipe, Task | None]:
     _offline_without_a_network()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the note below says what cannot be reached
     layout = mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})
-    engine.alone()  # without the data
+    engine.resident_at_start()  # without the data
     start = machine.resident()
     try:
         session = open_session(recipe.model_copy(update={"layout": layout}))
@@ -342,7 +342,7 @@ def _rows(request: Request, question: Question, n: int, notes: list[str]) -> tup
     rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
     memory = engine.plan_memory(recipe, n, target=target, task=task)
     notes += [note for note in memory.notes if note not in notes]
-    rows += _memory_rows(recipe, memory, cluster, engine.before(task) if target == "cpu" else None)
+    rows += _memory_rows(recipe, memory, cluster, engine.resident_before_model(task) if target == "cpu" else None)
     fits = memory.device_total <= cluster.capacity if cluster else None
     work = engine.traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)

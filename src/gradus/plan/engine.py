@@ -1,7 +1,8 @@
-"""The one engine: a recipe and its layout → the memory and the work of a step on the processes that need most.
+"""The one engine: a recipe and its layout → memory and work of a step on the processes that need most.
 
-Each kind of part (the blocks and ends that a process holds) is traced once for what changes it (`plan.profiles`), kept on disk, and put
-together for the layout (`plan.compose`, `plan.traffic`). What is printed, what ranks layouts and what a run is refused for is this.
+Each kind of part (the blocks and ends that a process holds) is traced once for what changes it (`plan.profiles`), kept on
+disk, and put together for the layout (`plan.compose`, `plan.peak`, `plan.traffic`). What is printed, what ranks layouts
+and what a run is refused for is this.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,24 @@ import torch
 from gradus import __version__, files, limits, models
 from gradus.errors import UserError
 from gradus.parallel import check
-from gradus.parallel import pipeline as pipelines
+from gradus.parallel import stages as pipelines
 from gradus.plan import batches as making
 from gradus.plan import compose, profiles, traffic
+from gradus.plan import peak as peaks
 from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
-from gradus.plan.trace import Target
-from gradus.plan.work import Op, Work, op_of, transfer_of
+from gradus.plan.work import Op, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.train import machine
 
-# What a GPU's programs take besides tensors (CUDA context and kernels 0.3 to 2 GB, cuBLAS 32 MiB a handle on H100, NCCL about 0.5 GB a
-# communicator, 1 GB and more seen).
+# What a GPU's programs take besides tensors (CUDA context and kernels 0.3 to 2 GB, cuBLAS 32 MiB a handle on H100, NCCL
+# about 0.5 GB a communicator, 1 GB and more seen).
 CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
-# What a process on a CPU takes besides what it had before the model and its tensors: what libraries allocate later, and where it keeps what
-# it frees (train.machine) a part of the tensors, less where weights are sharded. Fitted to the runs that docs/proof.md names.
+# What a process on a CPU takes besides what it had before the model and its tensors: what libraries allocate later, and
+# where it keeps what it frees (train.machine) a part of the tensors, less where weights are sharded. Fitted to the runs
+# that docs/proof.md names.
 LIBRARIES, FREED, FREED_SHARDED = 0.1e9, 0.4, 0.2
 
 
@@ -75,10 +78,10 @@ TRACED_ROOMS = "models", "layers", "parallel", "tasks", "train"
 
 @functools.cache
 def code(*more: str) -> str:
-    """Of all that a profile depends on, the model, the layout, the step, and how they are traced; and of further rooms."""
+    """Of all that a profile depends on: the model, the layout, the step, how they are traced; and of further rooms."""
     root = Path(__file__).parents[1]
     rooms = [path for room in (*TRACED_ROOMS, *more) for path in sorted((root / room).glob("*.[py]*")) if path.is_file()]
-    own = [root / "plan" / f"{name}.py" for name in ("trace", "profiles", "batches")]
+    own = [root / "plan" / f"{name}.py" for name in ("trace", "tracing", "profiles", "batches")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
 
 
@@ -89,19 +92,11 @@ def _family_code(family: str) -> str:
 
 
 def profile_of(
-    recipe: Recipe, part: Part, batch: dict, target: Target, task: Task | None = None, split: bool = False, micro: int = 2
-) -> Profile:
-    """Of a small part: from memory or from disk where the same was traced before, by this code and this PyTorch."""
-    small = profiles.small_recipe(recipe, part, split)
-    known = "select", "labels"
-    what = [
-        small.model.model_dump(mode="json"), small.layout.model_dump(mode="json"), small.task.model_dump(mode="json"),
-        small.data.model_dump(mode="json", exclude={"path"}), small.optimizer.name,
-        getattr(small.optimizer, "momentum", None), small.train.clip_norm, small.train.qat, part.stacks, target, split, micro, _family_code(small.model.family),
-        [(k, list(v.shape), str(v.dtype), int(v.sum()) if k in known and v.dtype == torch.bool else 0) for k, v in sorted(batch.items())
-         if isinstance(v, torch.Tensor)], __version__, torch.__version__, code(),
-    ]  # fmt: skip
-    key = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
+    recipe: Recipe, part: Part, batch: dict, target: Target, task: Task | None = None, split: bool = False,
+    micro: int = 2,
+) -> Profile:  # fmt: skip
+    """Of a part of the model: from memory or from disk where the same was traced before, by this code and this PyTorch."""
+    key = _key_of(recipe, part, batch, target, split, micro)
     if key in _kept:
         return _kept[key]
     path = files.cache_dir() / "profiles" / f"{key}.json"
@@ -109,27 +104,38 @@ def profile_of(
         digest, _, text = limits.regular(path).read_text().partition("\n")
         if digest != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("the text is not what was written")
-        found = profiles.from_plain(json.loads(text))
+        profile = profiles.from_json(json.loads(text))
     except (OSError, ValueError, UserError):  # absent, torn or changed
-        found = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
+        from gradus.plan import tracing  # half a second, which what is kept need not wait for
+
+        profile = tracing.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(profiles.to_plain(found))
+            text = json.dumps(profiles.to_json(profile))
             files.write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
     if len(_kept) >= KEPT:
         _kept.clear()
-    _kept[key] = found
-    return found
+    _kept[key] = profile
+    return profile
+
+
+def _key_of(recipe: Recipe, part: Part, batch: dict, target: Target, split: bool, micro: int) -> str:
+    """Of all that a profile depends on."""
+    few = profiles.small_recipe(recipe, part.small, split)
+    sections = [section.model_dump(mode="json") for section in (few.model, few.layout, few.task)]
+    optimizer = few.optimizer.name, getattr(few.optimizer, "momentum", None)
+    tensors = {k: v for k, v in sorted(batch.items()) if isinstance(v, torch.Tensor)}
+    chosen = {k: int(v.sum()) for k, v in tensors.items() if k in ("select", "labels") and v.dtype == torch.bool}
+    what = [
+        *sections, few.data.model_dump(mode="json", exclude={"path"}), optimizer, few.train.clip_norm, few.train.qat,
+        part.small.stacks, part.small.kinds, part.ends, target, split, micro, _family_code(few.model.family),
+        [(k, list(v.shape), str(v.dtype), chosen.get(k, 0)) for k, v in tensors.items()],
+        __version__, torch.__version__, code(),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
 
 
 # ---------------------------------------------------------------- one process
-
-
-def blocks_of(recipe: Recipe) -> tuple[int, ...]:
-    """Of each stack."""
-    model = recipe.model
-    decoder = getattr(model, "n_decoder_layers", None) or model.n_layers
-    return (model.n_layers, decoder)[: len(models.lookup(model.family).stacks)]
 
 
 def momenta(optimizer: Any) -> int:
@@ -138,7 +144,7 @@ def momenta(optimizer: Any) -> int:
 
 
 @dataclasses.dataclass
-class Given:
+class MicroBatches:
     """The micro-batches of a process."""
 
     full: dict[str, Any]  # the largest
@@ -146,28 +152,33 @@ class Given:
     count: int
     parts: float  # all of them, in units of the largest
     samples: int
-    places: int  # padding counted; of images the patches
+    tokens: int  # padding counted; of images the patches
     nbytes: int
 
     @classmethod
-    def of(cls, batches: list[dict]) -> Given:
+    def of(cls, batches: list[dict]) -> MicroBatches:
         full = max(batches, key=making.size_of)
-        sizes_of = [making.size_of(b) for b in batches]
-        uneven = sizes_of[-1] < sizes_of[0] and len(set(sizes_of[:-1])) == 1
+        lengths = [making.size_of(b) for b in batches]
+        uneven = lengths[-1] < lengths[0] and len(set(lengths[:-1])) == 1
         return cls(
-            full, batches[-1] if uneven else None, len(batches), sum(making.size_of(b) for b in batches) / making.size_of(full), sum(map(_samples, batches)), sum(map(places, batches)),
-            sum(_bytes(b) for b in batches),
-        )  # fmt: skip
+            full=full,
+            tail=batches[-1] if uneven else None,
+            count=len(batches),
+            parts=sum(lengths) / making.size_of(full),
+            samples=sum(map(_samples, batches)),
+            tokens=sum(map(tokens_in, batches)),
+            nbytes=sum(map(_bytes, batches)),
+        )
 
 
 @dataclasses.dataclass
 class Process:
-    """A process of the pipeline, composed. Ask for `alive`, `held` and `work`."""
+    """A process of the pipeline, composed. Ask for `peak`, `held` and `work`."""
 
     recipe: Recipe
     n: int
     rank: int  # along the pipeline
-    given: Given
+    given: MicroBatches
     target: Target
     task: Task | None
     every: dict[int, Stage]  # of the pipeline: those that are looked at, by number
@@ -187,25 +198,32 @@ class Process:
         return 2 if self.recipe.layout.precision.startswith("pure_") else 4
 
     @property
+    def on_host(self) -> bool:
+        """Whether weights and the optimizer's state are kept in the host's memory."""
+        return self.recipe.layout.offload and self.target == "cuda"
+
+    @property
     def replicated(self) -> bool:
         """Whether DDP sums its gradients."""
         layout = self.recipe.layout
         several = sizes(layout, self.n)["replicate"] * layout.context > 1
         split = max(layout.shard, layout.tensor, layout.expert, layout.pipeline) > 1
-        return several and not split and layout.replicate in ("auto", "ddp") and not (layout.local_sgd or layout.diloco)
+        ddp = layout.replicate in ("auto", "ddp") and not (layout.local_sgd or layout.diloco)
+        return several and not split and ddp
 
     @property
     def groups(self) -> set[tuple[int, int]]:
         """(size, distance between neighbours) of the groups of processes that it sends to: each has a communicator."""
         shape, stride = sizes(self.recipe.layout, self.n), strides(self.recipe.layout, self.n)
         inner = {(shape[axis], stride[axis]) for axis in ("tensor", "context", "expert") if shape[axis] > 1}
-        return inner | {(t.group, t.stride) for t in traffic.holding(self)}
+        return inner | {(t.group, t.stride) for t in traffic.of_parameters(self)}
 
     @property
     def fresh(self) -> bool:
-        """Whether every micro-batch makes its gradients anew: FSDP2 has summed the last one's, or keeps them in another type."""
+        """Whether every micro-batch makes its gradients anew: FSDP2 has summed the last one's, or keeps them in another
+        type."""
         layout = self.recipe.layout
-        computed, reduced = compose.widths(layout, self.width)
+        computed, reduced = compose.fsdp_widths(layout, self.width)
         return layout.shard > 1 and (layout.pipeline > 1 or computed != reduced)
 
     @property
@@ -221,15 +239,14 @@ class Process:
     @functools.cached_property
     def elements(self) -> list[tuple[int, int]]:
         """(elements of the usual width that this process holds of a parameter, how many such)."""
-        found = []
-        for w, times in traffic.in_order(self.stages):
-            found.append((compose.held(w, self.recipe.layout) // self.width, times))
-        return found
+        layout = self.recipe.layout
+        return [(compose.local_bytes(w, layout) // self.width, n) for w, n in traffic.in_order(self.stages)]
 
     @functools.cached_property
     def frozen(self) -> int:
         """Bytes of the parameters and buffers that are not trained."""
-        return sum(compose.held(w, self.recipe.layout) * times for w, times in traffic.in_order(self.stages, frozen=True))
+        layout = self.recipe.layout
+        return sum(compose.local_bytes(w, layout) * n for w, n in traffic.in_order(self.stages, frozen=True))
 
     @functools.cached_property
     def own(self) -> int:
@@ -242,9 +259,9 @@ class Process:
         layout, optimizer = self.recipe.layout, self.recipe.optimizer
         each = momenta(optimizer) * self.width
         replicas = sizes(layout, self.n)["replicate"]
-        tensors = sum(times for _, times in self.elements)
+        tensors = sum(times for _, times in self.elements) / (replicas if layout.shard_optimizer else 1)
         if optimizer.name != "sgd":
-            each += 4 * tensors / replicas / self.stepped if layout.shard_optimizer else 4 * tensors / self.stepped  # counts of steps
+            each += 4 * tensors / self.stepped  # counts of steps
         outer = 2 * self.own if layout.diloco else 0
         return self.stepped * each + outer
 
@@ -252,84 +269,115 @@ class Process:
     def stepped(self) -> int:
         """Elements that this process steps."""
         replicas = sizes(self.recipe.layout, self.n)["replicate"]
-        found = [size for size, times in self.elements for _ in range(times)]
-        return traffic.dealt(found, replicas)[0] if self.recipe.layout.shard_optimizer and replicas > 1 else sum(found)
+        every = [size for size, times in self.elements for _ in range(times)]
+        shared = self.recipe.layout.shard_optimizer and replicas > 1
+        return traffic.assign_owners(every, replicas)[0] if shared else sum(every)
 
     @functools.cached_property
-    def alive(self) -> compose.Alive:
-        return compose.peak(self)
+    def peak(self) -> peaks.Peak:
+        return peaks.peak(self)
 
     @property
     def held(self) -> dict[str, int]:
-        return {"weights": int(self.own + self.frozen), "optimizer": int(self.state), "gradients": int(self.alive.gradients)}
+        gradients = int(self.peak.gradients)
+        return {"weights": int(self.own + self.frozen), "optimizer": int(self.state), "gradients": gradients}
 
     @functools.cached_property
     def work(self) -> Work:
         return _work(self)
 
 
-def processes(recipe: Recipe, n: int, target: Target, task: Task | None, batches: list[dict] | None = None) -> list[Process]:
-    """The processes that may need most: of a pipeline the first and the last, and where the decoder begins. Raises UserError."""
+def processes(
+    recipe: Recipe, n: int, target: Target, task: Task | None, batches: list[dict] | None = None
+) -> list[Process]:
+    """The processes that may need most: of a pipeline the first and the last, where the decoder begins, and the first
+    with each mixture of kinds of blocks. Raises UserError."""
     recipe = making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
     if layout.replicate == "data_parallel" or layout.transport == "mpi":
-        raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
-    given = Given.of(batches or making.micro_batches(recipe, n, task=task))
-    blocks = blocks_of(recipe)
-    bounds = pipelines.bounds(sum(blocks), layout.pipeline * stages_per_process(layout))
+        setting = f"layout.replicate={layout.replicate}, transport={layout.transport}"
+        raise UserError(f"{setting}: it cannot be traced. Plan replicate=ddp instead.")
+    given = MicroBatches.of(batches or making.micro_batches(recipe, n, task=task))
+    kinds = profiles.block_kinds(recipe.model)
+    bounds = pipelines.bounds(sum(map(len, kinds)), layout.pipeline * stages_per_process(layout))
+    parts = [Part.of(kinds, begin, end) for begin, end in itertools.pairwise(bounds)]
+    ranks = _ranks_that_differ(layout, parts, bounds)
+    if len(kinds) == 1:
+        numbers = sorted(s for rank in ranks for s in compose.stages_of(rank, layout))
+    else:  # others may share ends
+        numbers = list(range(len(parts)))
     split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
-    parts = [Part.of(blocks, begin, end) for begin, end in itertools.pairwise(bounds)]
+
+    def stages(batch: dict | None) -> dict[int, Stage]:
+        if batch is None:
+            return {}
+        return {s: Stage(parts[s], profile_of(recipe, parts[s], batch, target, task, split)) for s in numbers}
+
+    every, last = stages(given.full), stages(given.tail)
+    return [Process(recipe, n, rank, given, target, task, every, last) for rank in ranks]
+
+
+def _ranks_that_differ(layout: Layout, parts: list[Part], bounds: list[int]) -> list[int]:
     ranks = {0, layout.pipeline - 1}
-    if len(blocks) > 1:
-        decoder = bisect.bisect_right(bounds, blocks[0]) - 1
-        ranks.add(next(r for r in range(layout.pipeline) if decoder in compose.stages_of(r, layout)))
-    own = {s for rank in ranks for s in compose.stages_of(rank, layout)} if len(blocks) == 1 else range(len(parts))  # others may share ends
-    every, last = (
-        {s: Stage(parts[s], profile_of(recipe, parts[s].small, batch, target, task, split)) for s in sorted(own)} if batch is not None else {}
-        for batch in (given.full, given.tail)
-    )
-    return [Process(recipe, n, rank, given, target, task, every, last) for rank in sorted(ranks)]
+    if len(parts[0].kinds) > 1:
+        decoder = bisect.bisect_right(bounds, len(parts[0].kinds[0])) - 1
+        ranks.add(pipelines.ranks(layout)[decoder])
+    if any(len(set(kinds)) > 1 for kinds in parts[0].kinds):
+        mixtures: dict[tuple, int] = {}
+        for rank in range(layout.pipeline):
+            own = (parts[s].own_kinds for s in compose.stages_of(rank, layout))
+            mixtures.setdefault(tuple(sorted(kind for stacks in own for kinds in stacks for kind in kinds)), rank)
+        ranks |= set(mixtures.values())
+    return sorted(ranks)
 
 
 # ---------------------------------------------------------------- work
 
 
 def _work(p: Process) -> Work:
-    layout, micro = p.recipe.layout, p.micro
-    whole = p.given.count - 1 if p.tail else micro
+    layout, micro, given = p.recipe.layout, p.micro, p.given
+    whole = given.count - 1 if p.tail else micro
     ops, sent = compose.operations(p.stages, whole, p.fresh)
-    parts = whole if p.tail else p.given.parts + micro - p.given.count
+    parts = whole if p.tail else given.parts + micro - given.count
     if p.tail:
-        for found, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.fresh, first=False)):
-            for key, count in more.items():
-                found[key] = found.get(key, 0) + count
-    for key, count in compose.holding(p).items():
-        ops[key] = ops.get(key, 0) + count
-    found = [op_of(key, count * parts / whole / micro, tf32=layout.tf32) for key, count in ops.items()]
-    transfers = [*(transfer_of(key, calls) for key, calls in sent.items()), *traffic.holding(p)]
+        for total, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.fresh, first=False)):
+            compose.add_counts(total, more)
+    compose.add_counts(ops, compose.sharding_copies(p))
     return Work(
-        micro=found, step=compose.optimizer(p), transfers=transfers, micro_batches=micro, stages=layout.pipeline, virtual=stages_per_process(layout),
-        schedule=layout.schedule, samples=p.given.samples * p.shares, tokens=p.given.places * p.shares, data_bytes=p.given.nbytes,
-    )  # fmt: skip
+        micro=[op_of(key, count * parts / whole / micro, tf32=layout.tf32) for key, count in ops.items()],
+        step=compose.optimizer_ops(p),
+        transfers=[*(transfer_of(key, calls) for key, calls in sent.items()), *traffic.of_parameters(p)],
+        micro_batches=micro,
+        stages=layout.pipeline,
+        virtual=stages_per_process(layout),
+        schedule=layout.schedule,
+        samples=given.samples * p.shares,
+        tokens=given.tokens * p.shares,
+        data_bytes=given.nbytes,
+    )
 
 
 def model_flops(p: Process) -> float:
-    """Of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery et al. 2022, appendix B)."""
+    """Of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery et al. 2022,
+    appendix B)."""
     ops = operations_of(p.recipe, Layout(device="cpu"), p.given.full, "cuda", p.task)
-    return p.shares * p.given.parts * sum(count * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), count in ops.items())
+    each = (n * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), n in ops.items())
+    return p.shares * p.given.parts * sum(each)
 
 
-def operations_of(recipe: Recipe, layout: Layout, batch: dict, target: Target, task: Task | None = None) -> dict[tuple, float]:
-    """Of a micro-batch through the whole model on one process, as Traced.ops: one block a stack is traced."""
-    blocks = blocks_of(recipe)
-    one = Part(tuple((0, 1, 0) for _ in blocks))
-    profile = profile_of(recipe.model_copy(update={"layout": layout}), one, batch, target, task, micro=1)
-    return compose.operations([Stage(Part(tuple((0, n, 0) for n in blocks)), profile)], 1)[0]
+def operations_of(
+    recipe: Recipe, layout: Layout, batch: dict, target: Target, task: Task | None = None
+) -> dict[tuple, float]:
+    """Of a micro-batch through the whole model on one process, as Traced.ops: one block of each kind is traced."""
+    every = Part.whole(profiles.block_kinds(recipe.model))
+    profile = profile_of(recipe.model_copy(update={"layout": layout}), every, batch, target, task, micro=1)
+    return compose.operations([Stage(every, profile)], 1)[0]
 
 
 def products(kind: str, name: str, flops: float, shape: tuple[int, ...], forward: int, backward: int) -> float:
-    """Operations of an operation: of attention's full matrix, so many products a pass; a fused kernel's own two and five."""
+    """Operations of an operation: of attention's full matrix, so many products a pass; a fused kernel's own two and
+    five."""
     if kind == "attention":
         batch, heads, queries, keys, dim = shape
         return 2 * batch * heads * queries * keys * dim * (backward if name.endswith("backward") else forward)
@@ -344,8 +392,8 @@ def _bytes(batch: dict) -> int:
     return sum(v.nbytes for v in batch.values() if hasattr(v, "nbytes"))
 
 
-def places(batch: dict) -> int:
-    """Tokens with padding; of images the patches."""
+def tokens_in(batch: dict) -> int:
+    """With padding; of images the patches."""
     return batch["n_tokens"] if "image" in batch or "images" in batch else making.size_of(batch)
 
 
@@ -365,81 +413,102 @@ def planned(recipe: Recipe, n: int, target: Target, task: Task | None = None) ->
     return _planned[key][0]
 
 
-def plan_memory(recipe: Recipe, n: int = 1, *, target: Target = "cpu", task: Task | None = None, resident: int | None = None) -> Memory:
-    """The memory of one optimizer step of the rank that needs most; resident: as `memory_of`. Raises UserError for what does not fit together."""
-    resident = before(task) if resident is None else resident  # before the trace
+def plan_memory(
+    recipe: Recipe, n: int = 1, *, target: Target = "cpu", task: Task | None = None, resident: int | None = None
+) -> Memory:
+    """The memory of one optimizer step of the rank that needs most; resident: as `memory_of`. Raises UserError for what
+    does not fit together."""
+    resident = resident_before_model(task) if resident is None else resident  # before the trace
     return memory_of(planned(recipe, n, target, task), resident)
 
 
 @functools.cache
-def alone() -> int:
+def resident_at_start() -> int:
     """Bytes of this process when it was first asked for, so that what earlier plans have left does not count."""
     return machine.resident()
 
 
-def before(task: Task | None) -> int:
-    """Bytes that a process on a CPU has before the model is built, as far as this one tells: its own, and the data that were opened."""
-    return alone() + (task.opened if task else 0)
+def resident_before_model(task: Task | None) -> int:
+    """Bytes that a process on a CPU has before the model is built, as far as this one tells: its own, and the data that
+    were opened."""
+    return resident_at_start() + (task.opened if task else 0)
 
 
 STEP = "before the model + libraries + kept of what is freed × allocated"
 WRITING = "before the model + libraries + weights + optimizer + whole weights, written as the best - allocated"
 
 
-def outside(memory: Memory, resident: int, layout: Layout) -> Memory:
-    """With the bytes that a training process on a CPU takes besides its tensors: of a step or, where that is more, of the first process
-    as it writes the weights that are split, whole (`weights.write`). resident: what it has before the model is built."""
+def with_process(memory: Memory, resident: int, layout: Layout) -> Memory:
+    """With the bytes that a training process on a CPU takes besides its tensors: of a step or, where that is more, of the
+    first process as it writes the weights that are split, whole (`weights.write`). resident: what it has before the
+    model is built."""
     libraries, freed = (LIBRARIES, FREED_SHARDED if layout.shard > 1 else FREED) if machine.has_glibc() else (0, 0)
-    tensors, given = memory.allocated, {"allocated": memory.allocated, "before the model": resident, "libraries": libraries}
+    tensors = memory.allocated
+    inputs = {"allocated": tensors, "before the model": resident, "libraries": libraries}
     step, writing = resident + libraries + freed * tensors, 0.0
     if max(layout.shard, layout.tensor, layout.pipeline, layout.expert) > 1:
         whole = min(memory.parameters * (2 if layout.precision.startswith("pure") else 4), models.weights.SHARD)
         held = {name: memory.held[name] for name in ("weights", "optimizer")}
         writing = resident + libraries + sum(held.values()) + whole - tensors
     if writing <= step:
-        return dataclasses.replace(memory, framework=round(step), outside=(STEP, {**given, "kept of what is freed": freed}))
-    note = f"the first process takes {(writing + tensors) / 1e9:,.1f} GB as it writes the best weights whole: more than a step."
-    how = WRITING, {**given, **held, "whole weights, written as the best": whole}
-    return dataclasses.replace(memory, framework=round(writing), outside=how, notes=[*memory.notes, note])
+        formula = STEP, {**inputs, "kept of what is freed": freed}
+        return dataclasses.replace(memory, framework=round(step), outside=formula)
+    total = f"{(writing + tensors) / 1e9:,.1f} GB"
+    note = f"the first process takes {total} as it writes the best weights whole: more than a step."
+    formula = WRITING, {**inputs, **held, "whole weights, written as the best": whole}
+    return dataclasses.replace(memory, framework=round(writing), outside=formula, notes=[*memory.notes, note])
 
 
-def memory_of(found: list[Process], resident: int | None = None) -> Memory:
-    """Of the process that needs most. resident: bytes that a process on a CPU has before the model is built (None: `before`).
+def memory_of(composed: list[Process], resident: int | None = None) -> Memory:
+    """Of the process that needs most. resident: bytes that a process on a CPU has before the model is built (None:
+    `resident_before_model`).
 
-    reserved: each pool of PyTorch's caching allocator at its own peak, as if free blocks of a pool were always used again; what
-    fragmentation adds is not in it. On a CPU it is what is allocated.
+    reserved: each pool of PyTorch's caching allocator at its own peak, as if free blocks of a pool were always used
+    again; what fragmentation adds is not in it. On a CPU it is what is allocated.
     """
-    p = max(found, key=lambda p: p.alive.bytes)
-    layout, alive = p.recipe.layout, p.alive
-    components = {name: round(v) for name, v in zip(NAMES, alive.most)}
-    notes = []
+    p = max(composed, key=lambda p: p.peak.bytes)
+    layout, peak = p.recipe.layout, p.peak
+    components = {name: round(v) for name, v in zip(NAMES, peak.components)}
+    allocated = reserved = sum(components.values())
+    framework = 0
+    if p.target == "cuda":
+        reserved = max(peak.reserved, peak.bytes)
+        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
+    memory = Memory(
+        components, allocated, reserved, framework, p.rank * (p.n // layout.pipeline), peak.at, p.held,
+        parameters(p.recipe), list(_notes(p, components["gradients"])),
+    )  # fmt: skip
+    if p.target == "cuda":
+        return memory
+    return with_process(memory, resident_before_model(p.task) if resident is None else resident, layout)
+
+
+def _notes(p: Process, gradients: int) -> Iterator[str]:
+    layout = p.recipe.layout
     if layout.compile != "none":
-        notes.append(f"layout.compile={layout.compile}: planned without compiling, which fuses operations and mostly needs less.")
+        how = "planned without compiling, which fuses operations and mostly needs less"
+        yield f"layout.compile={layout.compile}: {how}."
     if layout.offload and p.target == "cpu":
-        notes.append("layout.offload: on a CPU nothing is offloaded: its memory is the host's.")
+        yield "layout.offload: on a CPU nothing is offloaded: its memory is the host's."
     if layout.shard > 1 and layout.pipeline == 1 and p.micro > 1:
-        notes.append(
-            f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {components['gradients'] / 1e9:,.1f} GB at the peak. "
+        yield (
+            f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {gradients / 1e9:,.1f} GB at the peak. "
             "layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
         )
     if getattr(p.recipe.model, "n_experts", None):
-        notes.append("experts are planned with equal shares of the tokens, in products as fast as dense ones: a router's uneven choice takes longer")
-    replicas = sizes(layout, p.n)["replicate"]
-    if (axes := [axis for axis in ("tensor", "pipeline", "expert") if getattr(layout, axis) > 1]) and replicas > 1 and layout.shard == 1 and p.state:
-        only = ", with layout.schedule=1f1b," * (layout.pipeline > 1 and layout.schedule in ("interleaved", "zero_bubble"))
-        notes.append(
-            f"all {replicas} replicas keep the same optimizer state, {p.state / 1e9:,.1f} GB per device: ZeRO-1 (layout.shard_optimizer) is not "
-            f"combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
+        yield (
+            "experts are planned with equal shares of the tokens, in products as fast as dense ones: a router's uneven "
+            "choice takes longer"
         )
-    allocated = reserved = sum(components.values())
-    if p.target == "cuda":
-        reserved = max(alive.reserved, alive.bytes)
-        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
-    else:
-        framework = 0
-    rank = p.rank * (p.n // layout.pipeline)
-    memory = Memory(components, allocated, reserved, framework, rank, alive.at, p.held, parameters(p.recipe), notes)
-    return memory if p.target == "cuda" else outside(memory, before(p.task) if resident is None else resident, layout)
+    replicas = sizes(layout, p.n)["replicate"]
+    axes = [axis for axis in ("tensor", "pipeline", "expert") if getattr(layout, axis) > 1]
+    if axes and replicas > 1 and layout.shard == 1 and p.state:
+        schedules = layout.pipeline > 1 and layout.schedule in ("interleaved", "zero_bubble")
+        only = ", with layout.schedule=1f1b," * schedules
+        yield (
+            f"all {replicas} replicas keep the same optimizer state, {p.state / 1e9:,.1f} GB per device: ZeRO-1 "
+            f"(layout.shard_optimizer) is not combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
+        )
 
 
 def parameters(recipe: Recipe) -> int:
@@ -447,32 +516,33 @@ def parameters(recipe: Recipe) -> int:
 
 
 def traced_work(
-    recipe: Recipe, n: int = 1, *, target: Target = "cuda", task: Task | None = None, micro_batches: list[dict] | None = None
-) -> Work:
+    recipe: Recipe, n: int = 1, *, target: Target = "cuda", task: Task | None = None,
+    micro_batches: list[dict] | None = None,
+) -> Work:  # fmt: skip
     """The work of one optimizer step of the stage that computes most. Raises UserError as `plan_memory`."""
-    found = planned(recipe, n, target, task) if micro_batches is None else processes(recipe, n, target, task, micro_batches)
-    return work_of(found)
+    if micro_batches is None:
+        return work_of(planned(recipe, n, target, task))
+    return work_of(processes(recipe, n, target, task, micro_batches))
 
 
-def work_of(found: list[Process]) -> Work:
-    """Of the process that computes most; what the first of the pipeline does not do is told apart: it waits for that meanwhile."""
-    work = max((p.work for p in found), key=lambda work: sum(op.flops * op.count for op in work.micro))
-    return work if work is found[0].work else dataclasses.replace(work, micro=told_apart(work.micro, found[0].work.micro))
+def work_of(composed: list[Process]) -> Work:
+    """Of the process that computes most; what the first of the pipeline does not do is marked: it waits for that."""
+    first = composed[0].work
+    work = max((p.work for p in composed), key=lambda work: sum(op.flops * op.count for op in work.micro))
+    return work if work is first else dataclasses.replace(work, micro=mark_stage_only(work.micro, first.micro))
 
 
-def told_apart(ops: list[Op], others: list[Op]) -> list[Op]:
+def mark_stage_only(ops: list[Op], others: list[Op]) -> list[Op]:
     """The operations, marked where they are not among the others."""
-
-    def kind(op: Op) -> Op:
-        return dataclasses.replace(op, count=0)
-
     left: dict[Op, float] = {}
     for op in others:
-        left[kind(op)] = left.get(kind(op), 0.0) + op.count
+        kind = dataclasses.replace(op, count=0)
+        left[kind] = left.get(kind, 0.0) + op.count
     out = []
     for op in ops:
-        both = min(op.count, left.get(kind(op), 0.0))
-        left[kind(op)] = left.get(kind(op), 0.0) - both
+        kind = dataclasses.replace(op, count=0)
+        both = min(op.count, left.get(kind, 0.0))
+        left[kind] = left.get(kind, 0.0) - both
         out += [dataclasses.replace(op, count=both)] * (both > 0)
-        out += [dataclasses.replace(op, count=op.count - both, apart=True)] * (op.count > both)
+        out += [dataclasses.replace(op, count=op.count - both, stage_only=True)] * (op.count > both)
     return out

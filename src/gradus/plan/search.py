@@ -29,9 +29,8 @@ from gradus.plan import engine, sketch
 from gradus.plan.budget import DAY, SIGNS, usual_goodput
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
-from gradus.plan.profiles import Part
+from gradus.plan.profiles import Part, block_kinds
 from gradus.plan.step import StepTime, step_time
-from gradus.plan.trace import collecting
 from gradus.recipe.axes import DATA, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
@@ -127,10 +126,10 @@ class Space:
         default = Layout()
         self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT - self.said})
         self.ways = (self.base.checkpointing,) if "checkpointing" in self.said else WAYS
-        self.blocks = engine.blocks_of(recipe)
+        self.part = Part.whole(block_kinds(making.complete(recipe).model))
         self.samples = recipe.batch.samples or max(1, recipe.batch.tokens // making.size_of(making.micro_batches(self._with(self.base, 1), task=task)[0]))
         self.momenta = engine.momenta(recipe.optimizer)
-        self.given: dict[tuple, engine.Given] = like.given if like else {}
+        self.given: dict[tuple, engine.MicroBatches] = like.given if like else {}
         self.sketches: dict[tuple, tuple[sketch.Sketch, int]] = like.sketches if like else {}
 
     def _with(self, layout: Layout, micro: int | None = None) -> Recipe:
@@ -144,7 +143,7 @@ class Space:
         length = max(getattr(m, "seq_len", 0) or 0, getattr(self.recipe.data, "max_len", 0) or 0)
         contexts = [k for k in divisors if k == 1 or (length // k >= THIN and k & (k - 1) == 0 and k <= 64)]
         for tensor in (k for k in divisors if k <= node and k & (k - 1) == 0):
-            for pipeline in (k for k in divisors if k <= sum(self.blocks) and n % (k * tensor) == 0):
+            for pipeline in (k for k in divisors if k <= sum(self.part.sizes) and n % (k * tensor) == 0):
                 for context in (k for k in contexts if n % (k * tensor * pipeline) == 0):
                     for expert in (k for k in experts if n % (k * tensor * pipeline * context) == 0):
                         left = n // (tensor * pipeline * context * expert)
@@ -206,13 +205,13 @@ class Space:
         one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
         return sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0).state(self.momenta) / self.cluster.capacity
 
-    def of(self, layout: Layout) -> engine.Given:
+    def of(self, layout: Layout) -> engine.MicroBatches:
         """The micro-batches of a process."""
         shape = sizes(layout, self.n)
         ways = math.prod(shape[axis] for axis in DATA)
         key = (ways if self.task else -(-self.samples // ways), layout.micro_batch)
         if key not in self.given:
-            self.given[key] = engine.Given.of(making.micro_batches(self._with(layout), self.n, task=self.task))
+            self.given[key] = engine.MicroBatches.of(making.micro_batches(self._with(layout), self.n, task=self.task))
         return self.given[key]
 
     def sketch(self, layout: Layout, coarse: bool = False) -> sketch.Sketch:
@@ -227,9 +226,9 @@ class Space:
         if key not in self.sketches:
             small = self._with(layout.model_copy(update={"shard": 1, "param_dtype": None}) if not half else layout, base)
             given = self.of(small.layout)
-            part = Part(tuple((0, 1, 0) for _ in self.blocks))
-            profile = engine.profile_of(small, part, given.full, self.target, self.task, micro=1)
-            self.sketches[key] = sketch.Sketch(self.recipe.model.family, profile, layout.tf32), making.size_of(given.full)
+            profile = engine.profile_of(small, self.part, given.full, self.target, self.task, micro=1)
+            made = sketch.Sketch(self.recipe.model.family, profile, self.part, layout.tf32)
+            self.sketches[key] = made, making.size_of(given.full)
         found, places = self.sketches[key]
         return found.with_samples(making.size_of(self.of(layout).full) / places)
 
@@ -346,6 +345,8 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
         good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
         return good, [dataclasses.replace(c, time=None) for c in large]
     enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
+    from gradus.plan.trace import collecting
+
     with collecting():
         for c in contest(space, enough):
             (good if c.time else large).append(c)

@@ -1,22 +1,29 @@
 """What a model takes to use: weights, the cache of keys and values, logits; lower bounds of the time per token, on one
 device or split over those of a node; and the compute-optimal size of a model, or number of tokens, for a budget of
-operations. What a pass computes, reads and sums is traced (`plan.passes`)."""
+operations. What a pass computes, reads and sums is traced (`plan.pass_tracing`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from gradus import hardware, models
 from gradus.errors import UserError, did_you_mean
 from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import table
+from gradus.plan import engine
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.figures import known_figure
-from gradus.plan.passes import Pass, Usage, usage_of
+from gradus.plan.passes import Pass, Usage
 from gradus.plan.show import duration, rate, size
+from gradus.plan.store import stored
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 
@@ -24,7 +31,29 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
 
-# ---------------------------------------------------------------- the cache
+# ---------------------------------------------------------------- passes and the cache
+
+
+@functools.lru_cache(maxsize=64)
+def _usage(kind: type[ModelConfig], fields: str, batch: int, tokens: int, source: int) -> Usage:
+    config = kind.model_validate_json(fields)
+    written = inspect.getsource(sys.modules[models.lookup(config.family).model.__module__])
+    question = fields, batch, tokens, source, written, engine.code("plan"), torch.__version__
+
+    def trace() -> dict:
+        from gradus.plan.pass_tracing import PassTracer  # half a second, which what is kept need not wait for
+
+        return dataclasses.asdict(PassTracer(config, batch).usage(tokens, source))
+
+    plain = stored("profiles", question, trace)
+    passes = {name: Pass(**plain[name]) for name in ("prefill", "decode") if plain[name]}
+    return Usage(**plain | passes)
+
+
+def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> Usage:
+    """Traced once, and kept on disk. batch: rows. tokens: of a row; of an image its patches. source: tokens that an
+    encoder-decoder reads."""
+    return _usage(type(config), config.model_dump_json(), batch, tokens, source)
 
 
 def kv_per_token(config: ModelConfig, precision: str = "bf16") -> int:

@@ -15,10 +15,9 @@ import numpy as np
 
 from gradus import models
 from gradus.hardware import Cluster, Device
-from gradus.parallel.pipeline import bounds, needed
-from gradus.plan import engine
-from gradus.plan.compose import sharded_over, stages_of, widths
-from gradus.plan.engine import Given
+from gradus.parallel.stages import bounds, needed
+from gradus.plan.compose import fsdp_widths, sharded_over, stages_of
+from gradus.plan.engine import MicroBatches
 from gradus.plan.profiles import INDEX, MiB, N, Part, Profile, Stretch, Weight
 from gradus.plan.roofline import parameters
 from gradus.plan.step import StepTime, Sums, step_time
@@ -82,12 +81,16 @@ class Section:
 
 
 class Sketch:
-    """`blocks`: a section for each stack; `first`, `last`: the ends."""
+    """`blocks`: a section for each kind of block of each stack; `first`, `last`: the ends."""
 
-    def __init__(self, family: str, profile: Profile, tf32: bool):
+    def __init__(self, family: str, profile: Profile, part: Part, tf32: bool):
+        self.part = part
         self.first, self.last, self.pure = Section(), Section(), profile.pure
-        self.blocks = [Section() for _ in profile.stacks]
-        of = {f"{stack}.{first}": section for (stack, (first, _)), section in zip(profile.stacks.items(), self.blocks)}
+        traced = [(i, kind) for i, kinds in enumerate(part.small.kinds) for kind in kinds]
+        self.kinds = {key: Section() for key in traced}  # (number of the stack, kind)
+        self.blocks = list(self.kinds.values())
+        names = [f"{stack}.{number}" for stack, (_, n) in profile.stacks.items() for number in range(n)]
+        of = dict(zip(names, self.blocks))
         for kind, now in (("forward", self.first), ("backward", self.last)):
             level = 0.0
             for piece in profile.first[kind]:
@@ -101,7 +104,7 @@ class Sketch:
                     now.kept += net - halves
                     now.halves += halves
                 else:
-                    now.rise = max(now.rise, level + float(piece.stretch.rise @ STEADY))
+                    now.rise = max(now.rise, level + float(piece.stretch.peak @ STEADY))
                     level += net
         for section in self.blocks:
             section.halves -= section.casts
@@ -125,7 +128,8 @@ class Sketch:
         other = copy.copy(self)
         other.first, other.last = self.first.with_samples(factor, rows), self.last.with_samples(factor, rows)
         other.last_with_tied = dataclasses.replace(other.last, weights=self.last_with_tied.weights)
-        other.blocks = [section.with_samples(factor, rows) for section in self.blocks]
+        other.kinds = {key: section.with_samples(factor, rows) for key, section in self.kinds.items()}
+        other.blocks = list(other.kinds.values())
         return other
 
     @staticmethod
@@ -141,16 +145,20 @@ class Rough:
     recipe: Recipe
     layout: Layout
     n: int
-    given: Given
+    given: MicroBatches
     sketch: Sketch
     rank: int
 
     @functools.cached_property
     def held(self) -> list[tuple[Section, int]]:
-        layout, counts = self.layout, engine.blocks_of(self.recipe)
-        limits = bounds(sum(counts), layout.pipeline * stages_per_process(layout))
-        own = [Part.of(counts, limits[s], limits[s + 1]).stacks for s in stages_of(self.rank, layout)]
-        blocks = [(section, sum(stage[i][1] for stage in own)) for i, section in enumerate(self.sketch.blocks)]
+        layout, kinds = self.layout, self.sketch.part.kinds
+        limits = bounds(sum(map(len, kinds)), layout.pipeline * stages_per_process(layout))
+        parts = [Part.of(kinds, limits[s], limits[s + 1]) for s in stages_of(self.rank, layout)]
+        own = [part.stacks for part in parts]
+        blocks = [
+            (section, sum(part.own_kinds[i].count(kind) for part in parts))
+            for (i, kind), section in self.sketch.kinds.items()
+        ]
         last = self.sketch.last if layout.pipeline == 1 else self.sketch.last_with_tied
         ends = [(self.sketch.first, any(stage[0][0] == 0 for stage in own)), (last, any(stage[-1][2] == 0 for stage in own))]
         return [(section, int(many)) for section, many in (*blocks, *ends) if many]
@@ -194,7 +202,7 @@ class Rough:
         held = own * width * (1 + momenta / (replicas if layout.shard_optimizer else 1))
         full = sum(elements for elements, _, _ in self.wide)
         if layout.shard > 1:
-            computed, reduced = widths(layout, width)
+            computed, reduced = fsdp_widths(layout, width)
             unit = max(sum(section.elements) for section, _ in self.held)
             held += unit * (3 * computed + reduced) + (0 if layout.reshard else full * computed)
             return held + (own * width if layout.pipeline > 1 or self.micro == 1 else full * reduced)
@@ -214,7 +222,7 @@ class Rough:
         """Bytes of what a stage sends to the next one."""
         layout = self.layout
         split = layout.context * (layout.tensor if layout.sequence_parallel else 1)
-        return self.given.places / self.given.parts * self.recipe.model.d_model * (2 if self.sketch.pure else 4) / split
+        return self.given.tokens / self.given.parts * self.recipe.model.d_model * (2 if self.sketch.pure else 4) / split
 
     def transfers(self) -> Iterator[Transfer]:
         layout, m, stride, shape = self.layout, self.micro, strides(self.layout, self.n), sizes(self.layout, self.n)
@@ -226,7 +234,7 @@ class Rough:
             for phase in ("forward", "backward"):
                 yield Transfer("pipeline", "send", self.hidden(), calls, layout.pipeline, stride["pipeline"], phase)
         if layout.shard > 1:
-            computed, reduced = widths(layout, self.width)
+            computed, reduced = fsdp_widths(layout, self.width)
             scatters = m if layout.pipeline > 1 else 1
             for elements, k, units in self.wide:
                 expert = len(self.wide) > 1 and elements == self.wide[0][0]
@@ -256,7 +264,7 @@ class Rough:
         if layout.shard == layout.tensor == layout.pipeline == layout.expert == 1 and self.n > 1:
             total = 8 * self.own * self.width / self.micro
         if layout.shard > 1:
-            computed, reduced = widths(layout, self.width)
+            computed, reduced = fsdp_widths(layout, self.width)
             for elements, k, _ in self.wide:
                 total += (4 if layout.reshard else 2) * elements * computed + 2 * elements / k * (computed + self.width)
                 total += elements * (computed + reduced) * (1 if layout.pipeline > 1 else 1 / self.micro)
@@ -273,7 +281,7 @@ class Rough:
         step = [Op("memory", "adamw", dtype, "optimizer", 0.0, self.sketch.stepped * self.own / replicas * self.width / (2 if self.sketch.pure else 4))]
         work = Work(
             micro=ops, step=step, transfers=[t for t in self.transfers() if t.group > 1], micro_batches=m, stages=layout.pipeline,
-            virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.places,
+            virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.tokens,
             data_bytes=self.given.nbytes,
         )  # fmt: skip
         return step_time(work, cluster, known=total)

@@ -64,7 +64,7 @@ class Sums:
         for op in ops:
             seconds = op_seconds(op, cluster.device, fit) * op.count
             launching = op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
-            self.add(Sums({op.kind: seconds}, {op.phase: [seconds, launching]}, seconds), 1, op.apart)
+            self.add(Sums({op.kind: seconds}, {op.phase: [seconds, launching]}, seconds), 1, op.stage_only)
         return self
 
 

@@ -18,7 +18,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
 from gradus.plan import batches as making
-from gradus.plan.work import COMPONENTS, Work, op_of, transfer_of
+from gradus.plan.work import COMPONENTS, Target, Work, op_of, transfer_of
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.torch_private import (
@@ -54,7 +54,6 @@ from gradus.torch_private import (
 from gradus.train.precision import Precision
 from gradus.train.step import Stepper
 
-Target = Literal["cpu", "cuda"]
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 

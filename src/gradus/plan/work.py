@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+Target = Literal["cpu", "cuda"]  # what kind of device a step is planned for
 Kind = Literal["matmul", "attention", "memory"]
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
@@ -29,8 +30,8 @@ COMPONENTS = {
 class Op:
     """One kind of operation on one device, `count` times.
 
-    shape: of a matmul (batch, m, n, k): `batch` products of m × k by k × n; of attention (batch, heads, queries, keys, head_dim);
-    of memory-bound operations () and what counts is `bytes`.
+    shape: of a matmul (batch, m, n, k): `batch` products of m × k by k × n; of attention (batch, heads, queries, keys,
+    head_dim); of memory-bound operations () and what counts is `bytes`.
     """
 
     kind: Kind
@@ -42,15 +43,16 @@ class Op:
     shape: tuple[int, ...] = ()
     count: float = 1
     launches: float = 1  # kernels one of them takes
-    apart: bool = False  # whether one process of a pipeline alone does it
-    layout: str = ""  # of a matmul, which operand lies transposed, n or t each: nt forward, nn for the input, tn for the weight; "": not known
+    stage_only: bool = False  # whether one process of a pipeline alone does it
+    # of a matmul, which operand lies transposed, n or t each: nt forward, nn for the input, tn for the weight; "": not known
+    layout: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Collectives of one kind along one axis of the layout, of one device in one optimizer step (all micro-batches together)."""
+    """Collectives of one kind along one axis of the layout, of one device in one optimizer step: all its micro-batches."""
 
-    axis: str  # replicate, shard, tensor, sequence, pipeline, context, expert, apart, control
+    axis: str  # replicate, shard, tensor, sequence, pipeline, context, expert, control
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send
     payload: float  # bytes of one call; of gathers and scatters the whole that is gathered or scattered
     calls: float  # a step
@@ -79,7 +81,9 @@ class Work:
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble
     samples: float = 0  # of the whole step, over all devices
     tokens: float = 0  # of the whole step, over all devices, padding included
-    model_flops: float = 0  # where a published figure is of them (engine.model_flops): of the whole step, over all devices: no recompute, attention's full matrix (Chowdhery et al. 2022)
+    # of the whole step, over all devices, where a published figure is of them (engine.model_flops): no recompute,
+    # attention's full matrix (Chowdhery et al. 2022)
+    model_flops: float = 0
     data_bytes: float = 0  # a device's batch, from host to device
     software: str = "gradus"  # whose fitted parameters hold: gradus, megatron, mosaic
 

@@ -26,8 +26,7 @@ from gradus.infer.compiled import beside
 from gradus.measure import roofs
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
-from gradus.plan.passes import usage_of
-from gradus.plan.serving import BYTES, cache_bytes, serving
+from gradus.plan.serving import BYTES, cache_bytes, serving, usage_of
 from gradus.proof import results
 from gradus.proof.room import device_of
 from gradus.proof.study import Configuration, Notebook, Sample, Study, about, exit_code, run

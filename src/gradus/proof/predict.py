@@ -136,7 +136,7 @@ def foresee(case: Case) -> tuple[Memory, Work]:
     if blocks * len(given) <= WHOLE:
         t = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
         memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, [])
-        return memory if room.target == "cuda" else engine.outside(memory, room.resident, r.layout), t.work
+        return memory if room.target == "cuda" else engine.with_process(memory, room.resident, r.layout), t.work
     first = engine.processes(r, room.n, room.target, room.task, given)[0]
     memory = engine.memory_of([first], room.resident)
     return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work

@@ -1,0 +1,406 @@
+"""What a process has alive at most in one step: its events, merged, and one cumulative sum over them.
+
+An event changes the bytes of one component. The pieces of the profiles are events that come in the order of the
+pipeline's schedule; FSDP2 adds its own at the pieces' edges (`Fsdp`): it gathers a unit before its forward and its
+backward pass, and reduces its gradients afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradus.plan.compose import (
+    Stage,
+    fsdp_widths,
+    gathered_bytes,
+    padded,
+    sharded_over,
+    size_of,
+    stages_of,
+    summed_gradients,
+    transposed_shards,
+)
+from gradus.plan.profiles import INDEX, NAMES, MiB, N, Units, Weight, pool
+from gradus.recipe.axes import sizes, stages_per_process
+from gradus.recipe.schema import Layout
+
+if TYPE_CHECKING:
+    from gradus.plan.engine import Process
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+Event = tuple[int, str, float]  # before which piece, component, bytes
+
+
+def level(**components: float) -> np.ndarray:
+    """(components and pools): bytes, a tensor each."""
+    out = np.zeros(N + 3)
+    for name, value in components.items():
+        out += _rows([(0, name, value)])[0]
+    return out
+
+
+def _rows(events: list[Event]) -> np.ndarray:
+    """(events, components and pools)."""
+    rows = np.zeros((len(events), N + 3))
+    for row, (_, name, value) in zip(rows, events):
+        which, taken = pool(abs(value))
+        row[INDEX[name]] = value
+        row[N + which] = math.copysign(taken, value)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """components: bytes of each when all together are most. pools: of each of the allocator's pools, and gradients, when
+    they are most by themselves. at: the phase of the peak."""
+
+    components: np.ndarray
+    pools: np.ndarray
+    gradients: float
+    at: str
+
+    @property
+    def bytes(self) -> int:
+        return round(self.components.sum())
+
+    @property
+    def reserved(self) -> int:
+        """What PyTorch's caching allocator has taken, if free blocks of a pool are always used again."""
+        small, middle, large = (float(x) for x in self.pools)
+        return int(-(-small // (2 * MiB)) * 2 * MiB + -(-middle // (20 * MiB)) * 20 * MiB + large)
+
+
+class Timeline:
+    """Rows of changes, in order. peak: how much more is alive while a change takes place; -inf where nothing is looked at."""
+
+    def __init__(self, start: np.ndarray):
+        self.peaks, self.nets, self.phases = [start[None]], [start[None]], [np.zeros(1, int)]
+
+    def add(self, peak: np.ndarray, net: np.ndarray, phases: np.ndarray) -> None:
+        self.peaks.append(peak)
+        self.nets.append(net)
+        self.phases.append(phases)
+
+    def change(self, by: np.ndarray) -> None:
+        """Between two events."""
+        self.add(np.full((1, N + 3), -math.inf), by[None], np.zeros(1, int))
+
+    def most(self) -> Peak:
+        net = np.concatenate(self.nets)
+        before = np.concatenate([np.zeros((1, N + 3)), net[:-1].cumsum(0)])
+        alive = before + np.concatenate(self.peaks)
+        i = int(alive[:, :N].sum(1).argmax())
+        at = PHASES[np.concatenate(self.phases)[i]] if i else ""
+        return Peak(alive[i, :N], alive[:, N:].max(0), float(alive[:, INDEX["gradients"]].max()), at)
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What FSDP2 gathers at a time (torch.distributed.fsdp.fully_shard). Bytes but for `elements`."""
+
+    ranks: int  # over which it is sharded
+    elements: int  # that are trained
+    gathered: float  # all its parameters
+    full: int  # elements that are trained, filled up so that the ranks divide them
+    moved: list[Weight]  # those whose shards are cut along another dimension than the first
+
+    @classmethod
+    def of(cls, layout: Layout, trained: dict[str, Weight], frozen: dict[str, Weight], computed: int) -> Unit:
+        ranks = sharded_over(layout, any(w.expert for w in (*trained.values(), *frozen.values())))
+        full = sum(padded(w, ranks) for w in trained.values())
+        gathered = full * computed + gathered_bytes(frozen.values(), ranks)
+        return cls(ranks, size_of(trained), gathered, full, transposed_shards(trained.values(), ranks))
+
+
+class Fsdp:
+    """The events of FSDP2 in a step, from edge to edge.
+
+    A unit is sharded, arriving (gathered, not yet copied out), or open. One gather's buffer is given back when the next
+    one has been copied out, a reduction's input when the next one begins.
+    """
+
+    def __init__(self, layout: Layout, width: int, trained: Units, frozen: Units, on_host: bool):
+        self.layout, self.width, self.on_host = layout, width, on_host
+        self.computed, self.reduced = fsdp_widths(layout, width)
+        self.known = {
+            unit: Unit.of(layout, trained.get(unit, {}), frozen.get(unit, {}), self.computed)
+            for unit in {**trained, **frozen}
+        }
+        self.nothing = Unit.of(layout, {}, {}, self.computed)
+        self.buffer = 0.0  # bytes of the last gather
+        self.reducing = 0.0  # bytes of the last reduction's input
+        self.order: list[str] = []  # of the forward passes
+        self.open: set[str] = set()
+        self.arriving: dict[str, float] = {}
+        self.unreduced: set[str] = set()  # units whose gradients are there, in the type that they are summed in
+        self.summed: set[str] = set()  # units whose sharded gradients are there
+
+    def of(self, unit: str) -> Unit:
+        return self.known.get(unit.partition("@")[0], self.nothing)
+
+    def run(self, edges: list[tuple[str, str]], kind: str, last: bool) -> Iterator[Event]:
+        """Of a pass of one micro-batch. last: whether gradients are reduced after it."""
+        for i, (unit, edge) in enumerate(edges):
+            yield from ((i, name, nbytes) for name, nbytes in self._edge(unit, edge, kind, last))
+        if kind == "backward":
+            yield from ((len(edges), name, nbytes) for name, nbytes in self._end(last))
+
+    def _edge(self, unit: str, edge: str, kind: str, last: bool) -> Iterator[tuple[str, float]]:
+        again = kind != "forward"  # experts, in a block that is computed again: they stay for their backward pass
+        if edge == "pre_forward":
+            yield from self._gather(unit)
+            yield from self._copy_out(unit, forward=True)
+        elif edge == "post_forward":
+            if again or unit == "":
+                yield from self._free_buffer()
+            if not again:
+                self.order.append(unit)
+                if self.layout.reshard:
+                    yield from self._reshard(unit)
+        elif edge == "pre_backward":
+            yield from self._gather(unit)
+            yield from self._copy_out(unit, forward=False)
+            at = self.order.index(unit) if unit in self.order else 0
+            if at:  # the next one of the backward pass is on its way meanwhile
+                yield from self._gather(self.order[at - 1])
+        elif edge == "post_backward":
+            yield from self._reduce(unit, last)
+
+    def _gather(self, unit: str) -> Iterator[tuple[str, float]]:
+        nbytes, ranks = self.of(unit).gathered, self.of(unit).ranks
+        if unit in self.open or unit in self.arriving or not nbytes:
+            return
+        self.arriving[unit] = nbytes
+        if self.computed == self.width:
+            yield "transient", nbytes
+        else:  # its own part is cast first
+            yield "transient", nbytes + nbytes / ranks
+            yield "transient", -nbytes / ranks
+
+    def _copy_out(self, unit: str, forward: bool) -> Iterator[tuple[str, float]]:
+        if unit not in self.arriving:
+            return
+        nbytes = self.arriving.pop(unit)
+        self.open.add(unit)
+        yield "gathered", nbytes
+        moved = sum(w.size for w in self.of(unit).moved) * self.computed
+        yield "transient", moved
+        yield "transient", -moved
+        if forward:
+            yield from self._free_buffer()
+            self.buffer = nbytes
+        else:
+            yield "transient", -nbytes
+
+    def _free_buffer(self) -> Iterator[tuple[str, float]]:
+        yield "transient", -self.buffer
+        self.buffer = 0.0
+
+    def _reshard(self, unit: str) -> Iterator[tuple[str, float]]:
+        if unit in self.open:
+            self.open.discard(unit)
+            yield "gathered", -self.of(unit).gathered
+
+    def _reduce(self, unit: str, last: bool) -> Iterator[tuple[str, float]]:
+        """The unit's backward pass has ended."""
+        yield from self._reshard(unit)
+        own = self.of(unit)
+        if self.reduced != self.computed and (not last or unit in self.unreduced):
+            if unit not in self.unreduced:
+                yield "gradients", own.elements * self.reduced
+            yield "gradients", -own.elements * self.computed
+            self.unreduced.add(unit)
+        if not last:
+            return
+        yield "transient", -self.reducing
+        self.reducing = float(own.full * self.reduced)
+        if not own.full:
+            return
+        width = self.reduced if unit in self.unreduced else self.computed
+        moved = float(sum(w.size for w in own.moved[-1:]) * width)  # its gradient is there still when the copy is
+        part = own.full / own.ranks
+        yield "transient", self.reducing + moved
+        yield "transient", -moved
+        yield "gradients", -own.elements * width
+        yield "gradients", part * self.reduced
+        if self.reduced != self.width:
+            yield "gradients", part * self.width
+            yield "gradients", -part * self.reduced
+        if unit in self.summed or self.on_host:
+            yield "gradients", -part * self.width
+        self.summed.add(unit)
+
+    def _end(self, last: bool) -> Iterator[tuple[str, float]]:
+        """The backward pass has ended."""
+        for unit in dict.fromkeys(unit for unit in reversed(self.order) if unit in self.open):
+            yield from self._reduce(unit, last)
+        yield from (("transient", -nbytes) for nbytes in self.arriving.values())  # of what has no backward pass
+        yield "transient", -self.reducing
+        self.order, self.arriving, self.reducing = [], {}, 0.0
+
+
+def in_buckets(rows: np.ndarray) -> np.ndarray:
+    """With DDP, whose gradients are views of its buckets, which are there all the time."""
+    rows = rows.copy()
+    rows[:, INDEX["transient"]] += rows[:, INDEX["gradients"]]
+    rows[:, INDEX["gradients"]] = 0
+    return rows
+
+
+# ---------------------------------------------------------------- the order of a step
+
+
+def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """(pass, stage of the process, micro-batch) in the order in which a process of the pipeline runs them."""
+    if layout.pipeline == 1 or layout.schedule in ("gpipe", "1f1b"):
+        ahead = 1 if layout.pipeline == 1 else micro if layout.schedule == "gpipe" else layout.pipeline - rank
+        yield from (("forward", 0, i) for i in range(min(micro, ahead)))
+        for i in range(micro):
+            yield "backward", 0, i
+            if ahead + i < micro:
+                yield "forward", 0, ahead + i
+        return
+    if layout.schedule == "interleaved":
+        yield from interleaved(layout.pipeline, stages_per_process(layout), micro, rank)
+        return
+    from gradus.torch_private import schedule_of
+
+    order = list(schedule_of(layout.schedule, layout.pipeline, stages_per_process(layout), micro, rank))
+    own = sorted({stage for _, stage, _ in order})
+    split = any(kind == "weights" for kind, _, _ in order)
+    late = {(stage, i) for kind, stage, i in order if kind == "weights"}
+    for kind, stage, i in order:
+        yield kind, own.index(stage), i
+        if split and kind == "backward" and (stage, i) not in late:
+            yield "weights", own.index(stage), i
+
+
+def interleaved(processes: int, stages: int, micro: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """As `actions`: rounds of as many micro-batches as there are processes, through one stage after the other (Narayanan
+    et al. 2021, section 2.2). What torch's schedule says, without importing its compiler."""
+    each = micro // max(1, micro // processes)  # micro-batches of a round
+    warm = min((stages - 1) * each + 2 * (processes - 1 - rank), micro * stages)
+
+    def at(i: int) -> tuple[int, int]:
+        return i // each % stages, i // (each * stages) * each + i % each
+
+    for i in range(micro * stages + warm):
+        if i < micro * stages:
+            yield "forward", *at(i)
+        if i >= warm:
+            stage, number = at(i - warm)
+            yield "backward", stages - 1 - stage, number
+
+
+# ---------------------------------------------------------------- the step
+
+
+def peak(p: Process) -> Peak:
+    """What a process has alive at most, and when."""
+    timeline = Timeline(_start(p))
+    _passes(p, timeline)
+    if p.replicated and p.micro > 1:  # what the earlier micro-batches' gradients were is in the buckets now
+        timeline.change(-level(transient=p.own))
+    for nbytes, with_gradients in _flat_buffers(p):
+        buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.own)
+        timeline.add(buffer[None], np.zeros((1, N + 3)), np.full(1, PHASES.index("optimizer")))
+    return timeline.most()
+
+
+def _start(p: Process) -> np.ndarray:
+    layout, stages, first = p.recipe.layout, p.stages, p.stages[0].profile
+    start = level(weights=p.frozen) + first.batch * p.given.parts + p.micro * sum(s.profile.buffers for s in stages)
+    numbers = stages_of(p.rank, layout)
+    for s, stage in zip(numbers, stages):  # from stage to stage of the process nothing is received
+        if s + 1 in numbers:
+            hidden = NAMES[int(stage.profile.buffers[:N].argmax())]
+            start = start - p.micro * level(**{hidden: 2 * stage.profile.sent["forward"]})
+    if not p.on_host:
+        start = start + level(weights=p.own, optimizer=p.state)
+    return start + level(gradients=p.own) if p.replicated else start
+
+
+def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
+    """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
+    layout, own = p.recipe.layout, p.own
+    replicas = sizes(layout, p.n)["replicate"]
+    bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
+    yield from ((min(bucket, summed), True) for summed in summed_gradients(p))
+    if replicas > 1 and layout.replicate == "parameter_server":
+        yield min(replicas, 3) * own, True  # the server's own, one that comes, and the one before
+    if replicas > 1 and (layout.local_sgd or layout.diloco):
+        yield min(bucket, own) + (own if layout.diloco else 0), False
+    if replicas > 1 and layout.shard_optimizer:
+        yield min(2 * p.width * p.stepped, own), True
+
+
+def _passes(p: Process, timeline: Timeline) -> None:
+    """All micro-batches, forward and backward."""
+    layout, stages, micro = p.recipe.layout, p.stages, p.micro
+    one_by_one = layout.pipeline == 1
+    if one_by_one or layout.schedule == "1f1b":  # more leave nothing new
+        micro = min(micro, 3 if one_by_one else layout.pipeline + 2)
+    smaller = micro - 1 if one_by_one else p.given.count - 1  # from here on they are as long as the last; idle ones too
+    profile = stages[0].profile
+    fsdp = Fsdp(layout, p.width, profile.units, profile.frozen, p.on_host) if layout.shard > 1 else None
+    copies = [level(gathered=stage.autocast_copies()) for stage in stages]
+    left = [stage.left_behind() - forgotten for stage, forgotten in zip(stages, copies)]
+    shared = [level(gradients=elements * p.width) for elements in _shared_with_earlier(stages)]
+    order = list(actions(layout, micro, p.rank))
+    split = any(kind == "weights" for kind, _, _ in order)
+    numbers = stages_of(p.rank, layout)
+    from_own = {s for s, number in enumerate(numbers) if number - 1 in numbers}  # what these send stays in the process
+    sends = not one_by_one and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
+    in_flight = np.zeros(N + 3)
+    done: set[tuple[str, int]] = set()
+    for kind, s, i in order:
+        last = i == micro - 1 or not one_by_one
+        later = kind == "forward" or (not p.fresh and ((kind, s) in done or (p.replicated and last)))
+        stage = p.tail[s] if p.tail and i >= smaller else stages[s]
+        _pass(stage, kind, later, last, p.replicated, fsdp, timeline)
+        if kind == "forward":
+            timeline.change(-copies[s])
+        if kind == ("weights" if split else "backward") and (kind, s) not in done:
+            timeline.change(-shared[s])
+        if kind == "backward" and sends:
+            timeline.change(-in_flight)  # what was sent meanwhile
+            in_flight = left[s]
+        elif kind == "backward" and s in from_own:
+            timeline.change(-left[s])
+        done.add((kind, s))
+
+
+def _pass(
+    stage: Stage, kind: str, later: bool, last: bool, replicated: bool, fsdp: Fsdp | None, timeline: Timeline
+) -> None:
+    """One pass of a micro-batch over a stage."""
+    run = stage.run(kind, later)
+    usual, loss = PHASES.index("forward" if kind == "forward" else "backward"), PHASES.index("loss")
+    phases = np.array([loss if edge == ("", "post_forward") else usual for edge in run.edges])
+    if fsdp is None:
+        rows = (in_buckets(run.peak), in_buckets(run.net)) if replicated else (run.peak, run.net)
+        timeline.add(*rows, phases)
+        return
+    if not (events := list(fsdp.run(run.edges, kind, last))):
+        timeline.add(run.peak, run.net, phases)
+        return
+    before, changes = [at for at, *_ in events], _rows(events)
+    phases = np.insert(phases, before, [phases[min(at, len(phases) - 1)] for at in before])
+    timeline.add(np.insert(run.peak, before, changes, 0), np.insert(run.net, before, changes, 0), phases)
+
+
+def _shared_with_earlier(stages: Iterable[Stage]) -> Iterator[int]:
+    """Elements of each stage's parameters that an earlier stage of the process has too."""
+    seen: set[str] = set()
+    for stage in stages:
+        ends = stage.profile.units.get("", {})
+        yield sum(w.size for name, w in ends.items() if name in seen)
+        seen |= set(ends)

@@ -1,0 +1,98 @@
+"""Events of a step: what FSDP2 adds at the edges, the order of the schedules, and the cumulative sum."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradus.plan.peak import Fsdp, Timeline, actions, level
+from gradus.plan.profiles import INDEX, N, Weight
+from gradus.recipe.axes import stages_per_process
+from gradus.recipe.schema import Layout
+
+BLOCKS = [f"blocks.{i}" for i in range(4)]
+
+
+def weight(*shape: int) -> Weight:
+    return Weight(shape, expert=False, cut=False, partial=False, across=False, width=4, computed=4)
+
+
+def edges(kind: str) -> list[tuple[str, str]]:
+    if kind == "forward":
+        inner = [(name, edge) for name in BLOCKS for edge in ("pre_forward", "post_forward")]
+        return [("", "forward"), ("", "pre_forward"), *inner, ("", "post_forward")]
+    inner = [(name, edge) for name in reversed(BLOCKS) for edge in ("pre_backward", "post_backward")]
+    return [("", "backward"), ("", "pre_backward"), *inner]
+
+
+def step(fsdp: Fsdp, micro: int) -> dict[str, list[float]]:
+    """Component → its level after each event of a step."""
+    now: dict[str, list[float]] = {"transient": [0.0], "gathered": [0.0], "gradients": [0.0]}
+    for i in range(micro):
+        for kind in ("forward", "backward"):
+            for _, name, nbytes in fsdp.run(edges(kind), kind, i == micro - 1):
+                now[name].append(now[name][-1] + nbytes)
+    return now
+
+
+@given(
+    shard=st.sampled_from([2, 3, 8]), micro=st.integers(1, 3), reshard=st.booleans(), param_dtype=st.sampled_from([None, "bf16"]),
+    reduce_dtype=st.sampled_from([None, "bf16", "fp32"]), rows=st.integers(1, 20),
+)  # fmt: skip
+def test_what_fsdp_takes_it_gives_back(shard, micro, reshard, param_dtype, reduce_dtype, rows):
+    layout = Layout(shard=shard, reshard=reshard, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    trained = {name: {"w": weight(rows, 5)} for name in BLOCKS} | {"": {"head": weight(rows, 3)}}
+    now = step(Fsdp(layout, 4, trained, {}, False), micro)
+    assert now["transient"][-1] == pytest.approx(0) and now["gathered"][-1] == pytest.approx(0)
+    assert min(now["transient"]) > -1e-6 and min(now["gathered"]) > -1e-6
+    whole = 4 * sum(w.size for unit in trained.values() for w in unit.values())
+    computed = 2 if param_dtype else 4
+    padded = sum(-(-w.shape[0] // shard) * w.shape[1] for unit in trained.values() for w in unit.values())
+    # the pieces themselves make gradients of the whole, in the type that is computed in; its part in fp32 is left
+    made = whole / 4 * computed
+    reduced = {None: computed if not param_dtype else 4, "bf16": 2, "fp32": 4}[reduce_dtype]
+    times = micro if reduced != computed else 1
+    assert now["gradients"][-1] + times * made == pytest.approx(4 * padded)
+
+
+def test_one_unit_is_open_at_a_time_and_the_next_one_arrives():
+    trained = {name: {"w": weight(8, 8)} for name in BLOCKS}
+    fsdp = Fsdp(Layout(shard=2), 4, trained, {}, False)
+    now = step(fsdp, 1)
+    assert max(now["gathered"]) == 256 and max(now["transient"]) == 512  # two buffers while one is copied out
+    kept = step(Fsdp(Layout(shard=2, reshard=False), 4, trained, {}, False), 1)
+    assert max(kept["gathered"]) == 4 * 256
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("pipeline", "micro"), [(2, 4), (4, 8), (3, 9)])
+def test_every_micro_batch_passes_every_stage_once_and_forward_first(schedule, pipeline, micro):
+    layout = Layout(pipeline=pipeline, schedule=schedule)
+    for rank in range(pipeline):
+        order = list(actions(layout, micro, rank))
+        own = 1 if schedule in ("gpipe", "1f1b") else stages_per_process(layout)
+        for kind in ("forward", "backward"):
+            passes = [(s, i) for k, s, i in order if k == kind]
+            assert sorted(passes) == list(itertools.product(range(own), range(micro)))
+        at = {action: i for i, action in enumerate(order)}
+        assert all(at["forward", s, i] < at["backward", s, i] for s, i in itertools.product(range(own), range(micro)))
+
+
+def test_one_process_has_one_micro_batch_at_a_time():
+    assert list(actions(Layout(), 2, 0)) == [("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)]
+
+
+def test_the_peak_is_where_most_is_alive():
+    timeline = Timeline(level(weights=1000.0))
+    rows = np.zeros((3, N + 3)), np.zeros((3, N + 3))
+    rows[0][:, INDEX["activations"]] = 10, 500, 20  # while each takes place
+    rows[1][:, INDEX["gradients"]] = 100, 100, -150  # what each leaves
+    timeline.add(*rows, np.array([0, 2, 2]))
+    timeline.change(level(gradients=5000.0))  # between two events nothing is looked at
+    timeline.add(level(transient=7.0)[None], np.zeros((1, N + 3)), np.array([3]))
+    peak = timeline.most()
+    assert peak.bytes == 1000 + 50 + 5000 + 7 and peak.at == "optimizer" and peak.gradients == 5050
