@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +19,10 @@ from gradus.plan.collectives import collective_seconds
 from gradus.plan.serving import cache_bytes, kv_per_token, optimal, serving, usage_of
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ModelConfig, Seq2SeqConfig, T5Config, ViTConfig
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from distributed import run  # noqa: E402
 
 SMALL = {
     "mha": GPTConfig(vocab_size=31, n_layers=3, d_model=24, n_heads=4, seq_len=20),
@@ -154,6 +160,31 @@ def test_what_is_traced_is_the_closed_form(name):
     for traced, closed in itertools.zip_longest(filter(None, (usage.prefill, usage.decode)), passes(config, tokens, source)):
         assert (traced.operations, traced.weights) == (batch * closed.operations, closed.weights)
         assert [tuple(pair) for pair in traced.sums] == [(batch * closed.tokens * config.d_model, closed.sums)]
+
+
+def whole_and_by_kind(world) -> list[tuple]:
+    """What passes of models of several kinds of blocks do: every block traced, and one of each kind."""
+    from test_profiles import ALTERNATING, EXPERTS, FAMILY, FROZEN, MixedConfig
+    from test_profiles import SMALL as SIZES
+
+    from gradus.parallel.fake import replaced
+    from gradus.plan import pass_tracing
+
+    models.register(FAMILY)
+    found = []
+    for more in (EXPERTS, FROZEN, {**EXPERTS, **ALTERNATING, "dense_every": 2}):
+        config = MixedConfig(**SIZES, **more)
+        few = pass_tracing.PassTracer(config, 2)
+        with replaced(pass_tracing, "_keep_one_of_each_kind", lambda model, family: dict.fromkeys(model.blocks, 1)):
+            whole = pass_tracing.PassTracer(config, 2)
+        found.append((len(few.times), few.usage(8, 0), whole.usage(8, 0)))
+    return found
+
+
+def test_one_block_of_each_kind_counts_for_all_of_its_kind():
+    (found,) = run(1, whole_and_by_kind)
+    assert [kinds for kinds, *_ in found] == [2, 2, 4]
+    assert all(few == whole for _, few, whole in found)
 
 
 def test_a_stem_of_convolutions_is_counted():
