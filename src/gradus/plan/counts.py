@@ -10,7 +10,7 @@ or not):
                            fused attention's backward pass computes again (Dao et al. 2022, section 3.1); attention's
                            full matrix
 
-A large model is traced with one block of each kind, which is exact: every block of a stack does the same.
+A large model is traced with one block of each kind, which is exact: blocks of a kind do the same.
 """
 
 from __future__ import annotations
