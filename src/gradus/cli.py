@@ -245,7 +245,7 @@ def _looking(verb: Verb) -> None:
     add("--processes", **whole(limits.AXIS), help="as one of N processes (default: as many as the layout's axes need)")
     add("--rank", **whole(limits.AXIS, 0, name="R"), help="with --modules: the process to show (default 0)")
     add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
-    add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
+    add("section", nargs="*", metavar="SECTION", help="e.g. layout, optimizer.adamw, layout.precision (default: all)")
     verb("recipes", recipes, "list the packaged recipes", "")
     add = verb("models", models, "list the model presets with their exact parameter counts", "names").add_argument
     add("names", nargs="*", metavar="PRESET", help="only these, by component")

@@ -117,7 +117,7 @@ def test_tokens_are_per_run_and_time_per_token_is_after_the_first(tmp_path):
     options = {"batch": 2, "new": 5, "length": 8, "precision": "fp32", "threads": 1}
     found = {r.name: r.value for r in bench.measured_rows(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options), samples)}
     assert found["latency/per_token"] == pytest.approx(0.2) and found["decode/tokens_per_s"] == pytest.approx(10.0)
-    weights = 4 * (32 * 32 * 4 + 3 * 32 * 48 + 64 * 32)  # bytes of the products' weights
+    weights = 4 * (32 * 32 * 4 + 3 * 32 * 48 + 64 * 32 + 3 * 32)  # bytes of the products' weights, and of norms
     assert found["roof"] == pytest.approx((weights + 2 * (8 + 2) * 2 * 32 * 4) / 1e9 / 0.2), "and keys and values of two rows"
 
 

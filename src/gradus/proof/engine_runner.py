@@ -92,7 +92,8 @@ class EngineRuns:
         }
         timed.facts |= {"computes": computes, "cache_bytes": roofs.last_cache() if device.type == "cpu" else 0}
         self.measure_energy(timed)
-        if window.round == 1 and self.options["check"] and not self.source.export_info:  # an export's check is kept with it
+        exported_before = bool(self.source.export_info)  # an export's check is kept with it
+        if window.round == 1 and self.options["check"] and not exported_before:
             self.check(timed)
         if window.round == 1 and self.options["accuracy"]:
             self.measure_accuracy(timed)
