@@ -29,8 +29,8 @@ from gradus.parallel.apply import apply
 from gradus.plan import batches
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.step import step_time
-from gradus.proof.measured import memory_of_step
-from gradus.proof.room import device_of
+from gradus.proof.memory_budget import device_of
+from gradus.proof.step_memory import memory_of_step
 from gradus.recipe import schema
 from gradus.recipe.presets import PRESETS
 from gradus.rows import Row, RowFile

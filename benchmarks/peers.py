@@ -26,7 +26,7 @@ from gradus.models import weights
 from gradus.plan import batches
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Op
-from gradus.proof.measured import alive
+from gradus.proof.step_memory import allocated_storages
 from gradus.proof.timing import Subject, peak_of_one_more
 from gradus.recipe.schema import Recipe
 from gradus.train.session import Session, open_session
@@ -221,7 +221,7 @@ def attention_call(recipe: None, options: dict[str, Any]) -> Subject:
         calls[0] += o["batch"]
 
     def memory() -> dict[str, int]:
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(alive([]).values())
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(allocated_storages([]).values())
         return {"allocated": peak_of_one_more(Subject(lambda: None, call, lambda: 0, device))["allocated"] - before}
 
     return Subject(lambda: None, call, lambda: calls[0], device, memory)

@@ -1,7 +1,7 @@
 """Runners of the studies of inference beside this file: FUNCTION(recipe, options) → timing.Subject.
 
 writing: a step is a text that a decoder writes, with the cache of keys and values or without. forward: a step is a pass through an encoder in any
-engine, as a cell of `gradus bench`. Models of the recipe's shape have random weights (seed 0) and are kept in $GRADUS_CACHE/experiments.
+engine, as a configuration of `gradus bench`. Models of the recipe's shape have random weights (seed 0) and are kept in $GRADUS_CACHE/experiments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradus.errors import UserError
 from gradus.infer import beside, engines, find, predict, quantize, quantized
 from gradus.models.decoding import generate
 from gradus.plan.serving import cache_bytes, serving
-from gradus.proof import bench
+from gradus.proof.engine_runner import engine_subject
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import ModelConfig, Recipe
 
@@ -111,7 +111,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
         at = made(run, words, at, how)
         precision = find(str(at)).made["precision"]
     cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
-    subject = bench.cell(None, {**cell, "precision": precision})
+    subject = engine_subject(None, {**cell, "precision": precision})
 
     def finish(timed: Timed, window: Window) -> None:
         bench_finish(timed, window)

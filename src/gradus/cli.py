@@ -422,7 +422,7 @@ def room(name: str):
 
 def told(lines: Iterable[str], as_json: bool = False) -> int:
     """Printed as a terminal holds them, or as they are; the exit code that they end with."""
-    return room("proof.results").tell(lines, as_json)
+    return room("proof.results").print_lines(lines, as_json)
 
 
 def load_recipe(args, here=None):

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import re
 import statistics
-import types
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,16 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.infer import engines, find
 from gradus.parallel.world import World
-from gradus.proof import bench, study
-from gradus.proof.timing import Timed, Window
+from gradus.proof import bench, engine_runner, harness, study, study_rows, study_store
+from gradus.proof.timing import Timed
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
 
-BANDWIDTH, PRODUCT_RATE = bench.roofs.bandwidth, bench.roofs.product_rate  # where most tests have others
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from proof_cases import of_samples  # noqa: E402
+
+BANDWIDTH, PRODUCT_RATE = engine_runner.roofs.bandwidth, engine_runner.roofs.product_rate  # where most tests have others
 SHORT = ["--runs", "2", "--seconds", "0.2", "--warmup", "1", "--rounds", "1"]
 LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, seq_len=40)
 
@@ -30,9 +35,9 @@ LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, s
 def in_process():
     """What is measured, measured here: quick."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "start", lambda n, function, *args, log: [function(*args, World())])
+        patch.setattr(harness, "start", lambda n, function, *args, log: [function(*args, World())])
         for name in ("bandwidth", "product_rate"):
-            patch.setattr(bench.roofs, name, lambda *_: 1e10)
+            patch.setattr(engine_runner.roofs, name, lambda *_: 1e10)
         yield
 
 
@@ -88,13 +93,13 @@ def test_weights_are_planned_where_a_peak_is_not_known(tmp_path, monkeypatch):
 
     def names(precision: str) -> set[str]:
         options = {"engine": "torch", "batch": 2, "new": 5, "length": 8, "precision": precision, "threads": 1}
-        return {row.name for row in bench.planned(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options))}
+        return {row.name for row in bench.planned_rows(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options))}
 
     assert names("bf16") == {"size/weights"} < names("fp32")
 
 
 def test_roofs_are_measured(monkeypatch):
-    monkeypatch.setattr(bench.roofs, "REPEAT", 1)
+    monkeypatch.setattr(engine_runner.roofs, "REPEAT", 1)
     assert 1e7 < BANDWIDTH(torch.device("cpu")) < 1e13 and 1e7 < PRODUCT_RATE(torch.device("cpu"), torch.float32) < 1e15
 
 
@@ -106,11 +111,11 @@ def test_what_cannot_be_is_listed(made):
 def test_tokens_are_per_run_and_time_per_token_is_after_the_first(tmp_path):
     """By the formula (end - first) / (new - 1), from the raw samples that are kept."""
     raw = {"latency": [1.0, 1.2, 1.1], "first_token": [0.2, 0.4, 0.3]}
-    samples = [study.Sample(1, [Timed([], 1.0, [[0, 1, 0, 0]], 1, [], {}, None, 0, raw=raw, facts={"computes": "fp32", "cache_bytes": 0},
+    samples = [study_store.Sample(1, [Timed([], 1.0, [[0, 1, 0, 0]], 1, [], {}, None, 0, raw=raw, facts={"computes": "fp32", "cache_bytes": 0},
                                       values={"roof/bandwidth": [1e9, ""], "roof/rate": [1e9, ""]})])]  # fmt: skip
     models.save(models.build(LLAMA), tmp_path / "llama")
     options = {"batch": 2, "new": 5, "length": 8, "precision": "fp32", "threads": 1}
-    found = {r.name: r.value for r in bench.cell_rows(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options), samples)}
+    found = {r.name: r.value for r in bench.measured_rows(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options), samples)}
     assert found["latency/per_token"] == pytest.approx(0.2) and found["decode/tokens_per_s"] == pytest.approx(10.0)
     weights = 4 * (32 * 32 * 4 + 3 * 32 * 48 + 64 * 32 + 3 * 32)  # bytes of the products' weights, and of norms
     assert found["roof"] == pytest.approx((weights + 2 * (8 + 2) * 2 * 32 * 4) / 1e9 / 0.2), "and keys and values of two rows"
@@ -124,8 +129,8 @@ def test_a_bench_goes_on_where_it_stood(made, in_process, monkeypatch, capsys, t
     cut = "".join(lines[:-1]) + lines[-1][:40]  # a kill while the last sample was written
     (out / "samples.jsonl").write_text(cut)
     taken = []
-    take = study.take
-    monkeypatch.setattr(study, "take", lambda s, c, *rest: (taken.append(c.name), take(s, c, *rest))[1])
+    measure = harness.measure
+    monkeypatch.setattr(harness, "measure", lambda s, c, *rest: (taken.append(c.name), measure(s, c, *rest))[1])
     assert main([*command, "--json"]) == 0
     assert taken == [json.loads(lines[-1])["configuration"]]
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -195,27 +200,20 @@ def test_int8_counts_where_accuracy_was_measured_or_it_was_named(loss, named, ri
         near = {"check/max_abs_delta": [0.1, ""], "check/largest": [3.0, ""]}
         timed = Timed([], 1.0, [[0, 1, 0, 0]], 1, [], {}, None, 0, facts={"computes": "fp32 from int8 weights"}, values=near)
         timed.values |= {f"valid/{name}": [value, ""] for name, value in values.items() if value is not None}
-        return study.Sample(1, [timed])
+        return study_store.Sample(1, [timed])
 
     own = sample(accuracy=None if loss is None else 0.9 - loss)
-    assert bench.counts(("compiled", "int8"), own, sample(accuracy=0.9), named) is right
+    assert bench.is_accurate(bench.EnginePair("compiled", "int8"), own, sample(accuracy=0.9), named) is right
     own.values["check/max_abs_delta"] = (9.0, "")
-    assert not bench.counts(("compiled", "int8"), own, sample(accuracy=0.9), named), "too far off"
+    assert not bench.is_accurate(bench.EnginePair("compiled", "int8"), own, sample(accuracy=0.9), named), "too far off"
 
 
-def test_a_window_has_enough_by_number_and_time():
-    window = Window(10, 0, 0, seconds=10.0)
-    assert not window.enough(9, 11) and not window.enough(11, 9) and window.enough(10, 10)
-    assert window.enough(100, 1) and window.enough(1, 60) and not window.enough(0, 99)
-    assert Window(3, 0, 0).enough(3, 0.0) and not Window(3, 0, 0).enough(2, 99.0)
-
-
-def rounds(*latencies: list[float]) -> list[study.Sample]:
+def rounds(*latencies: list[float]) -> list[study_store.Sample]:
     """Samples of a batch of 1 as a process keeps them: of each round its runs."""
     near = {"check/max_abs_delta": [0.0, ""], "check/largest": [3.0, ""]}
     more = {"roof/bandwidth": [1e9, ""], "roof/rate": [1e9, ""], **near}
     return [
-        study.Sample(k, [Timed([], sum(runs), [[0, x, 0, 0] for x in runs], len(runs), [], {}, None, 0, raw={"latency": runs}, facts={"computes": "fp32", "cache_bytes": 0},
+        study_store.Sample(k, [Timed([], sum(runs), [[0, x, 0, 0] for x in runs], len(runs), [], {}, None, 0, raw={"latency": runs}, facts={"computes": "fp32", "cache_bytes": 0},
                                values={"samples_per_s": [1 / statistics.median(runs), "samples/s"], **more})])
         for k, runs in enumerate(latencies, 1)
     ]  # fmt: skip
@@ -226,14 +224,14 @@ def test_best_and_rates_are_by_the_medians_that_are_shown(tmp_path):
     models.save(models.build(BertConfig(vocab_size=30, n_layers=1, d_model=16, n_heads=2, d_ff=32, seq_len=8)), tmp_path / "bert")
     place = find(str(tmp_path / "bert"))
     made = [
-        study.Configuration(name, None, {"engine": f"{name} fp32", "batch": "1"}, "bench.py:cell", options={
+        study.Configuration(name, None, {"engine": f"{name} fp32", "batch": "1"}, "engine", options={
             "engine": name, "precision": "fp32", "batch": 1, "length": 8, "new": None, "check": True, "threads": 1})
         for name in ("torch", "onnx")
     ]  # fmt: skip
     samples = {"torch": rounds([0.2] * 10, [0.24] * 10), "onnx": rounds([0.1] * 9 + [10.0], [0.1] * 10)}
-    notebook = types.SimpleNamespace(samples=samples, common={})
+    store = of_samples(samples)
     both = study.Study("x", made, against="torch fp32")
-    of = {(r.name, r.conditions["configuration"]): r for r in [*study.rows_of(both, notebook, [], {}), *bench.derived(place, {}, set(), both, notebook)]}
+    of = {(r.name, r.conditions["configuration"]): r for r in [*study_rows.rows_of(both, store, [], {}), *bench.BenchPlan(place, both, {}, set()).rows(both, store)]}
     speed, ratio = of["samples_per_s", "torch"], of["ratio", "onnx"]
     assert speed.value == pytest.approx(statistics.median(speed.conditions["samples"])) and speed.conditions["samples"] == pytest.approx([5.0, 1 / 0.24])
     assert ratio.value == pytest.approx(2.2), "the median of what its range is of"
@@ -262,7 +260,7 @@ def test_it_fails_where_every_engine_did(tmp_path, monkeypatch, capsys):
     def fail(*args, log):
         raise UserError("does not run here")
 
-    monkeypatch.setattr(study, "start", fail)
+    monkeypatch.setattr(harness, "start", fail)
     words = ["bench", str(tmp_path / "bert"), "--engines", "torch", "--precisions", "fp32,bf16", "--batch", "1", *SHORT, "--to", str(tmp_path / "out")]
     assert main(words) == 1 and "best at batch 1: not known" in capsys.readouterr().out
 

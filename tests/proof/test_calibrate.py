@@ -19,8 +19,8 @@ from gradus.hardware import Device
 from gradus.parallel.world import World
 from gradus.plan import tables
 from gradus.plan.work import Op
-from gradus.proof import calibrate
-from gradus.proof.room import coarse_name, device_of
+from gradus.proof import calibrate, calibration_points
+from gradus.proof.memory_budget import coarse_name, device_of
 
 SIDES = (16, 64, 256)
 
@@ -134,11 +134,12 @@ def test_a_broken_table_is_an_error_that_says_what_to_do():
 def calibrated(tmp_path_factory):
     """(device, hardware file) of a calibration of few and small points."""
     small = pytest.MonkeyPatch()
-    few = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 2, 1, 5)
+    few = calibration_points.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 2, 1, 5)
     link = lambda on, sizes: (hardware.Link("test", 1e9), {})  # noqa: E731
-    for name, value in {"ALL": few, "BATCH": 4, "POOL": 2**22, "SLICE": 1e-3, "link_here": link}.items():
+    for name, value in {"ALL": few, "SLICE": 1e-3, "this_link": link}.items():
         small.setattr(calibrate, name, value)
-    small.setattr(calibrate.Pool.__init__, "__defaults__", (2**22,))
+    small.setattr(calibration_points, "BATCH", 4)
+    small.setattr(calibration_points.Pool.__init__, "__defaults__", (2**22,))
     measure, steps = calibrate.measure, calibrate.tiny_steps
     small.setattr(calibrate, "measure", lambda on, seconds, say, sizes: measure(on, 0.0, say, sizes))  # two rounds
     small.setattr(calibrate, "tiny_steps", lambda on: itertools.islice(steps(on), 2))
@@ -191,8 +192,8 @@ def test_calibration_knows_the_operations_of_a_real_step(calibrated):
 
     device, _ = calibrated
     names = {row[0] for row in tables.rows(device.measured["memory"], "memory")}
-    for recipe, _, given, _ in calibrate.tiny_steps(torch.device("cpu")):
-        work = trace_recipe(recipe, micro_batches=given).work
+    for step in calibrate.tiny_steps(torch.device("cpu")):
+        work = trace_recipe(step.recipe, micro_batches=step.micro_batches).work
         bound = [op for op in [*work.micro, *work.step] if op.kind == "memory" and op.bytes > 1024]
         assert all(0 < tables.seconds(op, device) < 1 for op in [*work.micro, *work.step])
         unknown = sum(op.bytes * op.count for op in bound if op.name not in names)
@@ -205,21 +206,12 @@ def test_larger_takes_longer(calibrated):
     assert tables.seconds(memory("gelu", 1e8), device) > tables.seconds(memory("gelu", 1e5), device)
 
 
-def test_operands_are_never_the_same_twice_in_a_row():
-    pool = calibrate.Pool(torch.device("cpu"), 2**20)
-    a, b = pool.take(100, 10), pool.take(100, 10)
-    assert a.data_ptr() != b.data_ptr()
-    changed = pool.take(2**19, to_change=True)
-    before = pool.kept[torch.float32].clone()
-    changed.fill_(7.0)
-    assert torch.equal(pool.kept[torch.float32], before)
-
-
 def test_bandwidth_is_of_operations_that_read_and_write_all_that_they_name():
     moved = {("add", 400): 4.0, ("mean", 399): 2.0, ("fill", 398): 1.0, ("nll_loss_forward", 397): 0.01, ("mul", 99): 0.1}
     moved["nll_loss_backward", 396] = 1.0
-    points = [calibrate.Point(tuple, tuple, fixed=(name, "fp32", n), times=[seconds]) for (name, n), seconds in moved.items()]
-    assert calibrate._bandwidth(points) == 399 / 2  # the small mul lies in a cache
+    rows = {calibration_points.MemoryRow(name, "fp32", n): seconds for (name, n), seconds in moved.items()}
+    points = [calibration_points.Point(tuple, tuple, row=row, times=[seconds]) for row, seconds in rows.items()]
+    assert calibrate.bandwidth(points) == 399 / 2  # the small mul lies in a cache
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--seconds", "5"], "too short"), (["--threads", "0"], "must be at least 1"), (["--second"], "")])
@@ -253,8 +245,8 @@ def newcomer(monkeypatch, own_files):
 def test_the_first_run_measures_this_machine_once_and_says_so(newcomer, monkeypatch, capsys):
     session, started = newcomer
     monkeypatch.setenv("LOCAL_RANK", "0")
-    calibrate.once(session)
-    calibrate.once(session)
+    calibrate.calibrate_once(session)
+    calibrate.calibrate_once(session)
     ((command, env),) = started
     assert command[1:] == ["-m", "gradus", "calibrate", "--seconds", "15", "--threads", "1"]
     assert "LOCAL_RANK" not in env and env["GRADUS_PARENT"] == str(os.getpid()), "it is none of the run's processes"
@@ -262,7 +254,7 @@ def test_the_first_run_measures_this_machine_once_and_says_so(newcomer, monkeypa
     assert out == "first run here with 1 thread: measuring this machine for the time of a step (GRADUS_NO_CALIBRATE=1: never) ... 0 s\n"
     assert "coarse" in device_of(session.device, 1).measured and device_of(session.device, 2) is None
     torch.set_num_threads(2)
-    calibrate.once(session)
+    calibrate.calibrate_once(session)
     assert len(started) == 2 and device_of(session.device, 1) and device_of(session.device, 2), "of each number of threads one"
     full = dataclasses.replace(device(), aliases=("this", "here", "cpu"))
     hardware.add_device(full)
@@ -276,14 +268,14 @@ def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, 
         session.recipe.layout.timeout, session.mesh.world = 20.0, World(0, 2, 0, 2)
     else:
         monkeypatch.setenv(*next(iter(off.items())))
-    calibrate.once(session)
+    calibrate.calibrate_once(session)
     assert not started and not capsys.readouterr().out
 
 
 def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
     session, _ = newcomer
     monkeypatch.setattr(calibrate.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", "one\nerror: no room\n"))
-    calibrate.once(session)
+    calibrate.calibrate_once(session)
     assert capsys.readouterr().out.endswith("0 s; failed: error: no room\n")
 
 
@@ -294,14 +286,14 @@ def test_a_calibration_that_takes_too_long_is_given_up_in_plain_words(newcomer, 
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(calibrate.subprocess, "run", slow)
-    calibrate.once(session)
+    calibrate.calibrate_once(session)
     assert capsys.readouterr().out.endswith("0 s; given up: other programs used the processors. gradus calibrate when they do not\n")
 
 
 def test_a_machine_that_others_use_is_said(newcomer, monkeypatch, capsys):
     session, _ = newcomer
-    monkeypatch.setattr(calibrate.Others, "share", lambda self: 0.5)
-    calibrate.once(session)
+    monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.5)
+    calibrate.calibrate_once(session)
     assert capsys.readouterr().out.endswith("0 s; other programs used the processors: gradus calibrate when they do not\n")
 
 

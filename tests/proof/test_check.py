@@ -14,7 +14,7 @@ from torch import nn
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.proof import check as checking
-from gradus.proof.check import Looked, checks, is_empty, run, smoothed_floor
+from gradus.proof.check import SessionChecks, checks, is_empty, run, smoothed_floor
 from gradus.train.session import open_session
 
 COPY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
@@ -26,12 +26,12 @@ def _quick(monkeypatch):
     monkeypatch.setattr(checking, "LOADER", 0.1)
 
 
-def looked(name: str = "copy-task", **more) -> Looked:
+def looked(name: str = "copy-task", **more) -> SessionChecks:
     recipe = recipes.load(name, **{**(COPY if name == "copy-task" else {"layout.device": "cpu"}), **more})
-    return Looked(open_session(recipe), recipe)
+    return SessionChecks(open_session(recipe), recipe)
 
 
-def verdict(seen: Looked, name: str):
+def verdict(seen: SessionChecks, name: str):
     return run(name, getattr(seen, name))
 
 
@@ -94,7 +94,7 @@ class Broken:
         return self.change(sample) if i == self.at else sample
 
 
-def broken(change, **more) -> Looked:
+def broken(change, **more) -> SessionChecks:
     seen = looked(**more)
     seen.task.splits["train"] = Broken(seen.task.splits["train"], change)
     return seen
@@ -157,9 +157,9 @@ def test_a_loss_that_is_not_finite():
 
 
 def test_too_little_memory(monkeypatch):
-    from gradus.proof import room
+    from gradus.proof import memory_budget
 
-    monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
+    monkeypatch.setattr(memory_budget, "capacity", lambda device: 1_000_000)
     line = verdict(looked(), "memory")
     assert line.ok is False and "1 MB" in line.text
 

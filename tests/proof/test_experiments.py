@@ -14,7 +14,7 @@ from gradus.cli import main
 from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.plan.answer import Request, answer
-from gradus.proof import bench, results, study, study_file
+from gradus.proof import engine_runner, results, study_file, study_store
 from gradus.proof.timing import Timed, Window, time_it
 from gradus.recipe.schema import BertConfig
 from gradus.rows import Row, read_rows
@@ -39,8 +39,8 @@ def test_it_can_be_read_and_its_page_is_its_rows(file):
     first, last, text = f"<!-- {file.stem} -->\n", f"<!-- end of {file.stem} -->\n", page.read_text(encoding="utf-8")
     assert f"{first}{table}\n{last}" in text
     if file.stem != "claimed-ranges":  # it has a table of its own, below
-        before, after = study_file.around(ROOT / "none", file, told)
-        assert text == before + table + "\n" + after, "the page says what the study file says"
+        own_page = study_file.Page.read(ROOT / "none", file, told)
+        assert text == own_page.before + table + "\n" + own_page.after, "the page says what the study file says"
     assert {r["configuration"] for r in read_rows(rows)} == {c.name for c in study.configurations}
 
 
@@ -92,8 +92,8 @@ def test_the_lectures_page_is_its_rows():
 def test_the_road_is_planned_in_hours_an_epoch():
     """As `gradus plan` says of the first row, with the number of images of an epoch."""
     study, _ = study_file.load(ROOT / "experiments/vit-epoch-planned.yaml")
-    first = study.configurations[0].foreign
-    values = first.values()
+    first = study.configurations[0].reference
+    values = first.figures()
     step = answer(Request(str(RECIPES / "cifar10-vit-l16.yaml"), ("data.path=null", "layout.device=cuda", "layout.precision=fp32"), "1xA40")).value("time/step")
     assert values["time/step"][0] == pytest.approx(step, rel=1e-6)
     assert values["time/epoch"] == (pytest.approx(math.ceil(50_000 / 32) * step / 3600, rel=1e-3), "h")
@@ -120,11 +120,11 @@ SMALL = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
     for name in ("bandwidth", "product_rate"):
-        monkeypatch.setattr(bench.roofs, name, lambda *_: 1e9)
+        monkeypatch.setattr(engine_runner.roofs, name, lambda *_: 1e9)
 
 
 def one_step(file: str, name: str, words: list[str], **options) -> Timed:
-    """Of one configuration of a study, as study.own_steps takes it, in this process."""
+    """Of one configuration of a study, as runners.own_steps takes it, in this process."""
     made, _ = study_file.load(ROOT / "experiments" / file, words)
     c = next(c for c in made.configurations if c.name == name)
     runner, _, function = c.runner.rpartition(":")
@@ -140,7 +140,7 @@ def test_a_text_with_the_cache_and_without(own_cache):
     n_bytes = 2 * 9 * 32 * 4  # keys and values of 9 tokens
     assert with_it.values["memory/cache"] == with_it.planned["memory/cache"] == [n_bytes, "bytes"] and "memory/cache" not in without.values
     assert without.values["same_tokens"] == with_it.values["same_tokens"] == [1.0, ""] and without.samples == 9
-    sample = study.Sample(1, [with_it])
+    sample = study_store.Sample(1, [with_it])
     assert sample.planned["memory/cache"] == [n_bytes, "bytes"] and "planned" not in sample.record(), "it is the process's"
 
 

@@ -15,8 +15,12 @@ from gradus.errors import UserError
 from gradus.plan.engine import Memory
 from gradus.plan.show import size
 from gradus.proof import fit
-from gradus.proof.fit import measures, parse_size, said
-from gradus.proof.room import Room, capacity, fix_of, largest_micro_batch, room_of, share_of, with_micro_batch
+from gradus.proof.fit import memory_pairs, pairs_text, parse_size
+from gradus.proof.memory_budget import (
+    MemoryBudget,
+    budget_of,
+    with_micro_batch,
+)
 from gradus.train import machine
 from gradus.train.session import open_session
 
@@ -26,51 +30,15 @@ WORDS = ["copy-task", *(f"{k}={v}" for k, v in TINY.items())]
 
 
 @pytest.fixture(scope="module")
-def room():
+def budget():
     recipe = recipes.load("copy-task", **TINY)
     session = open_session(recipe)
-    return session.recipe, room_of(session)
-
-
-def searched(recipe, room, need, budget: float, limit: int | None = None):
-    asked = []
-    room.budget = budget
-    found = largest_micro_batch(recipe, room, limit, lambda k: asked.append(k) or need(k))
-    return found, asked
-
-
-def test_on_a_line_few_traces_are_enough(room):
-    for budget, expected in ((1000 + 7 * 37, 37), (1000 + 7 * 37 + 6, 37), (1000 + 7 * 64, 64), (1000 + 7, 1), (1000, None)):
-        found, asked = searched(*room, lambda k: 1000 + 7 * k, budget)
-        assert found == expected and len(asked) <= 8 and len(set(asked)) == len(asked), asked
-
-
-def test_steps_and_bends_are_searched_to_the_end(room):
-    for need in (lambda k: 100 * -(-k // 8), lambda k: k * k, lambda k: 5 if k <= 50 else 10_000, lambda k: 10 * k + (500 if k < 64 else 0)):
-        for budget in (1, 99, 100, 333, 3000):
-            found, _ = searched(*room, need, budget)
-            fits = [k for k in range(1, 65) if need(k) <= budget]
-            assert found == (fits[-1] if fits else None)
-
-
-def test_micro_batches_and_batches(room):
-    recipe, _ = room
-    assert share_of(recipe, 1, None) == 64
-    small, large = with_micro_batch(recipe, 20, 1, 64), with_micro_batch(recipe, 100, 1, 64)
-    assert (small.layout.micro_batch, small.batch.samples) == (20, 64) and (large.layout.micro_batch, large.batch.samples) == (100, 100)
-    assert with_micro_batch(recipe, 100, 4, 16).batch.samples == 400, "every process has its 100"
-
-
-def test_more_samples_need_more_memory(room):
-    recipe, r = room
-    need = [r.need(with_micro_batch(recipe, k, 1, 64)) for k in (32, 64, 128)]
-    assert need == sorted(need) and need[2] - need[1] == pytest.approx(2 * (need[1] - need[0]), rel=0.25)
-    assert need[0] > r.resident > 5e7
+    return session.recipe, budget_of(session)
 
 
 @pytest.mark.slow
-def test_fit_is_confirmed_by_one_step_in_another_process(capsys, monkeypatch, room):
-    recipe, r = room
+def test_fit_is_confirmed_by_one_step_in_another_process(capsys, monkeypatch, budget):
+    recipe, r = budget
     fixed = machine.resident()  # the traces of other tests have left memory in this process
     monkeypatch.setattr(machine, "resident", lambda: fixed)
     budget = r.need(with_micro_batch(recipe, 64, 1, 64)) - r.resident + fixed + 28_000_000
@@ -86,14 +54,14 @@ def test_fit_is_confirmed_by_one_step_in_another_process(capsys, monkeypatch, ro
 
 def test_fit_tells_tensors_and_process_planned_and_measured():
     told = {"allocated": 100e6, "need": 400e6}
-    on_cpu = Room(10**10, 1, 1, "cpu", None, 200_000_000, None)
+    on_cpu = MemoryBudget(10**10, 1, 1, "cpu", None, 200_000_000, None)
     memory = Memory({}, 50_000_000, 50_000_000, 320_000_000, 0, "", {}, 0, [])
-    assert said(measures(memory, None, on_cpu)) == "tensors 50 MB, process 370 MB"
-    assert said(measures(memory, told, on_cpu)) == "tensors 100 MB (planned -50.0%), process 400 MB (planned -7.5%)"
-    assert [(m.name, m.predicted, m.measured) for m in measures(memory, told, on_cpu)] == [("tensors", 50e6, 100e6), ("process", 370e6, 400e6)]
-    assert [(m.measured, m.error) for m in measures(memory, None, on_cpu)] == [(None, None)] * 2, "what was not measured is absent"
+    assert pairs_text(memory_pairs(memory, None, on_cpu)) == "tensors 50 MB, process 370 MB"
+    assert pairs_text(memory_pairs(memory, told, on_cpu)) == "tensors 100 MB (planned -50.0%), process 400 MB (planned -7.5%)"
+    assert [(m.name, m.predicted, m.measured) for m in memory_pairs(memory, told, on_cpu)] == [("tensors", 50e6, 100e6), ("process", 370e6, 400e6)]
+    assert [(m.measured, m.error) for m in memory_pairs(memory, None, on_cpu)] == [(None, None)] * 2, "what was not measured is absent"
     on_gpu, memory = dataclasses.replace(on_cpu, target="cuda"), Memory({}, 50_000_000, 60_000_000, 230_000_000, 0, "", {}, 0, [])
-    assert said(measures(memory, told, on_gpu)) == "device 400 MB (planned -27.5%)"
+    assert pairs_text(memory_pairs(memory, told, on_gpu)) == "device 400 MB (planned -27.5%)"
 
 
 @pytest.mark.slow
@@ -128,29 +96,16 @@ def test_what_cannot_fit_is_said(capsys):
 
 
 @pytest.mark.slow
-def test_what_is_found_pastes_back(room, monkeypatch, tmp_path):
+def test_what_is_found_pastes_back(budget, monkeypatch, tmp_path):
     """The words before the colon, given to the recipe, are the recipe whose need is printed."""
-    recipe, r = room
-    monkeypatch.setattr(fit, "run_apart", lambda *_: "not run")
+    recipe, r = budget
+    monkeypatch.setattr(fit, "run_in_processes", lambda *_: "not run")
     for samples in (20, 100):  # within the batch of 64, and beyond it
-        r.budget = r.need(with_micro_batch(recipe, samples, 1, 64)) + 1
+        r.available = r.need(with_micro_batch(recipe, samples, 1, 64)) + 1
         line = fit.largest(recipe, r, 1e12, str(tmp_path))[1][0]
         words = [word for word in line.partition(": ")[0].split() if "=" in word]
         again = recipes.load("copy-task", [*WORDS[1:], *words])
-        assert again.layout.micro_batch >= samples and f"{size(r.need(again))} of" in line and r.need(again) <= r.budget
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_says_what_would_fit(room):
-    r = room[1]
-    long = recipes.load("copy-task", **{**TINY, "task.length": 100, "model.seq_len": 128, "model.n_layers": 4, "batch.samples": 2})
-    r = dataclasses.replace(r, task=None)
-    r.budget = r.need(long.model_copy(update={"layout": long.layout.model_copy(update={"micro_batch": 1, "checkpointing": "full"})}))
-    said = fix_of(long, r)
-    again = long.model_copy(update={"layout": recipes.load("copy-task", [word for word in said.split() if "=" in word]).layout})
-    assert r.need(again) <= r.budget < r.need(with_micro_batch(long, 1, 1, 2)) and said == "Set layout.checkpointing=full layout.micro_batch=1"
-    r.budget = r.resident + 1
-    assert "layout.shard" in fix_of(long, r) and "Set " not in fix_of(long, r)
+        assert again.layout.micro_batch >= samples and f"{size(r.need(again))} of" in line and r.need(again) <= r.available
 
 
 def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
@@ -158,7 +113,7 @@ def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
         raise UserError("rank 0 of 1 was killed by SIGKILL.")
 
     monkeypatch.setattr(fit, "start", start)
-    assert fit.run_apart(1, fit.measured_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
+    assert fit.run_in_processes(1, fit.measured_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500 B", 500), ("2TB", 2 * 10**12)])
@@ -183,9 +138,3 @@ def test_two_questions_at_once(capsys):
     for words in (["--sweep", "8", "--workers", "0"], ["--sweep", "8", "--memory", "8GiB"]):
         assert main(["fit", *WORDS, *words]) == 2
         assert "different questions" in capsys.readouterr().err
-
-
-def test_the_host_has_a_capacity():
-    import torch
-
-    assert 2**28 < capacity(torch.device("cpu")) < 2**50

@@ -5,145 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
-from gradus.errors import UserError
 from gradus.hardware.tables import visible
 from gradus.parallel.world import World
-from gradus.proof import ladder, results, rungs, study
-from gradus.proof.climb import Found, climb
-from gradus.proof.ladder import Bench
-from gradus.proof.rungs import RUNGS, Place, Rung, words
+from gradus.proof import harness, ladder, optimizations, results, study_store
+from gradus.proof.ladder import LadderBench
+from gradus.proof.ladder_search import Climbed, Trial
+from gradus.proof.optimizations import OPTIMIZATIONS
 from gradus.proof.timing import Timed
 from gradus.train.session import open_for
 
-COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
-        "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
-NAIVE = recipes.load("copy-task", [*COPY[1:], "layout.attention=naive"])
-KERNEL = Rung("kernel", lambda best, place: ([{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}], []))
-HALF = Rung("half", lambda best, place: ([{"layout.precision": "bf16"}], ["fp16: for GPUs"]))
+sys.path[:0] = [str(Path(__file__).parent)]
 
-
-def place(goal: str = "speed", given=NAIVE) -> Place:
-    return Place(goal, torch.device("cpu"), given, None, 16)
-
-
-def measure(**of: dict):
-    """A measure that finds what `of` says of a value, and keeps what it was asked."""
-
-    def measured(name, best, options, compare):
-        measured.asked.append((name, best.layout.attention, [words(keys) for keys in options], compare))
-        found = []
-        for keys in options:
-            told = {"ratio": 1.0, "saved": 0.0, "tensors": 100.0, **of.get(str(*keys.values()), {})}
-            found.append(Found(name, keys, 10.0, low=told.get("low", told["ratio"]), **{k: v for k, v in told.items() if k != "low"}))
-        return found
-
-    measured.asked = []
-    return measured
-
-
-def verdicts(found: list[Found]) -> dict[str, str]:
-    return {words(f.keys): f.verdict for f in found if f.keys}
-
-
-def test_a_rung_that_pays_is_kept_and_the_next_is_measured_beside_it():
-    told = measure(sdpa={"ratio": 1.5}, chunked={"ratio": 1.2}, bf16={"ratio": 0.5, "saved": 0.2})
-    best, kept, found = climb([KERNEL, HALF], NAIVE, place(), told)
-    assert kept == {"layout.attention": "sdpa"} and best.layout.attention == "sdpa" and best.layout.precision == "fp32"
-    assert [asked[:2] for asked in told.asked] == [("01-kernel", "naive"), ("02-half", "sdpa")]
-    assert verdicts(found) == {
-        "layout.attention=sdpa": "faster", "layout.attention=chunked": "faster; another is better", "layout.precision=bf16": "slower and smaller",
-    }  # fmt: skip
-    assert [f.verdict for f in found if not f.keys] == ["left out: fp16: for GPUs"]
-
-
-@pytest.mark.parametrize(
-    ("goal", "told", "kept"),
-    [
-        ("speed", {"ratio": 1.01, "low": 1.005}, False),  # within the margin
-        ("speed", {"ratio": 1.2, "low": 0.97}, False),  # within the spread
-        ("speed", {"ratio": 1.2, "loss": 0.01}, False),  # not the same loss
-        ("speed", {"ratio": 1.2, "loss": float("nan")}, False),
-        ("speed", {"ratio": 1.2, "failed": "no memory"}, False),
-        ("speed", {"ratio": 0.99, "saved": 0.3}, True),  # as fast, and smaller
-        ("memory", {"ratio": 0.8, "saved": 0.3}, True),
-        ("memory", {"ratio": 0.5, "saved": 0.3}, False),  # too slow
-        ("memory", {"ratio": 1.2, "saved": 0.0}, True),  # as small, and faster
-        ("memory", {"ratio": 1.2, "saved": -0.1}, False),
-    ],
-)
-def test_what_pays(goal, told, kept):
-    _, found, _ = climb([KERNEL], NAIVE, place(goal), measure(sdpa={"loss": 1e-6, **told}, chunked={"ratio": 0.4}))
-    assert bool(found) == kept
-
-
-def test_for_memory_the_smallest_is_best():
-    told = measure(sdpa={"ratio": 1.5, "saved": 0.2, "tensors": 80.0}, chunked={"ratio": 0.9, "saved": 0.4, "tensors": 60.0})
-    assert climb([KERNEL], NAIVE, place("memory"), told)[1] == {"layout.attention": "chunked"}
-    assert climb([KERNEL], NAIVE, place("speed"), told)[1] == {"layout.attention": "sdpa"}
-
-
-def test_what_makes_no_difference_is_kept_where_the_recipe_has_it():
-    given = rungs.with_keys(NAIVE, {"layout.attention": "sdpa"})
-    kept = climb([KERNEL], NAIVE, place(given=given), measure())[1:]
-    assert kept[0] == {"layout.attention": "sdpa"} and kept[1][0].verdict == "no difference: as in the recipe"
-    assert climb([KERNEL], NAIVE, place(given=given), measure(sdpa={"ratio": 0.95}))[1] == {}
-
-
-def test_bf16_may_differ_by_more():
-    told = {"ratio": 2.0, "loss": 0.02}
-    assert climb([HALF], NAIVE, place(), measure(bf16=told))[1] == {"layout.precision": "bf16"}
-
-
-def test_what_changes_the_recipe_is_named_and_what_is_not_ours_is_not_kept():
-    bert = recipes.load("sst2-bert", ["model.init=null", "data.path=nowhere", "tokenizer.path=nowhere"])
-    told = measure(bucket={"ratio": 2.0}, longest={"ratio": 1.5}, **{"64": {"ratio": 1.4}})
-    start = rungs.with_keys(bert, rungs.first(bert))
-    best, kept, found = climb([r for r in RUNGS if r.changes or "padding" in r.name], start, place(), told)
-    assert kept == {"data.pad": "bucket"} and best.data.max_len == 128
-    assert [compare for *_, compare in told.asked] == [True, False, False]
-    assert verdicts(found)["data.pad=bucket"] == "faster (the same samples in other batches)"
-    assert "not kept: yours to decide" in verdicts(found)["data.max_len=64"]
-
-
-def test_what_cannot_be_had_is_left_out(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("gradus.limits.processors", lambda: 1)
-    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 55.0)
-    asked = place()
-    found = {rung.name: rung.tries(NAIVE, asked) for rung in RUNGS}
-    assert found["fused optimizer"][0] == [] and "no key turns it off" in found["fused optimizer"][1][0]
-    assert found["compile"][0] == [] and "C++ compiler" in found["compile"][1][0]
-    assert found["loader"] == ([], ["data.workers: one processor"])
-    slow = "layout.precision=bf16: a matrix product takes 55 times as long as in fp32 here"
-    assert found["precision"] == ([], [slow, "layout.precision=fp16: for GPUs"])
-    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 0.5)
-    assert RUNGS[1].tries(NAIVE, asked)[0] == [{"layout.precision": "bf16"}]
-    assert found["padding to the longest"] == ([], ["all samples have one length"])
-    assert [keys["layout.micro_batch"] for keys in found["micro-batch"][0]] == [8, 4]
-    again = KERNEL.tries(rungs.with_keys(NAIVE, {"layout.attention": "sdpa"}), asked)
-    assert again == ([{"layout.attention": "chunked"}], ["layout.attention=sdpa: already set"])
-    asked.data_wait = 0.001
-    assert found != RUNGS[3].tries(NAIVE, asked) == ([], ["data.workers: a step waits 0.1% of its time for data"])
-
-
-def test_a_larger_micro_batch_where_the_share_did_not_fit(monkeypatch):
-    monkeypatch.setattr(rungs, "largest_micro_batch", lambda recipe, room, limit: 12)
-    small = rungs.with_keys(NAIVE, {"layout.micro_batch": 4})
-    rung = next(r for r in RUNGS if r.name == "micro-batch")
-    assert [keys["layout.micro_batch"] for keys in rung.tries(small, place())[0]] == [12, 2, 1]
-    rung = next(r for r in RUNGS if r.name == "checkpointing")
-    assert rung.tries(small, place())[0][2] == {"layout.checkpointing": "full", "layout.micro_batch": 12}
-    assert rung.tries(small, place("memory"))[0][2] == {"layout.checkpointing": "full"}
-
+from proof_cases import COPY, NAIVE  # noqa: E402
 
 # ------------------------------------------------------------ with the harness
 
@@ -164,12 +45,12 @@ def taken(monkeypatch):
         if len(seen) == getattr(take, "stop_at", None):
             raise KeyboardInterrupt
         seen.append((folder.name, c.name, number))
-        return study.Sample(number, ranks=[fake(c.recipe)], took=1.0)
+        return study_store.Sample(number, ranks=[fake(c.recipe)], elapsed=1.0)
 
-    monkeypatch.setattr(study, "take", take)
-    monkeypatch.setattr(study, "planned", lambda *_: ([], {}))
+    monkeypatch.setattr(harness, "measure", take)
+    monkeypatch.setattr(harness, "planned", lambda *_: ([], {}))
     monkeypatch.setattr(ladder, "largest_micro_batch", lambda recipe, room: 16)
-    monkeypatch.setattr(rungs, "slower_in_bf16", lambda: 1.0)  # else two starts may find other rungs
+    monkeypatch.setattr(optimizations, "slower_in_bf16", lambda: 1.0)  # else two starts may find other rungs
     seen.append(take)
     return seen
 
@@ -214,10 +95,10 @@ def test_mistakes_are_one_clear_line(arguments, said, capsys):
 
 
 def test_measured_for_real_sdpa_takes_less_memory_than_naive(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "start", lambda n, function, *args, log: [function(*args, World())])  # no process of its own: quick
+    monkeypatch.setattr(harness, "start", lambda n, function, *args, log: [function(*args, World())])  # no process of its own: quick
     long = recipes.load("copy-task", [*COPY[1:], "task.length=96", "model.seq_len=96", "layout.attention=naive"])
-    bench = Bench(tmp_path, "memory", steps=2, rounds=1, samples=32, say=lambda line: None)
-    monkeypatch.setattr(study, "planned", lambda *_: ([], {}))
+    bench = LadderBench(tmp_path, "memory", steps=2, rounds=1, samples=32, say=lambda line: None)
+    monkeypatch.setattr(harness, "planned", lambda *_: ([], {}))
     monkeypatch.setitem(ladder.PATIENCE, "memory", 0.0)  # one round of two steps says nothing of speed
     [f] = bench("01-attention", long, [{"layout.attention": "sdpa"}], True)
     assert f.failed is None and f.saved > 0.1 and f.loss < 1e-5 and f.ratio > 0 and f.first_call > 0
@@ -249,10 +130,10 @@ def written(kind: str, folder) -> list[str]:
 def test_every_kind_of_recipe_is_completed_from_its_data(kind, taken, tmp_path, monkeypatch, capsys):
     taken.pop()
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(ladder, "RUNGS", RUNGS[:1])
+    monkeypatch.setattr(ladder, "OPTIMIZATIONS", OPTIMIZATIONS[:1])
     monkeypatch.setattr(ladder, "largest_micro_batch", lambda recipe, room: models.count(recipe.model) and 16)  # raises where a size is not known
     (tmp_path / "data").mkdir()
-    fake = study.take
+    fake = harness.measure
     opened: set[str] = set()
 
     def take(made, c, number, folder):
@@ -260,28 +141,11 @@ def test_every_kind_of_recipe_is_completed_from_its_data(kind, taken, tmp_path, 
             opened.add(open_for(c.recipe, 1).recipe.name)  # with a limit on the samples, as the rounds are timed
         return fake(made, c, number, folder)
 
-    monkeypatch.setattr(study, "take", take)
+    monkeypatch.setattr(harness, "measure", take)
     small = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "layout.device=cpu", "layout.threads=1", "batch.samples=16", "batch.tokens=null"]
     code = main(["ladder", *written(kind, tmp_path / "data"), *small, "--steps", "1", "--rounds", "1", "--to", str(tmp_path / "ladder")])
     assert code == 0, capsys.readouterr().err
     assert opened and "layout.attention=sdpa" in capsys.readouterr().out.split("keys: ")[1]
-
-
-def test_a_folder_without_samples_is_free(tmp_path):
-    with study.claimed(tmp_path / "a", "ladder", {"digest": "one"}, {}):
-        (tmp_path / "a" / "once").mkdir()
-    file = tmp_path / "a" / "once" / study.SAMPLES
-    file.write_text(json.dumps({"name": "sample", "value": 0, "failed": "the first rung"}) + "\n")
-    with study.claimed(tmp_path / "a", "ladder", {"digest": "two"}, {}):
-        assert json.loads((tmp_path / "a" / "ladder.json").read_text()) == {"digest": "two"}
-    (tmp_path / "a" / "runs" / "first-1").mkdir(parents=True)
-    (tmp_path / "a" / "runs" / "first-1" / "recipe.yaml").touch()
-    with pytest.raises(UserError, match="holds another ladder"), study.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
-        pass  # a training was begun there
-    shutil.rmtree(tmp_path / "a" / "runs")
-    file.write_text(json.dumps({"name": "sample", "value": 1.0}) + "\n")
-    with pytest.raises(UserError, match="holds another ladder"), study.claimed(tmp_path / "a", "ladder", {"digest": "three"}, {}):
-        pass
 
 
 def test_nothing_breaks_inside_a_word_at_80_columns(monkeypatch, capsys):
@@ -290,13 +154,14 @@ def test_nothing_breaks_inside_a_word_at_80_columns(monkeypatch, capsys):
     monkeypatch.delenv("NO_COLOR", raising=False)
     long = {"layout.checkpointing": "selective", "layout.micro_batch": 12}
     found = [
-        Found("01-attention-kernel", {"layout.attention": "sdpa"}, 1234.5, 1.5, 1.49, 1.51, 8.61e8, 8.6e8, 1.2e9, 0.24, 2.2, 0.1, 1e-7, None, True, "faster"),
-        Found("07-checkpointing", long, 7.3, 0.87, 0.86, 0.87, verdict="refused: a loss is off by 1.0e-02, more than 1e-03; another is better by far"),
-        Found("04-loader", {}, verdict="left out: data.workers: a step waits 0.1% of its time for data, and so on"),
+        Trial("01-attention-kernel", {"layout.attention": "sdpa"}, 1234.5, 1.5, 1.49, 1.51, 8.61e8, 8.6e8, 1.2e9, 0.24, 2.2, 0.1, 1e-7, None, True, "faster"),
+        Trial("07-checkpointing", long, 7.3, 0.87, 0.86, 0.87, verdict="refused: a loss is off by 1.0e-02, more than 1e-03; another is better by far"),
+        Trial("04-loader", {}, verdict="left out: data.workers: a step waits 0.1% of its time for data, and so on"),
     ]
-    lines = [*ladder.table({"tensors": 8e8, "planned": 8e8, "process": 1e9}, found)]
-    lines += ladder.summary(found[0], {"tensors": 8e8}, found[0].keys, found, ["gradus", "train", "sst2-bert", "model.init=a folder", *long])
-    assert results.tell(iter(lines), False) == 0
+    start = Trial("00-first", {}, tensors=8e8, planned=8e8, process=1e9)
+    lines = [*ladder.table(start, found)]
+    lines += ladder.summary(found[0], start, Climbed(NAIVE, {}, found), found[0].keys, ["gradus", "train", "sst2-bert", "model.init=a folder", *long])
+    assert results.print_lines(iter(lines), False) == 0
     out = capsys.readouterr().out
     assert max(map(visible, out.splitlines())) <= 80
     assert "\x1b[32myes\x1b[0m" in out and "\x1b[31mno\x1b[0m" in out

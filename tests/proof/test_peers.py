@@ -12,8 +12,9 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.world import World
+from gradus.proof.runners import train_steps
 from gradus.proof.study_file import load
-from gradus.proof.timing import Window, peak_of_one_more, time_it, train_steps
+from gradus.proof.timing import Window, peak_of_one_more, time_it
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path[:0] = [str(FOLDER)]
@@ -43,7 +44,7 @@ def recipe_of(family: str, folder: Path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_peers_step_is_ours(family, tmp_path):
     recipe = recipe_of(family, tmp_path)
-    ours = train_steps(recipe, WINDOW, World())
+    ours = train_steps(recipe, {}, WINDOW, World())
     subject = peers.transformers_step(recipe, {})
     timed = time_it(subject, WINDOW)
     assert timed.losses == pytest.approx(ours.losses, rel=2e-5) and timed.samples == ours.samples
@@ -52,7 +53,7 @@ def test_a_peers_step_is_ours(family, tmp_path):
 
 def test_nanogpt_and_the_trainer_compute_the_same(tmp_path):
     recipe = recipe_of("gpt", tmp_path)
-    ours = train_steps(recipe, WINDOW, World())
+    ours = train_steps(recipe, {}, WINDOW, World())
     for runner in (peers.nanogpt_step, peers.trainer_step):
         assert time_it(runner(recipe, {}), WINDOW).losses == pytest.approx(ours.losses, rel=2e-5)
 

@@ -19,14 +19,11 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure.workers import uninterrupted
+from gradus.parallel.processes import uninterrupted
 from gradus.plan import batches, show
-from gradus.proof import predict, prove, room, study
-from gradus.proof.pairs import Pair, pairs, table
+from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
-from gradus.proof.prove import Proof, step_seconds
-from gradus.proof.room import changed, fix_of
-from gradus.recipe.schema import SGD
+from gradus.proof.prove import Proof, StepTime, TimeMark, step_seconds
 from gradus.rows import Row, read_rows
 from gradus.train import machine
 from gradus.train.run import train
@@ -65,12 +62,12 @@ def test_memory_of_the_third_step_is_what_the_plan_said(run):
     assert sum(parts) == seen["memory/allocated"]["value"], "the rest is the difference"
     n = sum(p.numel() for p in open_session(recipes.load("copy-task", **TINY)).build().parameters())
     assert seen["memory/weights"]["value"] == seen["memory/gradients"]["value"] == 4 * n
-    assert seen["time/step"]["median_of"] == 12 - prove.SETTLED and 0 < seen["time/step"]["fastest"] <= seen["time/step"]["value"]
+    assert seen["time/step"]["median_of"] == 12 - prove.FIRST_STEPS and 0 < seen["time/step"]["fastest"] <= seen["time/step"]["value"]
 
 
 def test_the_plan_is_of_the_largest_batch_and_of_this_machine(run):
     largest = {r["name"]: r for r in read_rows(run / "plan.jsonl") if not r.get("step")}
-    assert largest["memory/capacity"]["value"] == room.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
+    assert largest["memory/capacity"]["value"] == memory_budget.capacity(torch.device("cpu")) > largest["memory/process"]["value"]
     assert largest["memory/process"]["value"] - largest["memory/allocated"]["value"] > 5e7, "the process itself counts"
     assert all(r["kind"] == "predicted" for r in largest.values())
 
@@ -154,39 +151,6 @@ def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
 # ------------------------------------------------------------ what will not fit
 
 
-SMALL = {"model.n_layers": 1, "batch.samples": 12}
-
-
-@pytest.mark.slow
-def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys, monkeypatch):
-    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL}))
-    case = dataclasses.replace(predict.case_of(session), step=None, micro_batches=None)
-    needs = {k: need(case, k) for k in (7, 8, 12)}
-    assert needs[7] < needs[8] < needs[12]
-    monkeypatch.setattr(room, "capacity", lambda device: needs[8] - 1)
-    monkeypatch.setattr(machine, "resident", lambda: case.room.resident)
-    folder = tmp_path / "run"
-    arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1 and "Set layout.micro_batch=7, or start anyway with --force." in error
-    assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
-
-    assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
-    monkeypatch.setattr(predict, "refuse", lambda *_: "the plan needs more. Set something.")
-    assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
-    out = capsys.readouterr().out
-    assert "note: --force: the plan needs more" in out and "run folder" in out
-
-
-def need(case, k: int) -> int:
-    return predict.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k))).needed
-
-
-def with_micro(recipe, k: int):
-    return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": k})})
-
-
 def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatch):
     def fails(case):
         raise ZeroDivisionError("no such thing\nsecond line")
@@ -202,13 +166,6 @@ def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatc
 # ------------------------------------------------------------ which step
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, 2), (3, 3), (9, 3)])
-def test_the_measured_step_is_within_the_run(steps, measured):
-    session = open_session(recipes.load("copy-task", **{**TINY, "train.steps": steps, "schedule.warmup_steps": 0}))
-    number, micro_batches = predict.batches_of(session, (0, 0))
-    assert number == measured and (micro_batches is None) == (measured is None)
-
-
 def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypatch):
     seen, real = [], prove.memory_of_step
     monkeypatch.setattr(prove, "memory_of_step", lambda trainer, batches: seen.append(batches) or real(trainer, batches))
@@ -216,13 +173,6 @@ def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypa
     train(recipe, plan=Proof())
     expected = predict.batches_of(open_session(recipe), (0, 0))[1]
     assert torch.equal(seen[0][0]["source"], expected[0]["source"])
-
-
-def test_the_third_step_may_be_in_the_next_epoch():
-    session = open_session(recipes.load("copy-task", **TINY))  # four steps per epoch
-    (_, a), (_, b), (_, c) = (predict.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
-    assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
-    assert not torch.equal(a[0]["source"], c[0]["source"])
 
 
 def test_a_finished_run_that_is_resumed_keeps_its_proof(run, tmp_path, capsys):
@@ -284,70 +234,6 @@ def test_traffic_is_planned_and_counted_of_the_step_that_is_measured(tmp_path):
     assert said["traffic/send"]["value"] == pytest.approx(seen["traffic/send"]["value"], rel=0.001)
 
 
-@pytest.fixture
-def case():
-    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
-    case = predict.case_of(session)
-    return dataclasses.replace(case, room=dataclasses.replace(case.room, n=2, local=2, budget=500_000), step=None, micro_batches=None)
-
-
-def test_what_writes_weights_whole_needs_no_less_without_activations(case):
-    recipe = changed(case.recipe, model={"d_model": 128, "d_ff": 512, "n_layers": 6}, layout={"shard": 2})
-    for optimizer, writes in ((recipe.optimizer, False), (SGD(lr=0.1), True)):
-        found = predict.predict(dataclasses.replace(case, recipe=recipe.model_copy(update={"optimizer": optimizer})))
-        assert any("writes the best weights whole" in note for note in found.notes) == (found.least == found.needed) == writes
-
-
-@pytest.fixture
-def planner():
-    with Planner() as planner:
-        yield planner
-    assert not planner.process.is_alive()
-
-
-def test_a_refusal_comes_out_of_the_planning_process(case, planner):
-    found = planner.plan(case)
-    assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
-    for change, told in (
-        ({}, "Python and its libraries alone take"),
-        ({"resident": 0}, "Not even one sample fits: use a smaller model or"),
-        ({"target": "cuda"}, "Not even one sample fits: set layout.shard=N over N GPUs"),
-    ):
-        assert fix_of(case.recipe, dataclasses.replace(case.room, **change), least=10**6).startswith(told)
-
-
-@pytest.mark.slow
-def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
-    found = predict.predict(case)
-    monkeypatch.setattr(predict, "predict", lambda _: found)  # what is waited for is the fix alone
-    monkeypatch.setattr(predict, "fix_of", lambda *_: time.sleep(60))
-    with Planner() as planner:
-        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full." in planner.plan(case, 5.0).refusal
-
-
-def test_what_cannot_be_planned_says_why(case, planner):
-    wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
-    with pytest.raises(UserError, match="it cannot be traced"):
-        planner.plan(dataclasses.replace(case, recipe=wrong))
-
-
-def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
-    monkeypatch.setattr(predict, "predict", lambda case: time.sleep(60))
-    with Planner() as planner:
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match="not ready within 0 s"):
-            planner.plan(case, 0.2)
-        assert time.monotonic() - began < 2.0
-    with Planner() as planner:
-        os.kill(planner.process.pid, signal.SIGSTOP)  # it does not even read
-        with pytest.raises(TimeoutError, match="not ready"):
-            planner.plan(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
-    with Planner() as planner:
-        os.kill(planner.process.pid, signal.SIGKILL)
-        with pytest.raises(EOFError, match="the planning process ended"):
-            planner.plan(case, 5.0)
-
-
 def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
     """With several processes the wait is a part of layout.timeout; by oneself it is not."""
     asked = []
@@ -375,7 +261,7 @@ def test_an_interrupt_waits_for_the_end_of_a_trace():
 BEGUN = """
 import os, pathlib, signal, sys, time
 from multiprocessing import forkserver
-from gradus.measure import workers
+from gradus.parallel import processes
 
 def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
     ends = begin(fds)
@@ -387,7 +273,7 @@ def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
 
 forkserver.connect_to_new_process = connect
 try:
-    workers.start(2, print, log=pathlib.Path(sys.argv[1]))
+    processes.run_group(2, print, log=pathlib.Path(sys.argv[1]))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -437,36 +323,6 @@ def test_nothing_is_left_of_a_run_that_is_stopped_while_it_is_planned(processes,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def of_two(recipe, **more) -> study.Study:
-    return study.Study("two", [study.Configuration("2 processes", recipe, processes=2, **more)])
-
-
-def test_a_study_ends_its_planning_when_it_is_stopped(tmp_path, monkeypatch):
-    begun: list[Planner] = []
-
-    def interrupted(self, case):
-        begun.append(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Planner, "plan", interrupted)
-    monkeypatch.setattr(study, "start", lambda *args, **more: [10**8])
-    with pytest.raises(KeyboardInterrupt):
-        study.planned(of_two(recipes.load("copy-task", **TINY)), tmp_path, print)
-    assert len(begun) == 1 and not begun[0].process.is_alive()
-
-
-@pytest.mark.slow
-def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "capacity", lambda device: 1_000_000)
-    recipe, said = recipes.load("copy-task", **{**TINY, **SMALL}), []
-    _, refused = study.planned(of_two(recipe), tmp_path, said.append)
-    assert re.match(r"the plan needs .*start fewer on this host\.", refused["2 processes"])
-    assert study.planned(of_two(recipe), tmp_path, said.append)[1] == refused, "when it goes on, too"
-    (tmp_path / "plan.jsonl").unlink()
-    rows, refused = study.planned(of_two(recipe, force=True), tmp_path, said.append)
-    assert rows and not refused and said[-1].startswith("2 processes, plan: ")
-
-
 def left(session: int) -> list[int]:
     """The processes of a session, and of those that torchrun's agent gave sessions of their own, that live."""
     found = []
@@ -485,49 +341,26 @@ def left(session: int) -> list[int]:
 
 
 def test_times_without_the_first_steps_and_the_measured_one():
-    times = [(i, 1.0 if i <= 5 else 0.1 + 0.001 * i, 100) for i in range(1, 16)]
+    times = [StepTime(i, 1.0 if i <= 5 else 0.1 + 0.001 * i, 100) for i in range(1, 16)]
     middle, low, high, count = step_seconds(times, 0, 3)
     assert count == 10 and low == pytest.approx(0.106) and high == pytest.approx(0.115) and middle == pytest.approx(0.1105)
-    resumed = [(i + 40, s, n) for i, s, n in times]
+    resumed = [StepTime(i + 40, s, n) for i, s, n in times]
     assert step_seconds(resumed, 40, 3) == step_seconds(times, 0, 3)
-    assert step_seconds([(1, 0.5, 10), (2, 0.2, 10), (3, 9.0, 10)], 0, 3) == (0.2, 0.2, 0.2, 1)
+    assert step_seconds([StepTime(1, 0.5, 10), StepTime(2, 0.2, 10), StepTime(3, 9.0, 10)], 0, 3) == (0.2, 0.2, 0.2, 1)
     assert step_seconds([], 0, None) is None
 
 
 def test_of_steps_between_two_waits_the_mean_is_known():
     marks = [(40, 1.0, 100), (41, 1.5, 110), (41, 1.75, 110), (45, 3.75, 150)]
-    assert list(prove.times_of(marks)) == [(41, 0.5, 10.0), *((step, 0.5, 10.0) for step in (42, 43, 44, 45))]
+    assert list(prove.times_of([TimeMark(*mark) for mark in marks])) == [(41, 0.5, 10.0), *((step, 0.5, 10.0) for step in (42, 43, 44, 45))]
 
 
 def test_times_of_unequal_batches_are_those_like_the_measured_one():
-    times = [(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
+    times = [StepTime(i, 0.1 if i % 2 else 0.3, 100 if i % 2 else 300) for i in range(1, 20)]
     assert step_seconds(times, 0, 3)[0] == pytest.approx(0.1)
     assert step_seconds(times, 0, 4)[0] == pytest.approx(0.3)
-    alone = [(i, 0.01 * i, 10 * i) for i in range(1, 9)]  # no batch is like another, each token takes as long
+    alone = [StepTime(i, 0.01 * i, 10 * i) for i in range(1, 9)]  # no batch is like another, each token takes as long
     assert step_seconds(alone, 0, 3) == pytest.approx((0.03, 0.03, 0.03, 3))
-
-
-def test_what_was_not_measured_has_no_line():
-    predicted = [{"name": "memory/allocated", "value": 110.0, "unit": "bytes", "step": 3}, {"name": "energy/step", "value": 5.0, "unit": "J", "step": 3}]
-    found = pairs(predicted, [{"name": "memory/allocated", "value": 100.0, "unit": "bytes"}, {"name": "time/step", "value": 2.0, "unit": "s"}])
-    assert [f.name for f in found] == ["memory/allocated", "time/step"]
-    assert found[0].error == pytest.approx(0.1) and found[1].error is None and found[1].predicted is None
-    assert [line.split()[-1] for line in table(found)] == ["error", "+10.0%", "-"]
-    assert Pair("x", "s", 1.0, 0.0).error is None
-
-
-def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
-    """Of the largest batch 68 MB were said before the run; the step that was measured had a shorter one."""
-    promise = {"name": "memory/allocated", "value": 68e6, "unit": "bytes", "batch": "16 × 48 tokens"}
-    step = {"name": "memory/allocated", "value": 50e6, "unit": "bytes", "step": 3, "batch": "16 × 24 tokens"}
-    measured = [{"name": "memory/allocated", "value": 50e6, "unit": "bytes"}]
-    lines = [line.split("  ") for line in table(pairs([promise, step], measured))[1:]]
-    assert [[cell.strip() for cell in line if cell] for line in lines] == [
-        ["tensors at the peak (step 3: 16 × 24 tokens)", "50 MB", "50 MB", "+0.0%"],
-        ["tensors with the largest batch (16 × 48 tokens)", "68 MB", "-", "-"],
-    ]
-    alike = table(pairs([promise | {"value": 50e6}, step], measured))
-    assert len(alike) == 2 and "tokens" not in alike[1], "of one batch: one row"
 
 
 @pytest.mark.parametrize(
@@ -540,10 +373,6 @@ def test_the_promise_stands_beside_the_step_that_was_measured(tmp_path, capsys):
 )
 def test_a_batch_is_said_by_its_shape(batch, words):
     assert batches.described([{k: v[:1] for k, v in batch.items()}, batch]) == words
-
-
-def test_rows_of_the_largest_batch_are_not_proved_by_another():
-    assert pairs([{"name": "memory/allocated", "value": 9.0, "unit": "bytes"}], [{"name": "memory/allocated", "value": 5.0, "unit": "bytes"}]) == []
 
 
 def test_energy_counts_stretches_of_training_alone():
@@ -562,7 +391,7 @@ def test_energy_counts_stretches_of_training_alone():
     for step, evaluated in ((10, 0.0), (20, 0.0), (30, 2.0), (40, 2.0)):
         trainer.progress.step, seconds["evaluate"] = step, evaluated
         plan._read_meter(trainer)
-    assert plan.energy[:2] == [20.0, 20], "the stretch with an evaluation is left out"
+    assert (plan.energy.joules, plan.energy.steps) == (20.0, 20), "the stretch with an evaluation is left out"
 
 
 def test_unknown_run_folder():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import math
 import os
 import signal
 import statistics
@@ -15,16 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure import workers
+from gradus.parallel import processes
 from gradus.parallel.world import World
-from gradus.proof import scale, study, timing
+from gradus.proof import harness, scale, timing
 from gradus.rows import read_rows
 from gradus.train.schedule import learning_rate
 
@@ -100,7 +97,7 @@ def test_conditions_and_table(strong):
 
 def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
     folder, _, found = strong
-    monkeypatch.setattr(study, "start", lambda *args, **more: pytest.fail("measured twice"))
+    monkeypatch.setattr(harness, "start", lambda *args, **more: pytest.fail("measured twice"))
     _, rows = run(folder, "--processes", "1,2", "--steps", "4", "--warmup", "2", "--repeat", "1")
     again = {(r["name"], r["processes"]): r["value"] for r in rows if r["kind"] == "measured"}
     assert again == {key: r["value"] for key, r in found.items()}
@@ -151,7 +148,7 @@ def test_weak_has_the_rate_of_one_process_at_the_same_sample(name):
 
 def test_one_replica_leaves_out_what_replicas_do():
     r = tiny(**{"layout.replicate": "ddp", "layout.shard_optimizer": True})
-    one, two = (found.recipe.layout for found in scale.examine(r, [1, 2], weak=False, scale_lr=False))
+    one, two = (found.recipe.layout for found in scale.configurations_of(r, [1, 2], weak=False, scale_lr=False))
     assert (one.replicate, one.shard_optimizer) == ("auto", False) and (two.replicate, two.shard_optimizer) == ("ddp", True)
     assert (one.threads, two.threads) == (1, 1)
 
@@ -169,47 +166,12 @@ def test_parts_of_a_step():
     assert scale.parts_of(ranks) == pytest.approx({"computing": 6.5, "communication": 1.0, "waiting": 1.5, "data": 0.5, "other": 0.5})
     alone = [timed([1.0, 16.0, 2.0, 1.0], 20.0)]
     assert scale.parts_of(alone) == pytest.approx({"computing": 16.0, "communication": 0.0, "waiting": 0.0, "data": 1.0, "other": 3.0})
-    gone = scale.lost(ranks, alone)
+    gone = scale.losses(ranks, alone)
     assert gone == pytest.approx({"computing": -0.15, "communication": 0.1, "waiting": 0.15, "data": 0.0, "other": -0.1})
     gpu = timed([0.1, 0.0, 0.0, 0.0], 1.0, "cuda")
     assert scale.parts_of([gpu]) is None
     gpu.kernels = [0.6, 0.2]
     assert scale.parts_of([gpu]) == pytest.approx({"computing": 0.6, "communication": 0.2, "waiting": 0.0, "data": 0.1, "other": 0.1})
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
-def test_what_intervals_cover(starts_and_lengths):
-    intervals = [(a, a + n) for a, n in starts_and_lengths]
-    assert timing.covered(intervals) == len({i for a, b in intervals for i in range(a, b)})
-
-
-def test_a_gpu_communicates_alone_where_no_other_kernel_runs():
-    events = [("ncclDevKernel_AllReduce", 5.0, 25.0), ("gemm", 0.0, 10.0), ("gemm", 8.0, 15.0), ("ncclDevKernel_AllReduce", 40.0, 42.0)]
-    assert timing.by_kernel(events, steps=2) == pytest.approx([7.5e-6, 6e-6])
-
-
-def test_collectives_go_by_the_name_they_were_called_by():
-    events = [
-        ("c10d::_reduce_scatter_base_", 0.0, 5.0), ("c10d::allreduce_", 10.0, 11.0), ("c10d::broadcast_", 12.0, 13.0),
-        ("gloo:all_reduce", 30.0, 40.0), ("gloo:all_reduce", 20.0, 27.0), ("gloo:broadcast", 41.0, 44.0), ("aten::mm", 0.0, 50.0),
-    ]  # fmt: skip
-    found = timing.by_collective(events, steps=2)
-    assert {name: (calls, 1e6 * seconds) for name, (calls, seconds) in found.items()} == {
-        "all_reduce": (0.5, pytest.approx(5.0)), "broadcast": (0.5, pytest.approx(1.5)), "reduce_scatter": (0.5, pytest.approx(3.5)),
-    }  # fmt: skip
-
-
-def test_clocks_tell_computing_from_sleeping():
-    before = timing._now()
-    time.sleep(0.2)
-    slept = timing._now()
-    end = time.thread_time() + 0.1
-    while time.thread_time() < end:
-        math.sqrt(2.0)
-    worked = timing._now()
-    wall, processor, _ = (b - a for a, b in zip(before, slept))
-    assert wall >= 0.2 and processor < 0.1
-    assert worked[1] - slept[1] >= 0.1
 
 
 # ------------------------------------------------------------ mistakes
@@ -263,7 +225,7 @@ def failed(here):
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
     (tmp_path / "bad_workers.py").write_text(WORKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(workers, "GRACE", 3.0)
+    monkeypatch.setattr(processes, "GRACE", 3.0)
     bad = importlib.import_module("bad_workers")
     for function, kind, said in (
         (bad.mistaken, UserError, "^sample 3: no such file$"),
@@ -271,8 +233,8 @@ def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
         (bad.failed, RuntimeError, "rank 1 of 2(.|\n)*the cause"),
     ):
         with pytest.raises(kind, match=said):
-            workers.start(2, function, log=tmp_path / "log")
-    assert workers.start(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
+            processes.run_group(2, function, log=tmp_path / "log")
+    assert processes.run_group(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
 
 
 # ------------------------------------------------------------ no process is left

@@ -10,7 +10,9 @@ import pytest
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.proof import results
-from gradus.proof.study import Configuration, Notebook, Sample, Study, claimed, rows_of
+from gradus.proof.study import Configuration, Study
+from gradus.proof.study_rows import rows_of
+from gradus.proof.study_store import Sample, StudyStore, claimed
 from gradus.proof.timing import Timed
 from gradus.report import plots, studies, study_plots
 from gradus.report.blocks import Code, Table, Text
@@ -51,16 +53,16 @@ def harness(tmp_path_factory):
             made.append(Configuration(" · ".join(at.values()), recipes.load("copy-task", [f"layout.precision={precision}"]), at, processes=n))
     study = Study("pair", made, steps=2, rounds=2, against="fp32")
     with claimed(folder, "study", {"study": "pair"}, {"configurations": {c.name: c.describe() for c in made}}):
-        notebook = Notebook(study, folder)
+        store = StudyStore(study, folder)
         for k in (1, 2):
             for i, c in enumerate(made):
                 memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
                 timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
-                notebook.add(c, Sample(k, [timed] * c.processes, took=1.0))
-        notebook.add(made[-1], Sample(3, failed="the <memory> is full"))
-        notebook.file.close()
+                store.add(c, Sample(k, [timed] * c.processes, elapsed=1.0))
+        store.add(made[-1], Sample(3, failed="the <memory> is full"))
+        store.file.close()
     planned = [row("memory/allocated", 8_000_000, c.name, "bytes", kind="predicted") for c in made]
-    lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, notebook, [], {})]
+    lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, store, [], {})]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -30,6 +29,7 @@ from gradus.measure.hints import hints
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed
+from gradus.patch import replaced
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.loop import Trainer
@@ -140,7 +140,7 @@ def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
             mark(after)
             return result
 
-        return mock.patch.object(owner, name, marked)
+        return replaced(owner, name, marked)
 
     with (
         marking(trainer.task, "losses", "forward", before="ready"),

@@ -17,6 +17,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
 from gradus.models.weights import checksums
+from gradus.patch import replaced
 from gradus.recipe import schema
 
 if TYPE_CHECKING:  # a configuration is read without torch
@@ -57,8 +58,6 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu", seed: 
 def _undrawn() -> Iterator[None]:
     """PyTorch's own initial values are not drawn where there is no memory: the family's are, later (`values.drawn`).
     Modules that another thread makes meanwhile, with memory, are not touched."""
-    from unittest import mock
-
     from torch import nn
 
     def unless_meta(draw: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
@@ -66,7 +65,7 @@ def _undrawn() -> Iterator[None]:
 
     with ExitStack() as stack:
         for kind in (nn.Linear, nn.Embedding):
-            stack.enter_context(mock.patch.object(kind, "reset_parameters", unless_meta(kind.reset_parameters)))
+            stack.enter_context(replaced(kind, "reset_parameters", unless_meta(kind.reset_parameters)))
         yield
 
 

@@ -18,7 +18,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradus.errors import UserError
 from gradus.parallel import replicate
 from gradus.parallel.world import World
+from gradus.patch import replaced
 from gradus.recipe.schema import Layout
 from gradus.torch_private import (
     FakeTensor,
@@ -39,8 +39,6 @@ from gradus.torch_private import (
     shape_votes,
     unset_fake_temporarily,
 )
-
-replaced = mock.patch.object  # (owner, name, new): while a block lasts
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from gradus import models
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward, MixtureOfExperts
 from gradus.models.decoding import Steps
 from gradus.models.family import Family
-from gradus.parallel.fake import replaced
 from gradus.parallel.mesh import Mesh
+from gradus.patch import replaced
 from gradus.plan.passes import Pass, Usage, active_elements
 from gradus.plan.profiles import block_kinds
 from gradus.plan.trace import Recorder

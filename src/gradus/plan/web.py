@@ -41,11 +41,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradus import hardware, limits
 from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
+from gradus.parallel.processes import Fault, Pool
 from gradus.plan import answer as answers
 from gradus.plan.answer import Answer, Request, pinned
 from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
-from gradus.plan.workers import Fault, Workers
 from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, EXAMPLE, PRESETS
 from gradus.recipe.schema import Layout
@@ -242,7 +242,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, started: Request | None, planner: Any):
-        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Workers(), threading.Lock()
+        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Pool(), threading.Lock()
         self.run = self.run_alone if planner else self.workers.run
         self.address_family = _family(host)
         super().__init__((host, port), Handler)

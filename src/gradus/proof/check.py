@@ -1,7 +1,7 @@
-"""Before spending: what usually goes wrong, looked at in half a minute on the real data, the real model and the real step.
+"""Before spending: what usually goes wrong, checked in half a minute on the real data, model and step.
 
-Every line passes, fails with a hint, or is skipped with the reason: also where its time was up before it could tell. One model and one
-batch of a few samples serve all lines. A layout of several processes is looked at by one, but for its memory.
+Every line passes, fails with a hint, or is skipped with the reason: also where its time was up before it could tell.
+One model and one batch of a few samples serve all lines. One process checks a layout of several, but for its memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -29,13 +28,14 @@ from gradus.hardware.tables import fold
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
-from gradus.measure.workers import uninterrupted
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
+from gradus.parallel.processes import uninterrupted
+from gradus.patch import replaced
 from gradus.plan.batches import task_without_data
+from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import case_of, predict
 from gradus.proof.results import width
-from gradus.proof.room import changed, fix_of
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
@@ -46,16 +46,17 @@ from gradus.train.session import Session, open_for, open_session
 TARGETS = {"label", "labels", "targets"}
 NAMES = ("data", "vocabulary", "memory", "shapes", "start", "gradients", "attention", "lengths", "overfit", "loader")
 READ, READING = 64, 3.0  # samples of a split that are read, evenly spread; s for them
-FEW, FEWEST = 4, 2  # samples of the batch that is looked at and overfitted; where its steps are slow
+FEW, FEWEST = 4, 2  # samples of the batch that is checked and overfitted; where its steps are slow
 STEPS, RAMP = 100, 10  # optimizer steps for that at most, the first ones with a rising learning rate
 LEAST, SECONDS = 20, 8.0  # steps from which one that learns is known from one that does not; s for all
-FALL, STILL = 2.0, 1.05  # factor by which the loss, less what label smoothing leaves, must fall; by which it has hardly fallen
-SLOW = 1.5  # s of a forward pass of the few samples, beyond which fewer are looked at
+FALL = 2.0  # factor by which the loss, less what label smoothing leaves, must fall
+HARDLY = 1.05  # factor by which it has hardly fallen
+SLOW = 1.5  # s of a forward pass of the few samples, beyond which fewer are checked
 STEP, TIMES = 2.0, 9  # s in which steps are timed for the loader (of a longer step a part is); how many at most
 LARGE = 1e3  # norm of a parameter's gradient: of a mean loss over a batch it is about 1 or less at the start
 ONE = 0.01  # how far from one a row of attention weights may sum: bf16 has three digits
 NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger of a share of it, and nats
-WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s of it that are never too many (see `loader`)
+WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s that are never too many
 WRONG_IDS = "Leave model.vocab_size out (the tokenizer sets it), or use the tokenizer that goes with the weights."
 WRONG_LABELS = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
 LOADER, ROUNDS = 1.5, 5  # s for which the loader is timed; in so many rounds, whose median counts
@@ -72,17 +73,19 @@ class Line:
 
     def row(self, recipe: Recipe) -> Row:
         verdict = {None: "skipped", True: "pass", False: "fail"}[self.ok]
-        return Row(f"check/{self.name}", verdict, "", None, {"found": self.text, "hint": self.hint or None, "recipe": recipe.name})
+        about = {"found": self.text, "hint": self.hint or None, "recipe": recipe.name}
+        return Row(f"check/{self.name}", verdict, "", None, about)
 
     def __str__(self) -> str:
         word = {None: "skip", True: colour("pass", "green"), False: colour("FAIL", "red")}[self.ok]
         head = f"      {'':12} "
-        lines = [line for text in (self.text, self.hint) if text for line in fold(text.replace("\n", " "), 0, width() - len(head))]
+        texts = (text.replace("\n", " ") for text in (self.text, self.hint) if text)
+        lines = (line for text in texts for line in fold(text, 0, width() - len(head)))
         return f"{word}  {self.name:12} " + f"\n{head}".join(lines)
 
 
 class Wrong(Exception):
-    """A check that fails: (what was found, the hint)."""
+    """A check that fails: (why, the hint)."""
 
     ok = False
 
@@ -95,13 +98,14 @@ class Skip(Exception):
 
 def check(recipe: Recipe, as_json: bool = False) -> int:
     """`gradus check RECIPE`: prints the lines; returns 1 if any failed."""
-    began, found = time.perf_counter(), {True: 0, False: 0, None: 0}
+    began, counts = time.perf_counter(), {True: 0, False: 0, None: 0}
     for line in checks(recipe):
-        found[line.ok] += 1
+        counts[line.ok] += 1
         print(line.row(recipe).json() if as_json else line, flush=True)
     if not as_json:
-        print(f"\n{found[True]} passed, {found[False]} failed, {found[None]} skipped in {time.perf_counter() - began:.0f} s")
-    return 1 if found[False] else 0
+        seconds = time.perf_counter() - began
+        print(f"\n{counts[True]} passed, {counts[False]} failed, {counts[None]} skipped in {seconds:.0f} s")
+    return 1 if counts[False] else 0
 
 
 def checks(recipe: Recipe) -> Iterator[Line]:
@@ -111,9 +115,9 @@ def checks(recipe: Recipe) -> Iterator[Line]:
     except UserError as e:
         yield Line("recipe", False, str(e))
         return
-    looked = Looked(session, recipe)
+    session_checks = SessionChecks(session, recipe)
     for name in NAMES:
-        yield run(name, getattr(looked, name))
+        yield run(name, getattr(session_checks, name))
 
 
 def run(name: str, function: Callable[[], str]) -> Line:
@@ -128,11 +132,12 @@ def run(name: str, function: Callable[[], str]) -> Line:
         return Line(name, False, f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"[:300])
 
 
-class Looked:
-    """A session under examination. Each check returns what it found, or raises Wrong or Skip."""
+class SessionChecks:
+    """The checks of a session. Each returns its finding, or raises Wrong or Skip. original: the recipe as the user has
+    it; the session's is of one process."""
 
-    def __init__(self, session: Session, asked: Recipe):
-        self.session, self.asked = session, asked
+    def __init__(self, session: Session, original: Recipe):
+        self.session, self.original = session, original
         self.recipe, self.task, self.few, self.too_large = session.recipe, session.task, FEW, False
         self.losses: list[float] = []  # of the steps on these few samples
         self.seconds = 0.0  # of the latest one
@@ -141,7 +146,7 @@ class Looked:
 
     @functools.cached_property
     def trainer(self) -> Trainer:
-        """The model and its optimizer, in one piece, without dropout: what is learnt from must stay the same."""
+        """The model and its optimizer, in one piece, without dropout: every step must learn from the same."""
         if self.too_large:
             raise Skip("the model alone does not fit here")
         r = changed(self.recipe, layout={"micro_batch": None, "compile": "none"}, data={"workers": 0})
@@ -156,25 +161,28 @@ class Looked:
     @functools.cached_property
     def collated(self) -> dict[str, Any]:
         """The first few training samples, without augmentation."""
-        return self.task.collate([self.prepared("train", i) for i in range(min(self.few, len(self.task.splits["train"])))])
+        n = min(self.few, len(self.task.splits["train"]))
+        return self.task.collate([self.prepared("train", i) for i in range(n)])
 
     @property
     def batch(self) -> dict[str, Any]:
         """The same on the device and in the weights' own type."""
-        return self.placed(self.collated)
+        return self.to_device(self.collated)
 
-    def placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return self.session.precision.cast_batch(self.task.to_device(batch, self.session.device))
 
     def prepared(self, split: str, i: int, training: bool = False) -> dict[str, Any]:
-        sample, prepare = self.task.splits[split][i], self.task.prepare if training else self.task.prepare_evaluation
+        sample = self.task.splits[split][i]
+        prepare = self.task.prepare if training else self.task.prepare_evaluation
         return sample if prepare is None else prepare(sample, sample_rng(self.recipe.train.seed, 0, i))
 
     def spread(self, split: str) -> Iterator[int]:
-        """Places of samples, evenly spread and in no order, so that those read in the time that there is are spread too."""
-        places = np.unique(np.linspace(0, len(self.task.splits[split]) - 1, READ).astype(int))
+        """Indices of samples, evenly spread and in no order, so that those read in the time that there is are spread
+        too."""
+        indices = np.unique(np.linspace(0, len(self.task.splits[split]) - 1, READ).astype(int))
         end = time.perf_counter() + READING
-        for i in np.random.default_rng(0).permutation(places).tolist():
+        for i in np.random.default_rng(0).permutation(indices).tolist():
             yield i
             if time.perf_counter() > end:
                 return
@@ -189,7 +197,7 @@ class Looked:
         self.seconds = time.perf_counter() - began
 
     def fewer(self, slow: bool) -> bool:
-        """From now on fewer samples, where that is slow and possible. Returns whether it is so from now on."""
+        """From now on fewer samples, where that is slow and possible. Returns whether that is so."""
         slow = slow and self.few > FEWEST
         if slow:
             self.few = FEWEST
@@ -223,7 +231,7 @@ class Looked:
 
     def data(self) -> str:
         """Samples of every split are read and made into batches; empty and constant ones are counted."""
-        told, empty = [], []
+        counts, empty = [], []
         for split, data in self.task.splits.items():
             if len(data) == 0:
                 raise Wrong(f"{split} is empty", "Look at data.path and the names of its files.")
@@ -235,16 +243,18 @@ class Looked:
                     else:
                         self.task.collate([self.prepared(split, i, training=split == "train")])
                 except Exception as e:
-                    raise Wrong(f"{split}, sample {i}: {type(e).__name__}: {e}"[:200], "Remove or repair that sample.") from None
-            told.append(f"{split} {read:,} of {len(data):,}")
+                    text = f"{split}, sample {i}: {type(e).__name__}: {e}"
+                    raise Wrong(text[:200], "Remove or repair that sample.") from None
+            counts.append(f"{split} {read:,} of {len(data):,}")
         if empty:
-            raise Wrong(f"{len(empty)} samples are empty or blank: {', '.join(empty[:5])}", "Remove them: they teach nothing.")
-        return f"read {', '.join(told)}; none empty, none corrupt"
+            text = f"{len(empty)} samples are empty or blank: {', '.join(empty[:5])}"
+            raise Wrong(text, "Remove them: they teach nothing.")
+        return f"read {', '.join(counts)}; none empty, none corrupt"
 
     def vocabulary(self) -> str:
         """Every id that goes in has an embedding; every target has a logit."""
         m, top = self.recipe.model, {}
-        limits = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.reads == "text" else {}
+        limits = {"ids": m.vocab_size, "source": m.vocab_size, "target": self.classes()} if m.reads != "images" else {}
         limits |= dict.fromkeys(TARGETS, self.classes())
         for i in self.spread("train"):
             for key, value in self.task.collate([self.prepared("train", i)]).items():
@@ -254,47 +264,55 @@ class Looked:
                 low, high = int(counted.min()), int(counted.max())
                 top[key] = max(top.get(key, 0), high)
                 if low < 0 or high >= limits[key]:
-                    have, hint = f"the vocabulary has {limits[key]}", WRONG_IDS
+                    limit, hint = f"the vocabulary has {limits[key]}", WRONG_IDS
                     if key in TARGETS:
-                        have, hint = f"there are {limits[key]} classes", WRONG_LABELS
-                    raise Wrong(f"sample {i}: {key} {low} to {high}, {have}", hint)
+                        limit, hint = f"there are {limits[key]} classes", WRONG_LABELS
+                    raise Wrong(f"sample {i}: {key} {low} to {high}, {limit}", hint)
         if not top.keys() & TARGETS:
-            raise Wrong("no sample has a target", "Look at data.max_len and the data's labels: nothing would be learned.")
-        inside = "".join(f"{key} up to {most:,} of {limits[key]:,}; " for key, most in top.items() if key not in TARGETS)
-        return f"{inside}targets up to {max(most for key, most in top.items() if key in TARGETS):,} of {self.classes():,}"
+            hint = "Look at data.max_len and the data's labels: nothing would be learned."
+            raise Wrong("no sample has a target", hint)
+        inputs = "".join(f"{key} up to {n:,} of {limits[key]:,}; " for key, n in top.items() if key not in TARGETS)
+        top_target = max(n for key, n in top.items() if key in TARGETS)
+        return f"{inputs}targets up to {top_target:,} of {self.classes():,}"
 
     def memory(self) -> str:
-        """What the plan says of the largest batch."""
-        session = open_for(self.asked) if needed(self.asked.layout) > 1 else self.session
+        """The plan of the largest batch."""
+        session = open_for(self.original) if needed(self.original.layout) > 1 else self.session
         case = dataclasses.replace(case_of(session), step=None)
         with uninterrupted():
-            found = predict(case)
-        if found.refusal:
-            self.too_large = found.least > case.room.budget
-            raise Wrong(found.refusal.partition(". ")[0], fix_of(case.recipe, case.room, found.least) + ".")
-        return found.line.removeprefix("plan: ")
+            plan = predict(case)
+        if plan.refusal:
+            self.too_large = plan.least > case.budget.available
+            fix = suggested_fix(case.recipe, case.budget, plan.least)
+            raise Wrong(plan.refusal.partition(". ")[0], fix + ".")
+        return plan.line.removeprefix("plan: ")
 
     @functools.cached_property
     def first(self) -> tuple[tuple[int, ...], dict[str, Tensor], dict[str, int]]:
-        """(shape of the logits, sums of the losses, counts of their targets) of the batch, by the model as it was built."""
-        seen: list[Tensor] = []
+        """(shape of the logits, sums of the losses, counts of their targets) of the batch, by the new model."""
+        logits: list[Tensor] = []
         counts, began = self.collated["counts"], time.perf_counter()
-        hook = self.model.register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
-        with hook, torch.no_grad():
+
+        def keep_logits(module: nn.Module, args: Any, out: Any) -> None:
+            logits.append(out[0] if isinstance(out, tuple) else out)
+
+        with self.model.register_forward_hook(keep_logits), torch.no_grad():
             sums = self.sums(self.batch)
         self.fewer(time.perf_counter() - began > SLOW)
-        return tuple(seen[-1].shape), sums, counts
+        return tuple(logits[-1].shape), sums, counts
 
     def shapes(self) -> str:
         """One batch through the model: logits with the right last dimension, and one finite loss."""
-        given = ", ".join(f"{k} {tuple(v.shape)}" for k, v in self.collated.items() if isinstance(v, Tensor))
+        inputs = ", ".join(f"{k} {tuple(v.shape)}" for k, v in self.collated.items() if isinstance(v, Tensor))
         logits, sums, _ = self.first
         loss = sum(sums.values())
-        text = f"{given} → logits {logits}"
+        text = f"{inputs} → logits {logits}"
         if logits[-1] != self.classes():
-            raise Wrong(f"{text}, but there are {self.classes()} classes", "Head and task do not agree: look at model.head and task.name.")
+            hint = "Head and task do not agree: look at model.head and task.name."
+            raise Wrong(f"{text}, but there are {self.classes()} classes", hint)
         if loss.dim() or not torch.isfinite(loss):
-            raise Wrong(f"{text}; the loss is {loss.tolist()}", "Is a value of the data not finite? Or use layout.precision=fp32.")
+            hint = "Is a value of the data not finite? Or use layout.precision=fp32."
+            raise Wrong(f"{text}; the loss is {loss.tolist()}", hint)
         return text
 
     def start(self) -> str:
@@ -307,13 +325,15 @@ class Looked:
         allowed = max(NEAR[0] * even, NEAR[1])
         text = f"loss {loss:.3f}, ln({self.classes():,}) is {even:.3f}; at most {allowed:.3g} apart"
         if not abs(loss - even) <= allowed:
-            raise Wrong(text, "The initialisation is too large, or targets leak: the model must not see what it is to predict.")
+            leak = "targets leak: the model must not see what it is to predict"
+            raise Wrong(text, f"The initialisation is too large, or {leak}.")
         return text
 
     def gradients(self) -> str:
         """A backward pass: every parameter has a gradient that is finite, not zero and not huge.
 
-        A head of zeros, as ViT's, lets nothing through at first: what is zero then is looked at again after two steps of the optimizer.
+        A head of zeros lets nothing through at first: zero gradients are checked again after two steps of the
+        optimizer.
         """
         (norms, without, frozen), after = self.norms(), ""
         if any(norm == 0 for norm in norms.values()):
@@ -321,18 +341,21 @@ class Looked:
             self.learn()
             norms, after = self.norms()[0], ", after two steps"
         # a bias of the keys adds the same to all scores of a query, which softmax does not see
-        seen = {name: norm for name, norm in norms.items() if norm or not name.endswith("to_k.bias")}
-        told = {
-            "not finite": [n for n, norm in seen.items() if not math.isfinite(norm)],
-            f"above {LARGE:g}": [n for n, norm in seen.items() if LARGE < norm < math.inf],
-            "zero": [n for n, norm in seen.items() if norm == 0], "none": without, "frozen": frozen,
-        }  # fmt: skip
-        bad = {what: names for what, names in told.items() if names}
+        counted = {name: norm for name, norm in norms.items() if norm or not name.endswith("to_k.bias")}
+        names_by_fault = {
+            "not finite": [name for name, norm in counted.items() if not math.isfinite(norm)],
+            f"above {LARGE:g}": [name for name, norm in counted.items() if LARGE < norm < math.inf],
+            "zero": [name for name, norm in counted.items() if norm == 0],
+            "none": without,
+            "frozen": frozen,
+        }
+        bad = {fault: names for fault, names in names_by_fault.items() if names}
         if bad:
-            text = "; ".join(f"{what}: {some(names)}" for what, names in bad.items())
-            huge = bad.keys() & {"not finite", f"above {LARGE:g}"}
-            hint = "Look at the data for huge values and at the initialisation; or try layout.precision=fp32."
-            raise Wrong(text + after, hint if huge else "These will not learn: is the layer used, and is requires_grad on?")
+            text = "; ".join(f"{fault}: {some(names)}" for fault, names in bad.items())
+            hint = "These will not learn: is the layer used, and is requires_grad on?"
+            if bad.keys() & {"not finite", f"above {LARGE:g}"}:
+                hint = "Look at the data for huge values and at the initialisation; or try layout.precision=fp32."
+            raise Wrong(text + after, hint)
         ranked = sorted((n for n in norms if not n.endswith("to_k.bias")), key=norms.get)
         ends = " to ".join(f"{norms[n]:.2g} ({n})" for n in (ranked[0], ranked[-1]))
         text = f"{len(norms)} parameters, norms {ends}, median {statistics.median(norms.values()):.2g}{after}"
@@ -348,24 +371,26 @@ class Looked:
         return norms, without, [name for name, p in named if not p.requires_grad]
 
     def attention(self) -> str:
-        """The weights of every query sum to one, by the textbook's kernel on a real batch; of one that may look nowhere, to zero."""
-        found: list[tuple[float, int, int]] = []  # of a call: how far from one at most, rows, those of them that may look nowhere
+        """The weights of every query sum to one, by the textbook's kernel on a real batch; of a fully masked one, to
+        zero."""
+        worst, rows, fully_masked = 0.0, 0, 0
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            nonlocal worst, rows, fully_masked
             out, weights = naive(*args, **kwargs)
             off = (weights.float().sum(-1) - 1).abs()
-            blind = (weights == 0).all(-1) & (kwargs.get("mask") is not None)
-            found.append((float(off.masked_fill(blind, 0.0).max().nan_to_num(math.inf)), off.numel(), int(blind.sum())))
+            masked = (weights == 0).all(-1) & (kwargs.get("mask") is not None)
+            worst = max(worst, float(off.masked_fill(masked, 0.0).max().nan_to_num(math.inf)))
+            rows, fully_masked = rows + off.numel(), fully_masked + int(masked.sum())
             return out, weights
 
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        with contextlib.ExitStack() as patched, torch.no_grad():
+        with contextlib.ExitStack() as kernels, torch.no_grad():
             for layer in layers:
-                patched.enter_context(mock.patch.object(layer, "kernel", kernel))
+                kernels.enter_context(replaced(layer, "kernel", kernel))
             self.loss()
-        worst, rows, nowhere = max(off for off, *_ in found), sum(n for _, n, _ in found), sum(n for *_, n in found)
         text = f"{rows:,} rows of weights in {len(layers)} layers, sums up to {worst:.1e} from one ({ONE:g} is allowed)"
-        text += f"; {nowhere:,} fully masked" * (nowhere > 0)
+        text += f"; {fully_masked:,} fully masked" * (fully_masked > 0)
         if not worst <= ONE:
             raise Wrong(text, "A mask or a bias is not finite, or the precision overflows: try layout.precision=fp32.")
         return text
@@ -380,15 +405,18 @@ class Looked:
         tried = [n for n in tried if n <= longest] or [longest]
         for n in tried:
             task = task_without_data(r, seq_len=n)
+            batch = self.to_device(task.collate([task.splits["train"][i] for i in range(2)]))
             with torch.no_grad():
-                loss = sum(self.sums(self.placed(task.collate([task.splits["train"][i] for i in range(2)])), task).values())
+                loss = sum(self.sums(batch, task).values())
             if not torch.isfinite(loss):
-                raise Wrong(f"{n} tokens: the loss is {float(loss)}", "Look at the positions and masks of short sequences.")
+                hint = "Look at the positions and masks of short sequences."
+                raise Wrong(f"{n} tokens: the loss is {float(loss)}", hint)
         return f"{', '.join(map(str, tried))} tokens: the loss is finite"
 
     def overfit(self) -> str:
         """A few samples by heart: the loss must fall by FALL."""
-        floor, losses = smoothed_floor(getattr(self.recipe.task, "label_smoothing", 0.0), self.classes()), self.losses
+        floor = smoothed_floor(getattr(self.recipe.task, "label_smoothing", 0.0), self.classes())
+        losses = self.losses
         end = time.perf_counter() + SECONDS
         while True:
             self.learn()
@@ -397,22 +425,24 @@ class Looked:
                 break
             if len(losses) == 2 and self.fewer(LEAST * self.seconds > SECONDS):
                 losses.clear()
-        text = f"{self.few} samples, {len(losses)} steps at learning rates up to {self.rate:.1e}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
+        steps = f"{self.few} samples, {len(losses)} steps at learning rates up to {self.rate:.1e}"
+        text = f"{steps}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
         text += f" (label smoothing leaves {floor:.3f})" * bool(floor)
         text += f"; it must fall to 1/{FALL:g}"
         if math.isfinite(losses[-1]) and fell >= FALL:
             return text
         if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
             raise Wrong(text, "The learning rate is too high: try optimizer.lr ten times smaller.")
-        if len(losses) >= STEPS or (len(losses) >= LEAST and fell < STILL):
+        if len(losses) >= STEPS or (len(losses) >= LEAST and fell < HARDLY):
             raise Wrong(text, "It hardly learns: optimizer.lr is too small, or targets do not belong to their inputs.")
-        raise Skip(f"{text}; not judged in {SECONDS:g} s", "Steps are slow here: watch the loss of the run's first steps.")
+        hint = "Steps are slow here: watch the loss of the run's first steps."
+        raise Skip(f"{text}; not judged in {SECONDS:g} s", hint)
 
     def loader(self) -> str:
         """Batches come as fast as steps take them.
 
-        It fails where more than WAIT of the time is waiting, and that is more than LITTLE a step: about so much does a batch take on its
-        way from a worker, and the noise of a busy machine make. Both speeds are medians.
+        It fails where more than WAIT of the time is waiting, and that is more than LITTLE for each step: about so much
+        does a batch take on its way from a worker, and the noise of a busy machine make. Both speeds are medians.
         """
         r = self.recipe
         step, samples, how = self.step_seconds()
@@ -420,8 +450,8 @@ class Looked:
         data = samples / speed
         wait = max(0.0, data - step) if workers else data
         share = wait / (step + wait)
-        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} samples of a step"
-        text += f" that takes {1e3 * step:,.0f} ms{how}"
+        text = f"{speed:,.0f} samples/s with data.workers={workers}: {1e3 * data:,.1f} ms for the {samples} samples"
+        text += f" of a step that takes {1e3 * step:,.0f} ms{how}"
         text += f"; {share:.0%} of the time is waiting, {WAIT:.0%} is allowed"
         if share <= WAIT:
             return text
@@ -437,7 +467,8 @@ class Looked:
             self.learn()
         if self.seconds > STEP:
             return self.seconds * len(indices) / self.few, len(indices), f" (by {self.few} of them, without dropout)"
-        part = min(len(indices), layout.micro_batch or len(indices), max(self.few, int(STEP * self.few / self.seconds)))
+        in_time = max(self.few, int(STEP * self.few / self.seconds))
+        part = min(len(indices), layout.micro_batch or len(indices), in_time)
         batch = self.task.collate([self.prepared("train", i, training=True) for i in indices[:part]])
         trainer.parallel.bare.train()
         times: list[float] = []
@@ -452,7 +483,8 @@ class Looked:
 
 
 def loader_speed(session: Session, seconds: float) -> float:
-    """Samples/s of the recipe's loader with nobody to train, what was fetched beforehand left out; about so many seconds in all."""
+    """Samples/s of the recipe's loader with nobody to train, in about so many seconds; the batches fetched beforehand
+    do not count."""
     data = session.recipe.data
     with contextlib.closing(session.loader(data)) as loader:
         steps = endless(loader)

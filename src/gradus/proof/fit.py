@@ -1,4 +1,5 @@
-"""The largest micro-batch that fits, found by the plan and confirmed by one step; and studies of micro-batches and of workers."""
+"""The largest micro-batch that fits, found by the plan and confirmed by one step; and studies of micro-batches and of
+workers."""
 
 from __future__ import annotations
 
@@ -11,18 +12,27 @@ from typing import Any
 from gradus import limits
 from gradus.errors import UserError
 from gradus.hardware.units import quantity
-from gradus.measure.workers import start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed
+from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.plan import batches
 from gradus.plan.engine import Memory
 from gradus.plan.show import size
 from gradus.proof import results
-from gradus.proof.measured import memory_of_step
+from gradus.proof.harness import run
+from gradus.proof.memory_budget import (
+    MemoryBudget,
+    budget_of,
+    changed,
+    largest_micro_batch,
+    local_batch,
+    suggested_fix,
+    with_micro_batch,
+)
 from gradus.proof.pairs import Pair, signed
-from gradus.proof.room import Room, changed, fix_of, largest_micro_batch, room_of, share_of, with_micro_batch
-from gradus.proof.study import Configuration, Study, run, steady
+from gradus.proof.step_memory import memory_of_step
+from gradus.proof.study import Configuration, Study, with_fixed_threads
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train import machine
@@ -31,46 +41,58 @@ from gradus.train.loop import Trainer
 from gradus.train.session import open_for, open_session
 
 TIMED, WARM_UP, ROUNDS = 8, 3, 3  # of a study: steps of a round, steps before them, rounds
-MOST = 2**16  # samples of a micro-batch that are asked for
+MOST = 2**16  # samples of a micro-batch that are tried
+SWEEP_COLUMNS = ("samples_per_s", "ratio", "time/step", "memory/allocated", "memory/process", "memory/device")
+WORKERS_COLUMNS = ("samples_per_s", "ratio", "data_wait")
 
 
 def fit(recipe: Recipe, args: Any) -> Iterator[str]:
     """`gradus fit RECIPE`. Yields what is printed. Raises UserError."""
-    asked = [word for word, value in (("--sweep", args.sweep), ("--workers", args.workers), ("--memory", args.memory)) if value is not None]
-    if len(asked) > 1:
-        raise UserError(f"{' and '.join(asked)} are different questions. Give one of them.")
+    options = {"--sweep": args.sweep, "--workers": args.workers, "--memory": args.memory}
+    questions = [option for option, value in options.items() if value is not None]
+    if len(questions) > 1:
+        raise UserError(f"{' and '.join(questions)} are different questions. Give one of them.")
     n = needed(recipe.layout)
     session = open_for(recipe, n)
     with tempfile.TemporaryDirectory() as folder:
-        if args.sweep is not None or args.workers is not None:
-            study, columns = sweep(session.recipe, n, args.sweep) if args.sweep is not None else workers(session.recipe, n, args.workers)
-            rows = run(study, Path(folder) / "study", results.quiet if args.json else results.say)
-            lines = ["", *results.lines([row.known() for row in rows], columns)]
+        if args.sweep is not None:
+            rows, lines = run_study(sweep(session.recipe, n, args.sweep), folder, SWEEP_COLUMNS, args.json)
+        elif args.workers is not None:
+            rows, lines = run_study(workers(session.recipe, n, args.workers), folder, WORKERS_COLUMNS, args.json)
         else:
-            room = room_of(session, local=n)
-            own = room.budget
+            budget = budget_of(session, local_processes=n)
+            capacity = budget.available
             if args.memory is not None:
-                room.budget = parse_size(args.memory)
-            rows, lines = largest(session.recipe, room, own, folder)
+                budget.available = parse_size(args.memory)
+            rows, lines = largest(session.recipe, budget, capacity, folder)
     yield from (row.json() for row in rows) if args.json else lines
 
 
-def sweep(recipe: Recipe, n: int, wanted: str) -> tuple[Study, Sequence[str]]:
-    """Speed and memory at every micro-batch, each a batch by itself, beside the plan; and the columns to show."""
-    every = limits.numbers(wanted, "--sweep", most=MOST)
-    made = [Configuration(f"micro-batch {k}", steady(with_micro_batch(recipe, k, n, 0), n), {"micro_batch": str(k)}, processes=n) for k in every]
-    return Study(f"{recipe.name}: micro-batches", made, TIMED, WARM_UP, ROUNDS), ("samples_per_s", "ratio", "time/step", "memory/allocated", "memory/process", "memory/device")
+def run_study(study: Study, folder: str, columns: Sequence[str], as_json: bool) -> tuple[list[Row], list[str]]:
+    rows = run(study, Path(folder) / "study", results.quiet if as_json else results.say)
+    return rows, ["", *results.lines([row.known() for row in rows], columns)]
 
 
-def workers(recipe: Recipe, n: int, wanted: str) -> tuple[Study, Sequence[str]]:
-    """Speed of the loader alone and of training with it, and the share of training that waits for data; and the columns to show."""
-    every = limits.numbers(wanted, "--workers", 0, limits.WORKERS)
-    made = [
-        Configuration(f"{k} workers · {what}", steady(changed(recipe, data={"workers": k}), n), {"workers": str(k), "what": what}, runner, n)
-        for k in every
-        for what, runner in (("loader alone", "loader"), ("training", "steps"))
-    ]
-    return Study(f"{recipe.name}: data.workers", made, TIMED, WARM_UP, ROUNDS, against=str(every[0]), plan=False), ("samples_per_s", "ratio", "data_wait")
+def sweep(recipe: Recipe, n: int, text: str) -> Study:
+    """Speed and memory at every micro-batch, each a batch by itself, beside the plan."""
+    configurations = []
+    for k in limits.numbers(text, "--sweep", most=MOST):
+        recipe_of_k = with_fixed_threads(with_micro_batch(recipe, k, n, 0), n)
+        configurations.append(Configuration(f"micro-batch {k}", recipe_of_k, {"micro_batch": str(k)}, processes=n))
+    return Study(f"{recipe.name}: micro-batches", configurations, TIMED, WARM_UP, ROUNDS)
+
+
+def workers(recipe: Recipe, n: int, text: str) -> Study:
+    """Speed of the loader alone and of training with it, and the share of training that waits for data."""
+    counts = limits.numbers(text, "--workers", 0, limits.WORKERS)
+    configurations = []
+    for k in counts:
+        recipe_of_k = with_fixed_threads(changed(recipe, data={"workers": k}), n)
+        for what, runner in (("loader alone", "loader"), ("training", "steps")):
+            at = {"workers": str(k), "what": what}
+            configurations.append(Configuration(f"{k} workers · {what}", recipe_of_k, at, runner, n))
+    name, base = f"{recipe.name}: data.workers", str(counts[0])
+    return Study(name, configurations, TIMED, WARM_UP, ROUNDS, against=base, plan=False)
 
 
 def parse_size(text: str) -> int:
@@ -78,101 +100,148 @@ def parse_size(text: str) -> int:
     try:
         return int(quantity(text, "bytes"))
     except ValueError as e:
-        raise UserError(f"--memory: {e} Write for example 8GiB (2^30 bytes each) or 8GB (10^9).") from None
+        example = "Write for example 8GiB (2^30 bytes each) or 8GB (10^9)."
+        raise UserError(f"--memory: {e} {example}") from None
 
 
 # ---------------------------------------------------------------- what is measured, in a process of its own
 
 
-def measured_step(recipe: Recipe, folder: str, here: World) -> dict[str, float]:
+def measured_step(recipe: Recipe, folder: str, world: World) -> dict[str, float]:
     """Bytes at the peak of one step of the largest batch, the optimizer's state there already.
 
-    need: of a GPU all that is taken of it; of a CPU the resident memory of the process, before the profiler that counts its tensors.
+    need: of a GPU all that is used of it; of a CPU the resident memory of the process, before the profiler that counts
+    its tensors.
     """
-    session = open_session(recipe, None, here)
-    before = machine.resident()
+    session = open_session(recipe, None, world)
+    resident = machine.resident()
     trainer = Trainer(session, session.lay_out(), Path(folder))
-    micro_batches = batches.micro_batches(session.recipe, here.size, task=session.task)
+    micro_batches = batches.micro_batches(session.recipe, world.size, task=session.task)
     for _ in range(2):
         trainer.step(micro_batches)
     process = peak_memory(session.device)
-    with memory_of_step(trainer, micro_batches) as found:
+    with memory_of_step(trainer, micro_batches) as memory:
         trainer.step(micro_batches)
-    return {**found, "resident": before, "need": found.get("device", process)}
+    return {**memory, "resident": resident, "need": memory.get("device", process)}
 
 
-def run_apart(n: int, function: Callable, recipe: Recipe, folder: str, *more: Any) -> dict[str, float] | str:
-    """The largest of what each process found, by name; where they did not come to an end, why."""
+def run_in_processes(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[str, float] | str:
+    """The largest value of all processes, by name; where they did not come to an end, why."""
     try:
-        found = start(n, function, recipe, folder, *more, log=Path(folder) / "log")
+        by_rank = run_group(n, function, recipe, folder, log=Path(folder) / "log")
     except UserError as e:
         return str(e)
-    return {key: max(f[key] for f in found) for key in found[0]}
+    return {key: max(values[key] for values in by_rank) for key in by_rank[0]}
 
 
 # ---------------------------------------------------------------- rows and lines
 
 
-def measures(memory: Memory, told: dict[str, float] | None, room: Room) -> list[Pair]:
-    """What of memory was planned, and measured: on a CPU the step's tensors and the process, of a GPU all that it shows."""
-    whole = Pair("device" if room.target == "cuda" else "process", "bytes", memory.device_total, told and told["need"])
-    return [whole] if room.target == "cuda" else [Pair("tensors", "bytes", memory.allocated, told and told["allocated"]), whole]
+def memory_pairs(memory: Memory, measured: dict[str, float] | None, budget: MemoryBudget) -> list[Pair]:
+    """Memory as planned, and as measured: on a CPU the step's tensors and the process, of a GPU all that it shows."""
+    need = measured and measured["need"]
+    if budget.target == "cuda":
+        return [Pair("device", "bytes", memory.device_total, need)]
+    tensors = Pair("tensors", "bytes", memory.allocated, measured and measured["allocated"])
+    return [tensors, Pair("process", "bytes", memory.device_total, need)]
 
 
-def said(found: Sequence[Pair]) -> str:
+def pairs_text(pairs: Sequence[Pair]) -> str:
     """'tensors 1 GB, process 2 GB' as planned, or as measured with the plan's error."""
-    words = (size(f.predicted) if f.measured is None else f"{size(f.measured)} (planned {signed(f.error)})" for f in found)
-    return ", ".join(f"{f.name} {text}" for f, text in zip(found, words))
+
+    def text(pair: Pair) -> str:
+        if pair.measured is None:
+            return f"{pair.name} {size(pair.predicted)}"
+        return f"{pair.name} {size(pair.measured)} (planned {signed(pair.error)})"
+
+    return ", ".join(map(text, pairs))
 
 
-def adder(rows: list[Row], recipe: Recipe, room: Room, **conditions: Any) -> Callable[..., None]:
-    """What adds to the rows one of this recipe: add("predicted" or "measured", name, value, unit, more conditions)."""
-    about = {"recipe": recipe.name, "device": room.target, "precision": recipe.layout.precision, "processes": room.n}
-    about |= {"resident": room.resident, **conditions}
+class Search:
+    """The largest micro-batch by the plan, and its rows. share: samples of a step that a process takes. most:
+    micro-batches beyond are not tried."""
 
-    def add(kind: str, name: str, value: float, unit: str, **more: Any) -> None:
-        rows.append(Row(f"fit/{name}", value, unit, None, {**about, **more, "kind": kind}))
+    def __init__(self, recipe: Recipe, budget: MemoryBudget):
+        self.recipe, self.budget = recipe, budget
+        self.rows: list[Row] = []
+        n, task = budget.processes, budget.task
+        self.share = self.most = local_batch(recipe, n, task)
+        if recipe.batch.samples is not None:
+            self.most = min(MOST, max(self.share, len(task.splits["train"]) // n))
+        self.memory = functools.cache(lambda k: budget.memory(self.recipe_of(k)))  # each micro-batch is traced once
 
-    return add
+    def recipe_of(self, k: int) -> Recipe:
+        return with_micro_batch(self.recipe, k, self.budget.processes, self.share)
+
+    def need(self, k: int) -> int:
+        return self.memory(k).device_total
+
+    def largest(self) -> int | None:
+        """None where not even one sample fits."""
+        micro_batch = largest_micro_batch(self.recipe, self.budget, self.share, self.need)
+        if micro_batch != self.share or self.most == self.share:
+            return micro_batch
+        limit = self.share  # double until it does not fit, so that nothing huge is traced for nothing
+        while limit < self.most and self.need(limit) <= self.budget.available:
+            limit = min(self.most, 2 * limit)
+        return largest_micro_batch(self.recipe, self.budget, limit, self.need)
+
+    def add(self, kind: str, name: str, value: float, unit: str, **more: Any) -> None:
+        """A row. kind: predicted or measured. more: conditions."""
+        budget = self.budget
+        about = {
+            "recipe": self.recipe.name, "device": budget.target, "precision": self.recipe.layout.precision,
+            "processes": budget.processes, "resident": budget.resident, "budget": budget.available,
+        }  # fmt: skip
+        self.rows.append(Row(f"fit/{name}", value, unit, None, {**about, **more, "kind": kind}))
+
+    def text(self, k: int, measured: dict[str, float] | None = None) -> str:
+        return pairs_text(memory_pairs(self.memory(k), measured, self.budget))
+
+    def line(self, k: int) -> str:
+        """The keys of micro-batch k, and what they need."""
+        share, available = self.share, self.budget.available
+        keys = f"batch.samples={self.recipe_of(k).batch.samples} " * (k > share) + f"layout.micro_batch={k}"
+        beyond = f" (more than its {share})" if k > share else " (its whole batch)" * (k == share)
+        spare = f"{size(available - self.need(k))} ({1 - self.need(k) / available:.1%}) to spare"
+        return f"{keys}{beyond}: {self.text(k)} of {size(available)} by the plan, {spare}; {self.traces} traces"
+
+    @property
+    def traces(self) -> int:
+        return self.memory.cache_info().currsize
 
 
-def largest(recipe: Recipe, room: Room, own: int, folder: str) -> tuple[list[Row], list[str]]:
-    share = share_of(recipe, room.n, room.task)
-    memory = functools.cache(lambda k: room.memory(with_micro_batch(recipe, k, room.n, share)))
+def largest(recipe: Recipe, budget: MemoryBudget, capacity: int, folder: str) -> tuple[list[Row], list[str]]:
+    """(rows, lines) of the largest micro-batch in the budget. capacity: bytes a process that this machine has, to
+    confirm it by one step."""
+    search = Search(recipe, budget)
+    micro_batch = search.largest()
+    if micro_batch is None:
+        search.add("predicted", "micro_batch", 0, "samples")
+        fix = suggested_fix(recipe, budget)
+        return search.rows, [f"not even one sample fits: {search.text(1)} of {size(budget.available)}. {fix}."]
+    memory = search.memory(micro_batch)
+    search.add("predicted", "micro_batch", micro_batch, "samples", traces=search.traces)
+    search.add("predicted", "need", memory.device_total, "bytes", micro_batch=micro_batch, peak=memory.allocated)
+    lines = [search.line(micro_batch)]
+    if micro_batch == search.most:
+        whole = "all the data" if search.most > search.share else "the recipe's whole batch"
+        lines.append(f"larger ones were not tried: this is {whole}")
+    if memory.device_total > capacity:
+        return search.rows, [*lines, f"not confirmed: this machine has {size(capacity)} per process"]
+    return search.rows, [*lines, confirm(search, micro_batch, folder)]
 
-    def need(k: int) -> int:
-        return memory(k).device_total
 
-    most = share if recipe.batch.samples is None else min(MOST, max(share, len(room.task.splits["train"]) // room.n))
-    found = largest_micro_batch(recipe, room, share, need)
-    if found == share and most > share:
-        limit = share  # double until it does not fit, so that nothing huge is traced for nothing
-        while limit < most and need(limit) <= room.budget:
-            limit = min(most, 2 * limit)
-        found = largest_micro_batch(recipe, room, limit, need)
-    rows: list[Row] = []
-    add = adder(rows, recipe, room, budget=room.budget)
-    if found is None:
-        add("predicted", "micro_batch", 0, "samples")
-        takes = f"{said(measures(memory(1), None, room))} of {size(room.budget)}"
-        return rows, [f"not even one sample fits: {takes}. {fix_of(recipe, room)}."]
-    traces, chosen, needs = memory.cache_info().currsize, with_micro_batch(recipe, found, room.n, share), need(found)
-    add("predicted", "micro_batch", found, "samples", traces=traces)
-    add("predicted", "need", needs, "bytes", micro_batch=found, peak=memory(found).allocated)
-    keys = f"batch.samples={chosen.batch.samples} " * (found > share) + f"layout.micro_batch={found}"
-    beyond = f" (more than its {share})" if found > share else " (its whole batch)" * (found == share)
-    spare = f"{size(room.budget - needs)} ({1 - needs / room.budget:.1%}) to spare"
-    lines = [f"{keys}{beyond}: {said(measures(memory(found), None, room))} of {size(room.budget)} by the plan, {spare}; {traces} traces"]
-    if found == most:
-        lines.append("larger ones were not tried: this is all the data" if most > share else "larger ones were not tried: this is the recipe's whole batch")
-    if needs > own:
-        return rows, [*lines, f"not confirmed: this machine has {size(own)} per process"]
-    check.validate(chosen, room.n)
-    told = run_apart(room.n, measured_step, chosen, folder)
-    if isinstance(told, str):
-        return rows, [*lines, f"NOT confirmed: one step of it failed: {told}"]
-    add("measured", "need", told["need"], "bytes", micro_batch=found, peak=told["allocated"], resident=told["resident"])
-    verdict, left = ("confirmed", "to spare") if told["need"] <= room.budget else ("did not fit: use a smaller one", "too much")
-    takes = f"{said(measures(memory(found), told, room))}, {size(abs(room.budget - told['need']))} {left}"
-    return rows, [*lines, f"{verdict} by one step: {takes}" if left == "to spare" else f"{verdict}: one step took {takes}"]
-
+def confirm(search: Search, micro_batch: int, folder: str) -> str:
+    """One step of that micro-batch: its row is added, its line returned."""
+    recipe, budget = search.recipe_of(micro_batch), search.budget
+    check.validate(recipe, budget.processes)
+    measured = run_in_processes(budget.processes, measured_step, recipe, folder)
+    if isinstance(measured, str):
+        return f"NOT confirmed: one step of it failed: {measured}"
+    need, more = measured["need"], {"peak": measured["allocated"], "resident": measured["resident"]}
+    search.add("measured", "need", need, "bytes", micro_batch=micro_batch, **more)
+    memory, difference = search.text(micro_batch, measured), size(abs(budget.available - need))
+    if need <= budget.available:
+        return f"confirmed by one step: {memory}, {difference} to spare"
+    return f"did not fit: use a smaller one: one step took {memory}, {difference} too much"

@@ -1,4 +1,4 @@
-"""What the plan says of a run before its first step: of its largest batch, and of the one step that will be measured."""
+"""The plan of a run before its first step: of its largest batch, and of the one step that will be measured."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradus.errors import UserError
 from gradus.hardware import Cluster
+from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
 from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
@@ -22,18 +23,18 @@ from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.plan.workers import Fault, Worker
-from gradus.proof.room import Room, fix_of, room_of, ways
+from gradus.proof.memory_budget import MemoryBudget, budget_of, data_parallel_size, suggested_fix
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.train.schedule import total_steps
 from gradus.train.session import Session
 
-MEASURED = 3  # step of a start that is measured: the first two set things up (DDP its buckets in the second)
+MEASURED_STEP = 3  # of a start: the first two set things up (DDP its buckets in the second)
 PATIENCE = 120.0  # s that a plan may take
 SMALLER = "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full"
 WHOLE = 16  # blocks × micro-batches up to which a step is traced whole
-STATE = ("weights", "gradients", "optimizer")  # told by name; the others only together, since measuring cannot tell them apart
+STATE = ("weights", "gradients", "optimizer")  # rows of their own; measuring cannot tell the other components apart
+TRACED = "traced: the module, optimizer and step under fake tensors"
 Batch = dict[str, Any]
 
 
@@ -42,13 +43,15 @@ class Case:
     """What a prediction needs: it may be made in another process."""
 
     recipe: Recipe  # resolved
-    room: Room
+    budget: MemoryBudget
     step: int | None  # of the start, that is measured
     micro_batches: list[Batch] | None  # of that step on rank 0
 
 
 @dataclasses.dataclass
 class Predicted:
+    """The plan of a case."""
+
     rows: list[Row]
     line: str
     notes: list[str]
@@ -57,103 +60,133 @@ class Predicted:
     refusal: str | None = None  # where it does not fit
 
 
-def case_of(session: Session, position: tuple[int, int] = (0, 0), local: int | None = None) -> Case:
+def case_of(session: Session, position: tuple[int, int] = (0, 0), local_processes: int | None = None) -> Case:
     """The case of a run that begins at `position` (epoch, step within it)."""
-    return Case(session.recipe, room_of(session, local), *batches_of(session, position))
+    return Case(session.recipe, budget_of(session, local_processes), *batches_of(session, position))
 
 
 def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None, list[Batch] | None]:
     """(the step of this start that will be measured, its micro-batches on rank 0)."""
-    loader, (epoch, at) = session.loader(), position
+    loader, (epoch, step) = session.loader(), position
     plan = loader.plan
-    passed = at + sum(len(plan.epoch(e)) for e in range(epoch)) if epoch < 100 else at + epoch * plan.steps_per_epoch
-    left = total_steps(session.recipe, plan) - passed
-    if left < 2:  # the first step of all finds no optimizer state yet
+    if epoch < 100:
+        steps_before = step + sum(len(plan.epoch(e)) for e in range(epoch))
+    else:
+        steps_before = step + epoch * plan.steps_per_epoch
+    steps_left = total_steps(session.recipe, plan) - steps_before
+    if steps_left < 2:  # the first step of all finds no optimizer state yet
         return None, None
-    number = min(MEASURED, left)
-    at += number - 1
-    while at >= (length := len(plan.epoch(epoch))):
-        epoch, at = epoch + 1, at - length
-    return number, next(loader.steps(epoch, at)).micro_batches
+    number = min(MEASURED_STEP, steps_left)
+    step += number - 1
+    while step >= (length := len(plan.epoch(epoch))):
+        epoch, step = epoch + 1, step - length
+    return number, next(loader.steps(epoch, step)).micro_batches
 
 
 def predict(case: Case) -> Predicted:
-    """The rows of the plan, without a step: of the largest batch; with one: of the step that will be measured. Raises UserError where the
-    plan cannot be made."""
-    r, room = case.recipe, case.room
-    largest = batches.micro_batches(r, room.n, task=room.task)
-    step = foresee(case) if case.micro_batches else None
-    same = step and room.target == "cpu" and r.layout.pipeline == 1 and shapes(largest) == shapes(case.micro_batches)
-    memory = step[0] if same else room.memory(r)
-    need, components, rank = memory.device_total, memory.components, memory.rank
-    of = {"of": "largest batch", "batch": batches.described(largest) + (f", rank {rank}" if rank else "")}
-    rows = [figure(f"memory/{name}", value, "bytes", source="traced", rank=rank, **of) for name, value in components.items()]
-    rows.append(figure("memory/allocated", memory.allocated, "bytes", "sum of the components", components, rank=rank, **of))
-    rows.append(figure("memory/reserved", memory.reserved, "bytes", "as the caching allocator rounds it", **of))
-    if room.target == "cuda":
-        rows.append(figure("memory/device", need, "bytes", "reserved + framework", **of))
-        most, sharing = f"reserved {size(memory.reserved)}, device {size(need)}", 1
-    else:
-        formula, given = memory.outside
-        rows.append(figure("memory/process", need, "bytes", f"allocated + {formula}", given, **of))
-        most, sharing = f"process {size(need)}", room.local
-    rows.append(figure("memory/capacity", room.budget * sharing, "bytes", source="this machine", processes=sharing))
-    line = f"plan: tensors {size(memory.allocated)}, {most} of {size(room.budget)}"
+    """The rows of the plan, without a step: of the largest batch; with one: of the step that will be measured. Raises
+    UserError where the plan cannot be made."""
+    recipe, budget = case.recipe, case.budget
+    largest = batches.micro_batches(recipe, budget.processes, task=budget.task)
+    step = predict_step(case) if case.micro_batches else None
+    one_process = budget.target == "cpu" and recipe.layout.pipeline == 1
+    same_plan = step and one_process and shapes(largest) == shapes(case.micro_batches)
+    memory = step[0] if same_plan else budget.memory(recipe)
+    need = memory.device_total
+    batch = batches.described(largest) + (f", rank {memory.rank}" if memory.rank else "")
+    rows = rows_of_largest(memory, budget, batch)
+    whole = f"reserved {size(memory.reserved)}, device" if budget.target == "cuda" else "process"
+    line = f"plan: tensors {size(memory.allocated)}, {whole} {size(need)} of {size(budget.available)}"
     if step:
         shape = batches.described(case.micro_batches)
         if step[0].allocated != memory.allocated:
-            line += f" with the largest batch ({of['batch']}); tensors {size(step[0].allocated)} in step {case.step} ({shape}), which is measured"
-        rows += step_rows(case, *step, shape)
-        found = {row.name: row.value for row in rows}
-        line += f"; {size(found['traffic/sent'])} sent per step" if found.get("traffic/sent") else ""
-        coarse = " (coarse: gradus calibrate)" if room.device and "coarse" in (room.device.measured or {}) else ""
-        alike = f" --threads {r.layout.threads}" if r.layout.threads else ""
-        line += f"; {duration(found['time/step'])} per step{coarse}" if "time/step" in found else f"; no time (gradus calibrate{alike})"
-    refusal = refuse(case, need) if 0 < room.budget < need else None
+            line += f" with the largest batch ({batch}); tensors {size(step[0].allocated)}"
+            line += f" in step {case.step} ({shape}), which is measured"
+        of_step = list(step_rows(case, *step, shape))
+        rows += of_step
+        line += cost_of_step(case, {row.name: row.value for row in of_step})
+    refusal = refusal_of(case, need) if 0 < budget.available < need else None
     writing = memory.outside[0] == engine.WRITING  # takes no activations
     least = need if writing else sum(memory.held.values()) + need - memory.allocated
     return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
 
 
+def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:
+    """The memory of a step of the largest batch."""
+    about, components = {"of": "largest batch", "batch": batch}, memory.components
+
+    def row(name: str, value: float, *how: Any, **conditions: Any) -> Row:
+        return figure(f"memory/{name}", value, "bytes", *how, **conditions)
+
+    rows = [row(name, value, source="traced", rank=memory.rank, **about) for name, value in components.items()]
+    rows.append(row("allocated", memory.allocated, "sum of the components", components, rank=memory.rank, **about))
+    rows.append(row("reserved", memory.reserved, "as the caching allocator rounds it", **about))
+    if budget.target == "cuda":
+        sharing = 1
+        rows.append(row("device", memory.device_total, "reserved + framework", **about))
+    else:
+        sharing, (formula, inputs) = budget.local_processes, memory.outside
+        rows.append(row("process", memory.device_total, f"allocated + {formula}", inputs, **about))
+    capacity = budget.available * sharing
+    return [*rows, row("capacity", capacity, source="this machine", processes=sharing)]
+
+
+def cost_of_step(case: Case, values: dict[str, Any]) -> str:
+    """The end of the plan's line: traffic and time of the measured step. values: of its rows, by name."""
+    device, threads = case.budget.device, case.recipe.layout.threads
+    text = f"; {size(values['traffic/sent'])} sent per step" if values.get("traffic/sent") else ""
+    if "time/step" in values:
+        coarse = " (coarse: gradus calibrate)" if "coarse" in (device.measured or {}) else ""
+        return f"{text}; {duration(values['time/step'])} per step{coarse}"
+    return f"{text}; no time (gradus calibrate{f' --threads {threads}' if threads else ''})"
+
+
 def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
-    """The plan is of training. An evaluation keeps nothing for a backward pass, so it takes less of as many samples; not of many more."""
-    r, room = case.recipe, case.room
-    evaluated = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // ways(r, room.n))
+    """The plan is of training. An evaluation keeps nothing for a backward pass, so it takes less of as many samples;
+    not of many more."""
+    recipe, budget = case.recipe, case.budget
+    training_share = -(-(recipe.batch.samples or 64) // data_parallel_size(recipe, budget.processes))
+    evaluated = recipe.evaluate.batch or recipe.layout.micro_batch or training_share
     trained = max(len(next(v for v in batch.values() if isinstance(v, Tensor))) for batch in largest)
-    if "valid" in room.task.splits and evaluated > 2 * trained:
-        yield f"an evaluation takes {evaluated} samples at a time (evaluate.batch), a step {trained}: what it needs is not in the plan"
+    if "valid" in budget.task.splits and evaluated > 2 * trained:
+        yield (
+            f"an evaluation takes {evaluated} samples at a time (evaluate.batch), a step {trained}: what it needs is "
+            "not in the plan"
+        )
 
 
 def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:
     return [{k: tuple(v.shape) for k, v in batch.items() if isinstance(v, Tensor)} for batch in micro_batches]
 
 
-def foresee(case: Case) -> tuple[Memory, Work]:
-    """Of rank 0 in the step that will be measured: traced whole where that is quick, else put together from profiles. Of tensors alone:
-    nothing is reserved beyond them, and nothing is noted."""
-    r, room, given = case.recipe, case.room, case.micro_batches
-    blocks = r.model.n_layers + (getattr(r.model, "n_decoder_layers", None) or 0)
-    if blocks * len(given) <= WHOLE:
-        t = trace_recipe(r, room.n, 0, target=room.target, task=room.task, micro_batches=given)
+def predict_step(case: Case) -> tuple[Memory, Work]:
+    """Of rank 0 in the step that will be measured: traced whole where that is quick, else composed from profiles. Of
+    tensors alone: nothing is reserved beyond them, and nothing is noted."""
+    recipe, budget, micro_batches = case.recipe, case.budget, case.micro_batches
+    n, target, task = budget.processes, budget.target, budget.task
+    blocks = recipe.model.n_layers + (getattr(recipe.model, "n_decoder_layers", None) or 0)
+    if blocks * len(micro_batches) <= WHOLE:
+        t = trace_recipe(recipe, n, 0, target=target, task=task, micro_batches=micro_batches)
         memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, [])
-        return memory if room.target == "cuda" else engine.with_process(memory, room.resident, r.layout), t.work
-    first = engine.processes(r, room.n, room.target, room.task, given)[0]
-    memory = engine.memory_of([first], room.resident)
+        return memory if target == "cuda" else engine.with_process(memory, budget.resident, recipe.layout), t.work
+    first = engine.processes(recipe, n, target, task, micro_batches)[0]
+    memory = engine.memory_of([first], budget.resident)
     return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work
 
 
 def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Row]:
-    """What one traced step tells of the step that will be measured, whose batch is of that shape: memory, traffic, time, energy."""
+    """Memory, traffic, time and energy of the step that will be measured, whose batch is of that shape."""
 
     def row(name: str, value: float, unit: str, formula: str = "", inputs: dict[str, Any] | None = None) -> Row:
-        made = figure(name, value, unit, formula, inputs, "traced: the module, optimizer and step under fake tensors", rank=0, batch=shape)
-        made.step = case.step
-        return made
+        row = figure(name, value, unit, formula, inputs, TRACED, rank=0, batch=shape)
+        row.step = case.step
+        return row
 
-    held, n, device = {name: memory.held[name] for name in STATE}, case.room.n, case.room.device
-    for name, value in held.items():
+    n, device = case.budget.processes, case.budget.device
+    state = {name: memory.held[name] for name in STATE}
+    for name, value in state.items():
         yield row(f"memory/{name}", value, "bytes")
-    rest = memory.allocated - sum(held.values())
+    rest = memory.allocated - sum(state.values())
     yield row("memory/rest", rest, "bytes", "allocated − weights − gradients − optimizer", memory.components)
     yield row("memory/allocated", memory.allocated, "bytes", "sum of the components at the peak", memory.components)
     if n > 1:
@@ -171,20 +204,21 @@ def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Ro
             yield row("energy/step", device.power * n * time.total, "J", "power × devices × time", inputs)
 
 
-def refuse(case: Case, needed: int, fix: str = SMALLER) -> str:
+def refusal_of(case: Case, needed: int, fix: str = SMALLER) -> str:
     """One line: what does not fit, and what would."""
-    room = case.room
-    device = "GPU" if room.target == "cuda" else "host" if room.local == 1 else f"host for each of its {room.local} processes"
-    return f"the plan needs {size(needed)} per process and the {device} has {size(room.budget)}. {fix}."
+    budget, n = case.budget, case.budget.local_processes
+    host = "host" if n == 1 else f"host for each of its {n} processes"
+    device = "GPU" if budget.target == "cuda" else host
+    return f"the plan needs {size(needed)} per process and the {device} has {size(budget.available)}. {fix}."
 
 
 # ---------------------------------------------------------------- a process of its own
 
 
 class Planner(Worker):
-    """A process in which a case is predicted: a trace makes a world of its own, which a process that has joined others cannot; it may be
-    interrupted and given up at any moment; and what it takes of memory is not the run's. Begun before the others are met, where Linux
-    lets it be a copy of this process."""
+    """A process in which a case is predicted: a trace makes a world of its own, which a process that has joined others
+    cannot; it may be interrupted and given up at any moment; and what it takes of memory is not the run's. It begins
+    before this process joins others, where Linux lets it be a copy of this process."""
 
     def __init__(self):
         super().__init__(fork=sys.platform == "linux")
@@ -196,20 +230,22 @@ class Planner(Worker):
         self.end()
 
     def plan(self, case: Case, seconds: float = PATIENCE) -> Predicted:
-        """Raises as `ask` where there is no answer in time. Where it does not fit and there is time, the refusal says what would."""
+        """The prediction. Raises as `ask` where there is no answer in time. Where it does not fit and there is time,
+        the refusal says what would."""
         end = time.monotonic() + seconds
-        found = self.ask(_predict_there, case, seconds)
-        if found.refusal:
+        predicted = self.ask(_predict_in_worker, case, seconds)
+        if predicted.refusal:
             with contextlib.suppress(TimeoutError, EOFError, UserError, Fault):
-                found.refusal = self.ask(_refuse_there, (case, found), end - time.monotonic())
-        return found
+                predicted.refusal = self.ask(_refuse_in_worker, (case, predicted), end - time.monotonic())
+        return predicted
 
 
-def _predict_there(case: Case) -> Predicted:
+def _predict_in_worker(case: Case) -> Predicted:
     torch.set_num_threads(1)  # the threads of the process that it is a copy of are not there
     return predict(case)
 
 
-def _refuse_there(asked: tuple[Case, Predicted]) -> str:
-    case, found = asked
-    return refuse(case, found.needed, fix_of(case.recipe, case.room, found.least))
+def _refuse_in_worker(question: tuple[Case, Predicted]) -> str:
+    case, predicted = question
+    fix = suggested_fix(case.recipe, case.budget, predicted.least)
+    return refusal_of(case, predicted.needed, fix)

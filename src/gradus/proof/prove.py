@@ -1,7 +1,8 @@
-"""The plan proved by the run: predicted before the first step, measured on the way, and set beside each other at the end.
+"""The plan proved by the run: predicted before the first step, measured on the way, and compared at the end.
 
-Two batches are looked at. What the run needs at most is that of its largest micro-batch: where it does not fit, the run is refused. What is
-proved is one step, the third of a start, whose batch is known beforehand: the same batch is traced and then measured, on rank 0.
+Two batches are looked at. The largest micro-batch says what the run needs at most: where it does not fit, the run is
+refused. One step is proved, the third of a start, whose batch is known beforehand: the same batch is traced and then
+measured, on rank 0.
 """
 
 from __future__ import annotations
@@ -13,31 +14,69 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
-from gradus.plan.workers import Fault
-from gradus.proof.calibrate import once
-from gradus.proof.measured import memory_of_step
-from gradus.proof.pairs import LABELS, errors_table, pairs, table
+from gradus.parallel.processes import Fault
+from gradus.proof.calibrate import calibrate_once
+from gradus.proof.pairs import LABELS, errors_table, pairs_of_run, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
+from gradus.proof.step_memory import memory_of_step
 from gradus.rows import Row, read_rows
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
 from gradus.train.run import Plan
 from gradus.train.session import Session
 
-SETTLED = 5  # steps of a start whose times are kept apart from those of the others
-TIMED = 4096  # latest marks of the time that are kept: on a CPU one a step
+FIRST_STEPS = 5  # of a start: their times do not count
+MARKS = 4096  # latest marks of the time that are kept: on a CPU one for each step
 MEASURED = {"kind": "measured"}
 WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
 
 
+class TimeMark(NamedTuple):
+    """What a run had done when the device was known to have finished all of it."""
+
+    step: int
+    seconds: float  # of training
+    tokens: int
+
+
+class StepTime(NamedTuple):
+    step: int
+    seconds: float
+    tokens: float
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of the steps that count, and how many they are."""
+
+    median: float
+    fastest: float
+    slowest: float
+    count: int
+
+
+class MeterMark(NamedTuple):
+    joules: float | None
+    step: int
+    paused: float  # seconds of evaluations and checkpoints so far
+
+
+class Energy(NamedTuple):
+    """Of the stretches of a run that held training alone, by one process's meter."""
+
+    joules: float
+    steps: int
+    source: str | None = None
+
+
 class Proof(Plan):
-    """Foresees and follows a run of `gradus train`. A plan that fails is told in one line, and the run goes on."""
+    """The plan of a run of `gradus train` and its measurement. A plan that fails is told in one line, and the run goes
+    on."""
 
     def __init__(self, force: bool = False):
         self.force = force
@@ -46,42 +85,42 @@ class Proof(Plan):
         self.measured: list[Row] = []
         self.traffic: list[Row] = []
         self.meter: Meter | None = None
-        self.energy = [0.0, 0]  # joules, steps: of the stretches that held training alone
+        self.energy = Energy(0.0, 0)
         self.opened = contextlib.ExitStack()  # the planner, then the meter
-        self._mark: tuple[float, int, float] | None = None
-        # (step, seconds of training, tokens so far) whenever the device was known to have done all
-        self.marks: deque[tuple[int, float, int]] = deque(maxlen=TIMED)
+        self._meter_mark: MeterMark | None = None
+        self.marks: deque[TimeMark] = deque(maxlen=MARKS)
 
     # ------------------------------------------------------------ before
 
     @contextlib.contextmanager
     def ready(self, world: worlds.World) -> Iterator[None]:
         with self.opened:
-            if world.first and self.planner is None:  # it is begun once: not again when the processes have met
+            if world.first and self.planner is None:  # it begins once: not again when the processes have met
                 with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
                     self.planner = self.opened.enter_context(Planner())
             yield
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
         world = session.mesh.world
-        verdict = self._foresee(session, position) if world.first else None
+        verdict = self._predict(session, position) if world.first else None
         refusal, self.step = worlds.from_first(verdict) if world.size > 1 else verdict
         if refusal and not self.force:
             raise UserError(f"{refusal.removesuffix('.')}, or start anyway with --force.")
         if refusal and world.first:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
-    def _foresee(self, session: Session, position: tuple[int, int]) -> tuple[str | None, int | None]:
+    def _predict(self, session: Session, position: tuple[int, int]) -> tuple[str | None, int | None]:
         """(why the run is refused, the step that will be measured). Prints the plan, or why there is none."""
         step = None
         try:
-            once(session)
+            calibrate_once(session)
             case = case_of(session, position)
             step = case.step
             if self.planner is None:
                 raise UserError("no process could be started for it")
-            alone = session.mesh.world.size == 1
-            self.predicted = self.planner.plan(case, PATIENCE if alone else min(PATIENCE, WAIT * session.recipe.layout.timeout))
+            others_wait = session.mesh.world.size > 1
+            patience = min(PATIENCE, WAIT * session.recipe.layout.timeout) if others_wait else PATIENCE
+            self.predicted = self.planner.plan(case, patience)
             print(self.predicted.line, flush=True)
             for note in self.predicted.notes[:2]:
                 print(f"note: {note}")
@@ -109,22 +148,27 @@ class Proof(Plan):
     @contextlib.contextmanager
     def around_step(self, trainer: Trainer, step: Step) -> Iterator[None]:
         number = trainer.progress.step - trainer.start_step + 1
-        looked = number == self.step and trainer.parallel.mesh.world.first and trainer.device.type in ("cpu", "cuda")
-        with memory_of_step(trainer, step.micro_batches) if looked else contextlib.nullcontext({}) as found:
+        first, device = trainer.parallel.mesh.world.first, trainer.device.type
+        if not (number == self.step and first and device in ("cpu", "cuda")):
             yield
-        self.measured += [Row(f"memory/{name}", value, "bytes", number, MEASURED | {"rank": 0}) for name, value in found.items()]
+            return
+        with memory_of_step(trainer, step.micro_batches) as memory:
+            yield
+        conditions = MEASURED | {"rank": 0}
+        self.measured += [Row(f"memory/{name}", n, "bytes", number, conditions) for name, n in memory.items()]
 
     def after_step(self, trainer: Trainer, taken: Taken) -> None:
         if trainer.device.type == "cpu":
             self._mark_time(trainer)
-        elif taken.step - trainer.start_step == SETTLED:
+        elif taken.step - trainer.start_step == FIRST_STEPS:
             with trainer.clock.count("train", wait=True):
                 pass
             self._mark_time(trainer)
 
     def _mark_time(self, trainer: Trainer) -> None:
         seconds = trainer.clock.seconds
-        self.marks.append((trainer.progress.step, seconds["train"] + seconds["data"], trainer.progress.tokens))
+        progress = trainer.progress
+        self.marks.append(TimeMark(progress.step, seconds["train"] + seconds["data"], progress.tokens))
 
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
         if rows[0].name != "train/loss":
@@ -140,37 +184,40 @@ class Proof(Plan):
         """Between two calls without an evaluation or a checkpoint there was training alone."""
         if self.meter is None:
             return
-        seconds = trainer.clock.seconds
-        now, before = (self.meter.read(), trainer.progress.step, seconds["evaluate"] + seconds["checkpoint"]), self._mark
-        if before is not None and None not in (now[0], before[0]) and now[2] == before[2]:
-            self.energy = [self.energy[0] + now[0] - before[0], self.energy[1] + now[1] - before[1]]
-        self._mark = now
+        paused = trainer.clock.seconds["evaluate"] + trainer.clock.seconds["checkpoint"]
+        now, before = MeterMark(self.meter.read(), trainer.progress.step, paused), self._meter_mark
+        if before is not None and None not in (now.joules, before.joules) and now.paused == before.paused:
+            joules, steps = now.joules - before.joules, now.step - before.step
+            self.energy = Energy(self.energy.joules + joules, self.energy.steps + steps)
+        self._meter_mark = now
 
     # ------------------------------------------------------------ after
 
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
-        mine = (*self.energy, self.meter.source) if self.meter else None
+        own_energy = self.energy._replace(source=self.meter.source) if self.meter else None
         self.opened.close()
-        told = [m for m in trainer.parallel.collect(mine) if m]
+        energies = [energy for energy in trainer.parallel.collect(own_energy) if energy]
         if not trainer.parallel.mesh.world.first:
             return []
         if trainer.progress.step == trainer.start_step:  # of a run that had ended before
             return self._as_it_was(trainer.folder, summary)
-        rows = [*self.measured, *self.traffic]
-        if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
-            of_run = MEASURED | {"rank": 0, "of": "run"}
-            rows += [Row(f"memory/{name}", n, "bytes", None, of_run) for name, n in peaks(trainer.device).items()]
-        seconds = step_seconds(times_of(self.marks), trainer.start_step, self.step)
-        if seconds:
-            middle, low, high, count = seconds
-            rows.append(Row("time/step", middle, "s", None, MEASURED | {"median_of": count, "fastest": low, "slowest": high}))
-        if told and all(source and steps for _, steps, source in told):
-            joules = total(j / steps for j, steps, _ in told)
-            rows.append(Row("energy/step", joules, "J", None, MEASURED | {"meter": told[0][2], "meters": len(told)}))
+        rows = [*self._measured_rows(trainer), *energy_rows(energies)]
         with contextlib.suppress(OSError):
             write(trainer.folder / "proof.jsonl", rows)
         predicted = self.predicted.rows if self.predicted else []
         return _compared([r.record() for r in predicted], [r.record() for r in rows], summary)
+
+    def _measured_rows(self, trainer: Trainer) -> Iterator[Row]:
+        """Memory and traffic of the measured step, and the time of steps like it."""
+        yield from (*self.measured, *self.traffic)
+        if self.measured and trainer.device.type == "cpu":  # the whole run's, as its lines show it
+            conditions = MEASURED | {"rank": 0, "of": "run"}
+            for name, n in peaks(trainer.device).items():
+                yield Row(f"memory/{name}", n, "bytes", None, conditions)
+        seconds = step_seconds(times_of(self.marks), trainer.start_step, self.step)
+        if seconds:
+            spread = {"median_of": seconds.count, "fastest": seconds.fastest, "slowest": seconds.slowest}
+            yield Row("time/step", seconds.median, "s", None, MEASURED | spread)
 
     @staticmethod
     def _as_it_was(folder: Path, summary: dict[str, Any]) -> list[str]:
@@ -179,37 +226,46 @@ class Proof(Plan):
         return []
 
 
+def energy_rows(energies: Sequence[Energy]) -> Iterator[Row]:
+    """The joules of a step by all processes' meters; nothing where one has none to tell."""
+    if energies and all(energy.source and energy.steps for energy in energies):
+        joules = total(energy.joules / energy.steps for energy in energies)
+        conditions = MEASURED | {"meter": energies[0].source, "meters": len(energies)}
+        yield Row("energy/step", joules, "J", None, conditions)
+
+
 def _compared(predicted: list[dict[str, Any]], measured: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
     """The table of both; `summary` gets it as data."""
-    found = pairs(predicted, measured)
-    if found:
-        summary["proof"] = {f.name: f.summary() for f in found}
-    return table(found) if any(f.predicted is not None for f in found) else []
+    pairs = pairs_of_run(predicted, measured)
+    if pairs:
+        summary["proof"] = {pair.name: pair.summary() for pair in pairs}
+    return table(pairs) if any(pair.predicted is not None for pair in pairs) else []
 
 
-def times_of(marks: Iterable[tuple[int, float, int]]) -> Iterator[tuple[int, float, float]]:
-    """(step, seconds, tokens) from (step, seconds, tokens so far): of steps between two marks only the mean is known."""
-    for (before, then, seen), (last, now, tokens) in itertools.pairwise(marks):
-        for step in range(before + 1, last + 1):
-            yield step, (now - then) / (last - before), (tokens - seen) / (last - before)
+def times_of(marks: Iterable[TimeMark]) -> Iterator[StepTime]:
+    """The time of each step: of steps between two marks only the mean is known."""
+    for before, now in itertools.pairwise(marks):
+        for step in range(before.step + 1, now.step + 1):
+            n = now.step - before.step
+            yield StepTime(step, (now.seconds - before.seconds) / n, (now.tokens - before.tokens) / n)
 
 
-def step_seconds(times: Iterable[tuple[int, float, float]], start: int, measured: int | None) -> tuple[float, float, float, int] | None:
-    """(median, fastest, slowest, how many) seconds of a step, without the first ones and the one that was measured.
+def step_seconds(times: Iterable[StepTime], start: int, measured: int | None) -> StepSeconds | None:
+    """The seconds of a step, without the first ones and the one that was measured, both counted from `start`.
 
-    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are three; else the
-    three nearest, each by its time per token.
+    Of batches of unequal size only those count whose tokens are within a tenth of the measured step's, where there are
+    three; else the three nearest, each by its time per token.
     """
-    times = [(step - start, seconds, tokens) for step, seconds, tokens in times]
-    at = next((tokens for number, _, tokens in times if number == measured), None)
-    kept = [t for t in times if t[0] != measured]
-    kept = [t for t in kept if t[0] > SETTLED] or kept[len(kept) // 2 :]
-    like = [t for t in kept if at is not None and abs(t[2] - at) <= 0.1 * at]
-    if at and len(like) < 3:
-        near = sorted((t for t in kept if t[2]), key=lambda t: abs(t[2] - at))[:3]
-        like = [(number, seconds * at / tokens, at) for number, seconds, tokens in near]
-    chosen = [seconds for _, seconds, _ in like or kept]
-    return (statistics.median(chosen), min(chosen), max(chosen), len(chosen)) if chosen else None
+    times = [t._replace(step=t.step - start) for t in times]
+    tokens = next((t.tokens for t in times if t.step == measured), None)
+    others = [t for t in times if t.step != measured]
+    others = [t for t in others if t.step > FIRST_STEPS] or others[len(others) // 2 :]
+    alike = [t.seconds for t in others if tokens is not None and abs(t.tokens - tokens) <= 0.1 * tokens]
+    if tokens and len(alike) < 3:
+        nearest = sorted((t for t in others if t.tokens), key=lambda t: abs(t.tokens - tokens))[:3]
+        alike = [t.seconds * tokens / t.tokens for t in nearest]
+    chosen = alike or [t.seconds for t in others]
+    return StepSeconds(statistics.median(chosen), min(chosen), max(chosen), len(chosen)) if chosen else None
 
 
 def write(path: Path, rows: list[Row]) -> None:
@@ -225,15 +281,16 @@ def why_not(error: Exception) -> str:
 
 
 def prove(folders: Sequence[str], as_json: bool = False) -> Iterator[str]:
-    """`gradus prove RUN...`: of one run its table; of several, each figure's error by run, and the median of their sizes.
+    """`gradus prove RUN...`: of one run its table; of several, each figure's error by run, and the median of their
+    sizes.
 
     Raises UserError for a folder without a run, or a run that left no plan or proof.
     """
-    runs = {str(folder): pairs(*files_of(Path(folder))) for folder in folders}
+    runs = {str(folder): pairs_of_run(*files_of(Path(folder))) for folder in folders}
     if as_json:
-        both = ((run, f, f.predicted if f.measured is None else f.measured) for run, found in runs.items() for f in found)
-        rows = (Row(f"proof/{f.name}", value, f.unit, None, {"run": run, **f.summary()}) for run, f, value in both)
-        yield from (row.json() for row in rows)
+        for run, pair in ((run, pair) for run, pairs in runs.items() for pair in pairs):
+            value = pair.predicted if pair.measured is None else pair.measured
+            yield Row(f"proof/{pair.name}", value, pair.unit, None, {"run": run, **pair.summary()}).json()
     else:
         yield from table(next(iter(runs.values()))) if len(runs) == 1 else errors_table(runs)
 
@@ -242,9 +299,10 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(rows predicted, rows measured) of a finished run."""
     if not (folder / "recipe.yaml").exists():
         raise UserError(f"{folder}: no run here (it has no recipe.yaml).")
-    for name, what in (("plan.jsonl", "it was trained without a plan, or the plan failed"), ("proof.jsonl", "it is not finished")):
+    reasons = {"plan.jsonl": "it was trained without a plan, or the plan failed", "proof.jsonl": "it is not finished"}
+    for name, reason in reasons.items():
         if not (folder / name).exists():
-            raise UserError(f"{folder}: no {name}: {what}. Train it again, or finish it with --resume.")
+            raise UserError(f"{folder}: no {name}: {reason}. Train it again, or finish it with --resume.")
     predicted, measured = read_rows(folder / "plan.jsonl"), read_rows(folder / "proof.jsonl")
     for name, rows in (("plan.jsonl", predicted), ("proof.jsonl", measured)):
         if not any(row["name"] in LABELS for row in rows):

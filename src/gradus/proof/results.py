@@ -15,35 +15,41 @@ from typing import Any
 from gradus.hardware.tables import fold
 from gradus.hardware.tables import table as columns
 from gradus.plan.show import duration, size
-from gradus.proof.pairs import signed
+from gradus.proof.pairs import joined, signed
 
 LABELS = {  # of rows, in the order of the columns
-    "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99", "latency/first_token": "first token",
-    "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency", "time/step": "step",
-    "time/load": "load", "time/first_call": "first call", "time/run": "run", "time/epoch": "h/epoch",
-    "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roofline", "energy/sample": "J/sample",
-    "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data", "loss": "loss",
+    "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99",
+    "latency/first_token": "first token", "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s",
+    "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency",
+    "time/step": "step", "time/load": "load", "time/first_call": "first call", "time/run": "run",
+    "time/epoch": "h/epoch", "memory/allocated": "tensors", "ratio/memory": "of tensors", "memory/device": "device",
+    "memory/process": "process", "memory/cache": "cache", "size/weights": "weights", "roof": "of the roofline",
+    "energy/sample": "J/sample", "ratio/process": "of process", "traffic/sent": "sent", "data_wait": "waits for data",
+    "loss": "loss",
     "deviation/loss": "loss deviation", "deviation/grad_norm": "gradient norm deviation", "train/loss": "training loss",
     "same_tokens": "same tokens", "points_lost": "points lost",
 }  # fmt: skip
-HIDDEN = ("time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest", "memory/reserved",
-          "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest")  # fmt: skip
-WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}  # kinds of rows
+HIDDEN = (
+    "time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest",
+    "memory/reserved", "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest",
+)  # fmt: skip
+# kinds of rows
+WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]
 
 
 def width() -> float:
-    """Of the terminal, where standard output is one (COLUMNS says otherwise): in a file lines are as long as they are."""
+    """Columns of the terminal, where standard output is one (COLUMNS says otherwise): lines of a file may be long."""
     return shutil.get_terminal_size((0, 0)).columns or math.inf
 
 
 def pasted(command: Sequence[str]) -> Iterator[str]:
     """A command that stays whole when it is pasted: each line but the last ends with a backslash."""
     text = " ".join(shlex.quote(word).replace(" ", "\0") for word in command)  # a word in quotes is not broken
-    whole = textwrap.wrap(text, width() - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    *before, last = (line.replace("\0", " ") for line in whole)
-    yield from (f"{line} \\" for line in before)
+    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    *continued, last = (line.replace("\0", " ") for line in textwrap.wrap(text, width() - 2, **options))
+    yield from (f"{line} \\" for line in continued)
     yield last
 
 
@@ -56,7 +62,7 @@ def quiet(text: str) -> None:
     """For --json."""
 
 
-def tell(lines: Generator[str, None, int | None], as_json: bool) -> int:
+def print_lines(lines: Generator[str, None, int | None], as_json: bool) -> int:
     """Prints what a verb yields, JSON as it is; the exit code that it returns."""
     while True:
         try:
@@ -67,77 +73,74 @@ def tell(lines: Generator[str, None, int | None], as_json: bool) -> int:
 
 
 class Table:
-    """Rows by configuration and name: what a source says, what is planned for its devices, what was planned, what was measured."""
+    """Rows by configuration and name: the figures of a source, the plan for its devices, the plan, the measurement."""
 
     def __init__(self, rows: Sequence[Record], wanted: Sequence[str] = ()):
+        """wanted: names of rows, in the order of the columns (empty: all that are known)."""
         self.names = list(dict.fromkeys(r["configuration"] for r in rows))
-        self.of: dict[tuple[str, str, str], Record] = {}
+        by_kind: dict[str, dict[tuple[str, str], Record]] = {kind: {} for kind in WORDS}  # (configuration, name) → row
         for r in rows:  # of what was planned: of the largest batch, where there is that, else of the one step
-            key = (r["configuration"], r["name"], r["kind"])
-            if not (r["kind"] == "predicted" and key in self.of and r.get("step") is not None):
-                self.of[key] = r
-        self.measured = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "measured"}
-        self.planned = {(c, name): r for (c, name, kind), r in self.of.items() if kind == "predicted"}
-        self.failed = {c: r["value"] for (c, name, _), r in self.of.items() if name == "failed"}
-        there = dict.fromkeys(name for _, name, kind in self.of if kind != "predicted" and name != "failed")
-        order = [*(name for name in LABELS if name in there), *(n for n in there if n not in LABELS and n not in HIDDEN)]
-        order = [name for name in order if not name.startswith(("traffic/", "time/step/")) or name == "traffic/sent"]
-        self.columns = [name for name in wanted if name in there] if wanted else order
+            of_kind, key = by_kind.setdefault(r["kind"], {}), (r["configuration"], r["name"])
+            if not (r["kind"] == "predicted" and key in of_kind and r.get("step") is not None):
+                of_kind[key] = r
+        self.by_kind, self.measured, self.planned = by_kind, by_kind["measured"], by_kind["predicted"]
+        self.failed = {c: r["value"] for (c, name), r in self.measured.items() if name == "failed"}
+        self.pairs = {(planned, kind): joined(by_kind[planned], by_kind[kind]) for planned, kind in COMPARED}
+        known = dict.fromkeys(r["name"] for r in rows if r["kind"] != "predicted" and r["name"] != "failed")
+        shown = sorted(known.keys() - HIDDEN, key=list(LABELS | known).index)
+        parts = ("traffic/", "time/step/")
+        shown = [name for name in shown if not name.startswith(parts) or name == "traffic/sent"]
+        self.columns = [name for name in wanted if name in known] if wanted else shown
 
     def kinds(self, name: str) -> list[str]:
         """Of a figure, in the order of the columns."""
-        there = {kind for _, other, kind in self.of if other == name}
-        return [kind for kind in WORDS if kind in there]
+        return [kind for kind in WORDS if any((c, name) in self.by_kind[kind] for c in self.names)]
 
-    def error(self, c: str, name: str, planned: str, measured: str) -> float | None:
-        p, m = (self.of.get((c, name, kind), {}).get("value") for kind in (planned, measured))
-        known = isinstance(p, int | float) and isinstance(m, int | float)  # what is not finite is a word in a file
-        return (p - m) / m if known and m else None
-
-    def errors(self, name: str, planned: str, measured: str) -> list[float]:
-        """Of all configurations that have both."""
-        return [e for c in self.names if (e := self.error(c, name, planned, measured)) is not None]
-
-    def compared(self, name: str) -> list[tuple[str, str]]:
-        """(planned, measured) kinds of this figure that are compared."""
-        return [pair for pair in COMPARED if self.errors(name, *pair)]
+    def errors(self, name: str) -> dict[tuple[str, str], dict[str, float]]:
+        """(planned, measured) kinds of this figure that are compared → configuration → error."""
+        errors = {}
+        for kinds, pairs in self.pairs.items():
+            of_kinds = {c: pairs[c, name].error for c in self.names if (c, name) in pairs}
+            errors[kinds] = {c: error for c, error in of_kinds.items() if error is not None}
+        return {kinds: of_kinds for kinds, of_kinds in errors.items() if of_kinds}
 
     def head(self) -> list[str]:
         cells = ["configuration"]
         for name in self.columns:
             kinds, label = self.kinds(name), LABELS.get(name, name)
             heads = [WORDS[kind] for kind in kinds]
-            heads += ["error" if measured == "measured" else "error there" for _, measured in self.compared(name)]
+            heads += ["error" if "measured" in compared else "error there" for compared in self.errors(name)]
             cells += [label] if kinds == ["measured"] else [f"{label}: {heads[0]}", *heads[1:]]
         return cells
 
-    def body(self) -> Iterator[list[str]]:
-        for c in self.names:
-            cells = [c]
-            for name in self.columns:
-                found = (self.of.get((c, name, kind)) for kind in self.kinds(name))
-                cells += [shown(name, r and r["value"], r) for r in found]
-                cells += [signed(self.error(c, name, *pair)) for pair in self.compared(name)]
-            yield cells
+    def body(self) -> list[list[str]]:
+        lines = {c: [c] for c in self.names}
+        for name in self.columns:
+            kinds, errors = self.kinds(name), self.errors(name).values()
+            for c, cells in lines.items():
+                cells += [shown(name, self.by_kind[kind].get((c, name))) for kind in kinds]
+                cells += [signed(of_kinds.get(c)) for of_kinds in errors]
+        return list(lines.values())
 
     def summary(self) -> Iterator[str]:
         """The sizes of the plan's errors, over all configurations."""
         for name in self.columns:
-            for planned, measured in self.compared(name):
-                sizes = [abs(e) for e in self.errors(name, planned, measured)]
-                where = "" if measured == "measured" else " for the source's devices"
+            for kinds, errors in self.errors(name).items():
+                sizes = [abs(error) for error in errors.values()]
+                where = "" if "measured" in kinds else " for the source's devices"
                 middle = f"a median error of {statistics.median(sizes):.1%}, at most {max(sizes):.1%} ({len(sizes)})"
                 if len(sizes) > 1:
                     yield f"{LABELS.get(name, name)}: planned{where} with {middle}"
 
 
-def shown(name: str, value: Any, row: Record | None) -> str:
-    """A cell: the value; of several samples with the lowest and highest, of several seeds with the standard deviation."""
-    if value is None or row is None:
+def shown(name: str, row: Record | None) -> str:
+    """A cell: the value; of several samples with the lowest and highest, of several seeds with the standard
+    deviation."""
+    if row is None:
         return "-"
+    value, unit = row["value"], row.get("unit", "")
     if isinstance(value, str):
         return value
-    unit = row.get("unit", "")
     if unit == "bytes":
         return size(value)
     if unit == "s":
@@ -172,7 +175,9 @@ def conditions_line(rows: Sequence[Record]) -> str:
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
     words += [f"median of {rounds} rounds [lowest, highest]"] if rounds > 1 and "steps" in r else []
     disturbed = sum(r.get("retaken", 0) for r in rows if r["name"] == "samples_per_s")
-    words += [f"{disturbed} sample{'s' * (disturbed > 1)} measured again: other programs used the processors"] if disturbed else []
+    if disturbed:
+        samples = f"{disturbed} sample{'s' * (disturbed > 1)}"
+        words.append(f"{samples} measured again: other programs used the processors")
     return "; ".join(words)
 
 

@@ -2,105 +2,96 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
-from gradus.proof.timing import whole_rounds
+from gradus.parallel.processes import run_program
+from gradus.proof.runners import whole_rounds
+from gradus.proof.study import Values
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
-from gradus.train.signals import SIGNALS
 
 SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compared step by step
 OF_SUMMARY = {  # in summary.json → (row, unit)
-    "train_samples_per_second": ("samples_per_s", "samples/s"), "train_runtime": ("time/run", "s"), "train_loss": ("train/loss", ""),
-    "hours_per_epoch": ("time/epoch", "h"), "parameters": ("parameters", ""), "energy_wh": ("energy/run", "Wh"),
+    "train_samples_per_second": ("samples_per_s", "samples/s"), "train_runtime": ("time/run", "s"),
+    "train_loss": ("train/loss", ""), "hours_per_epoch": ("time/epoch", "h"), "parameters": ("parameters", ""),
+    "energy_wh": ("energy/run", "Wh"),
 }  # fmt: skip
+UNITS = {"memory": "bytes", "traffic": "bytes", "time": "s", "energy": "J"}  # of the proof, by the first part of a name
 
 
-def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list[float]]]:
-    """(values measured, values planned: name → (value, unit); series of the logged steps) of a training to its end in `folder`, which is
-    resumed there where it was stopped. Raises UserError with the run's own words where it fails."""
-    more = {"log": recipe.log.model_copy(update={"dir": str(folder)})}
-    more |= {} if seed is None else {"train": recipe.train.model_copy(update={"seed": seed})}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    file = folder.with_name(folder.name + ".yaml")
-    files.write_text(file, recipes.dump(recipe.model_copy(update=more)))
-    words = [sys.executable, "-m", "gradus", "train", str(file), "--auto-resume"]
-    if recipe.layout.transport == "mpi":
-        words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), *words]
-    elif processes > 1:
-        words += ["--processes", str(processes)]
-    before = loopback()
+@dataclasses.dataclass
+class RunFigures:
+    """The figures of a finished run. series: of the logged steps."""
+
+    measured: Values
+    planned: Values
+    series: dict[str, list[float]]
+
+
+def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> RunFigures:
+    """The figures of a training to its end in `folder`, which is resumed there where it was stopped. Raises UserError
+    with the run's own words where it fails."""
+    words = command(recipe, processes, seed, folder)
+    sent_before = loopback_bytes()
     try:
-        code, told = to_its_end(words)
+        code, errors = run_program(words, capture=True, stopping="stopping: the training saves itself first")
     except FileNotFoundError:
         raise UserError(f"no {words[0]} here: layout.transport=mpi needs it") from None
     if code:
-        said = [line for line in told.splitlines() if line.strip()] or ["no error message"]
-        raise UserError(next((line for line in said if "error:" in line), said[-1]).removeprefix("error: "))
-    measured, planned, series = of_run(folder)
-    every = whole_rounds(1, recipe.layout)[1]  # what a synchronisation of local updates sends, by step
-    for found in (measured, planned):
-        found |= {name: (value / every, unit) for name, (value, unit) in found.items() if name.startswith("traffic/")}
-    if before is not None and processes > 1:
-        measured["traffic/loopback"] = (loopback() - before, "bytes")
-    return measured, planned, series
+        lines = [line for line in errors.splitlines() if line.strip()] or ["no error message"]
+        raise UserError(next((line for line in lines if "error:" in line), lines[-1]).removeprefix("error: "))
+    run = read_figures(folder)
+    steps_per_sync = whole_rounds(1, recipe.layout)[1]  # a synchronisation of local updates is of so many steps
+    for values in (run.measured, run.planned):
+        traffic = {name: figure for name, figure in values.items() if name.startswith("traffic/")}
+        values |= {name: (value / steps_per_sync, unit) for name, (value, unit) in traffic.items()}
+    if sent_before is not None and processes > 1:
+        run.measured["traffic/loopback"] = (loopback_bytes() - sent_before, "bytes")
+    return run
 
 
-def to_its_end(words: list[str]) -> tuple[int, str]:
-    """(exit code, standard error) of a program. Signals that ask for a stop are passed on to it and its end is waited for, however long it
-    saves; then they hold for this process: KeyboardInterrupt, SystemExit."""
-    came: list[int] = []
-    process = None
-
-    def pass_on(number: int, frame: object) -> None:
-        came.append(number)
-        if process is not None:
-            process.send_signal(number)
-        if len(came) == 1:
-            print("\nstopping: the training saves itself first", file=sys.stderr, flush=True)
-
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:  # in a session of its own, so that Ctrl-C reaches it once
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
-        if came:  # in between
-            process.send_signal(came[0])
-        told = process.communicate()[1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
-    return process.returncode, told
+def command(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> list[str]:
+    """The command that trains the recipe, which is written beside the folder."""
+    sections = {"log": recipe.log.model_copy(update={"dir": str(folder)})}
+    if seed is not None:
+        sections["train"] = recipe.train.model_copy(update={"seed": seed})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(folder.name + ".yaml")
+    files.write_text(file, recipes.dump(recipe.model_copy(update=sections)))
+    words = [sys.executable, "-m", "gradus", "train", str(file), "--auto-resume"]
+    if recipe.layout.transport == "mpi":
+        return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), *words]
+    return [*words, "--processes", str(processes)] if processes > 1 else words
 
 
-def of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, list[float]]]:
-    """The same of a run that is there."""
+def read_figures(folder: Path) -> RunFigures:
+    """The figures of the finished run in this folder."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    measured = {name: (summary[key], unit) for key, (name, unit) in OF_SUMMARY.items() if summary.get(key) is not None}
+    measured = {row: (summary[key], unit) for key, (row, unit) in OF_SUMMARY.items() if summary.get(key) is not None}
     measured |= {name: (float(value), "") for name, value in summary["metrics"].items()}  # "nan" is written as text
     for key, name in (("memory_tensors_per_rank", "memory/allocated"), ("memory_process_per_rank", "memory/process")):
         if summary.get(key):
             measured[name] = (max(summary[key]), "bytes")
     rows = read_rows(folder / "metrics.jsonl")
     measured |= {row["name"]: (row["value"], row["unit"]) for row in rows if row["name"].startswith("traffic/")}
-    units = {"memory": "bytes", "traffic": "bytes", "time": "s", "energy": "J"}
-    proof = [(name, units.get(name.partition("/")[0], ""), pair) for name, pair in summary.get("proof", {}).items()]
-    measured |= {name: (pair["measured"], unit) for name, unit, pair in proof if "measured" in pair}
-    planned = {name: (pair["predicted"], unit) for name, unit, pair in proof if "predicted" in pair}
+    planned = {}
+    for name, pair in summary.get("proof", {}).items():
+        unit = UNITS.get(name.partition("/")[0], "")
+        measured |= {name: (pair["measured"], unit)} if "measured" in pair else {}
+        planned |= {name: (pair["predicted"], unit)} if "predicted" in pair else {}
     series = {key: [float(row["value"]) for row in rows if row["name"] == name] for key, name in SERIES.items()}
-    measured |= {"loss": (series["loss"][-1], "")} if series["loss"] else {}
-    return measured, planned, series
+    if series["loss"]:
+        measured["loss"] = (series["loss"][-1], "")
+    return RunFigures(measured, planned, series)
 
 
-def loopback() -> int | None:
+def loopback_bytes() -> int | None:
     """Bytes sent over the loopback interface since the machine started, by all programs. None: not Linux."""
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()

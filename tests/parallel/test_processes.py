@@ -11,12 +11,12 @@ import time
 import pytest
 
 from gradus.errors import UserError
-from gradus.plan.workers import Fault, Workers
+from gradus.parallel.processes import Fault, Pool
 
 
 @pytest.fixture
 def one():
-    workers = Workers(seconds=60, most=1)
+    workers = Pool(seconds=60, most=1)
     assert workers.run(operator.neg, 1) == -1  # so that what follows does not time how long a process takes to start
     yield workers
     workers.end()
@@ -59,7 +59,7 @@ def test_nobody_waits_behind_a_plan_that_was_given_up(one):
 
 
 def test_several_plan_at_a_time():
-    two = Workers(seconds=60, most=2)
+    two = Pool(seconds=60, most=2)
     slow = threading.Thread(target=two.run, args=(time.sleep, 4))
     slow.start()
     assert two.run(operator.neg, 7) == -7

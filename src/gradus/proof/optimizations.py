@@ -1,0 +1,222 @@
+"""The optimizations that `gradus ladder` tries, a rung each: which keys each would set, given the best recipe so far,
+or why there is nothing to set."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gradus import limits
+from gradus.errors import UserError
+from gradus.parallel import check
+from gradus.parallel.apply import use_compile
+from gradus.proof.memory_budget import MemoryBudget, changed, largest_micro_batch
+from gradus.recipe.schema import Recipe
+
+TOO_SLOW = 2.0  # times the seconds of a matrix product, from which a precision is not tried
+IDLE = 0.02  # share of a step that waits for data, below which a loader cannot help
+ONE_LENGTH = "all samples have one length"
+Keys = dict[str, Any]  # e.g. layout.attention → sdpa
+
+
+@dataclasses.dataclass
+class LadderContext:
+    """What a ladder is for and where it runs. original: the recipe as the user has it. data_wait: share of a step;
+    None: not yet measured."""
+
+    goal: str
+    device: torch.device
+    original: Recipe
+    budget: MemoryBudget
+    share: int  # samples of a step
+    data_wait: float | None = None
+
+
+class Candidates(NamedTuple):
+    """The keys to measure, and why others are not."""
+
+    options: list[Keys]
+    reasons: list[str]
+
+
+Find = Callable[[Recipe, LadderContext], Candidates]  # the best recipe so far → what to try
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimization:
+    """changes: what else the model learns from, so that losses are not compared. keep: False: a change of the recipe
+    that is shown and left to the user."""
+
+    name: str
+    find: Find
+    changes: str | None = None
+    keep: bool = True
+
+    def candidates(self, best: Recipe, context: LadderContext) -> Candidates:
+        """What can be measured: options that change the recipe and pass its checks."""
+        try:
+            options, reasons = self.find(best, context)
+        except UserError as e:
+            return Candidates([], [str(e)])
+        valid = []
+        for keys in options:
+            try:
+                if has_keys(best, keys):
+                    raise UserError("already set")
+                check.validate(with_keys(best, keys), 1)
+                valid.append(keys)
+            except UserError as e:
+                reasons.append(f"{words(keys)}: {e}".replace("\n", "; "))
+        return Candidates(valid, reasons)
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def has_keys(recipe: Recipe, keys: Keys) -> bool:
+    return all(value_of(recipe, key) == value for key, value in keys.items())
+
+
+def with_keys(recipe: Recipe, keys: Keys) -> Recipe:
+    sections: dict[str, Keys] = {}
+    for key, value in keys.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return changed(recipe, **sections)
+
+
+def words(keys: Keys) -> str:
+    """As they are typed."""
+    return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys.items())
+
+
+def has_padding(recipe: Recipe) -> bool:
+    """Whether padding can be chosen: a batch in tokens would hold other samples."""
+    return hasattr(recipe.data, "pad") and recipe.batch.samples is not None
+
+
+def first_rung(recipe: Recipe) -> Keys:
+    """The keys with which nothing is made faster or smaller."""
+    keys: Keys = {
+        "layout.attention": "naive", "layout.precision": "fp32", "layout.tf32": False, "layout.checkpointing": "none",
+        "layout.compile": "none", "layout.micro_batch": None, "data.workers": 0,
+    }  # fmt: skip
+    return keys | ({"data.pad": "max_length"} if has_padding(recipe) else {})
+
+
+# ------------------------------------------------------------ what each tries
+
+
+def _attention(best: Recipe, context: LadderContext) -> Candidates:
+    return Candidates([{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}], [])
+
+
+def _precision(best: Recipe, context: LadderContext) -> Candidates:
+    if context.device.type != "cuda":
+        ratio, reasons = slower_in_bf16(), ["layout.precision=fp16: for GPUs"]
+        if ratio <= TOO_SLOW:
+            return Candidates([{"layout.precision": "bf16"}], reasons)
+        slow = f"layout.precision=bf16: a matrix product takes {ratio:.0f} times as long as in fp32 here"
+        return Candidates([], [slow, *reasons])
+    half = ["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []
+    reasons = [] if half else ["layout.precision=bf16: this GPU has none"]
+    return Candidates([{"layout.tf32": True}, *({"layout.precision": name} for name in (*half, "fp16"))], reasons)
+
+
+def slower_in_bf16() -> float:
+    """A CPU's time for a matrix product in bf16, against fp32; without bf16 units it may be fifty times as long."""
+    fastest = []
+    for dtype in (torch.bfloat16, torch.float32):
+        a, times = torch.ones(256, 256, dtype=dtype), []
+        for _ in range(4):
+            began = time.process_time()  # not what others compute
+            a @ a
+            times.append(time.process_time() - began)
+        fastest.append(min(times))
+    return fastest[0] / max(fastest[1], 1e-6)
+
+
+def _fused(best: Recipe, context: LadderContext) -> Candidates:
+    always = "the first rung has it too: PyTorch's fused kernel steps the weights, and no key turns it off"
+    return Candidates([], [always])
+
+
+def _loader(best: Recipe, context: LadderContext) -> Candidates:
+    if context.data_wait is not None and context.data_wait < IDLE:
+        return Candidates([], [f"data.workers: a step waits {context.data_wait:.1%} of its time for data"])
+    options = [{"data.workers": n} for n in (1, 2, 4) if n < limits.processors()]
+    return Candidates(options, [] if options else ["data.workers: one processor"])
+
+
+def _padding(mode: str) -> Find:
+    def find(best: Recipe, context: LadderContext) -> Candidates:
+        if has_padding(best):
+            return Candidates([{"data.pad": mode}], [])
+        in_tokens = "batch.tokens counts padding: other padding would change the batches"
+        return Candidates([], [in_tokens if hasattr(best.data, "pad") else ONE_LENGTH])
+
+    return find
+
+
+def _checkpointing(best: Recipe, context: LadderContext) -> Candidates:
+    """Where the whole share did not fit, for speed each with the micro-batch that then fits."""
+    options: list[Keys] = [{"layout.checkpointing": mode} for mode in ("attention", "selective", "full")]
+    if context.goal == "speed" and (best.layout.micro_batch or context.share) < context.share:
+        sizes = [_largest(with_keys(best, keys), context) for keys in options]
+        options = [keys | {"layout.micro_batch": k} for keys, k in zip(options, sizes) if k]
+    return Candidates(options, [])
+
+
+def _largest(recipe: Recipe, context: LadderContext) -> int | None:
+    return largest_micro_batch(changed(recipe, layout={"micro_batch": None}), context.budget, context.share)
+
+
+def _micro_batch(best: Recipe, context: LadderContext) -> Candidates:
+    """Larger where the whole share did not fit; smaller ones take less, and pad less where lengths vary."""
+    now, sizes, reasons = best.layout.micro_batch or context.share, [], []
+    if now < context.share:
+        largest = _largest(best, context)
+        sizes += [largest] if largest and largest > now else []
+    else:
+        reasons.append(f"a larger one: already the whole share of {context.share}")
+    smaller = 3 if context.goal == "memory" else 0 if context.device.type == "cuda" else 2
+    sizes += [now >> k for k in range(1, smaller + 1)]
+    return Candidates([{"layout.micro_batch": n} for n in sizes if n], reasons)
+
+
+def _compile(best: Recipe, context: LadderContext) -> Candidates:
+    use_compile(torch.nn.Module(), "default", context.device)  # raises UserError without a compiler
+    modes = ("default", "reduce-overhead", "max-autotune") if context.device.type == "cuda" else ("default",)
+    return Candidates([{"layout.compile": mode} for mode in modes], [])
+
+
+def _shorter(best: Recipe, context: LadderContext) -> Candidates:
+    if best.data.kind not in ("labelled", "pairs"):
+        return Candidates([], ["the samples would change" if best.data.kind == "text" else ONE_LENGTH])
+    return Candidates([{"data.max_len": (best.data.max_len or best.model.seq_len) // 2}], [])
+
+
+OPTIMIZATIONS = (
+    Optimization("attention kernel", _attention),
+    Optimization("precision", _precision),
+    Optimization("fused optimizer", _fused),
+    Optimization("loader", _loader),
+    Optimization("padding to the longest", _padding("longest")),
+    Optimization("length buckets", _padding("bucket"), changes="the same samples in other batches"),
+    Optimization("checkpointing", _checkpointing),
+    Optimization("micro-batch", _micro_batch),
+    Optimization("compile", _compile),
+    Optimization("shorter sequences", _shorter, changes="longer texts are cut", keep=False),
+)
+
+
+def numbered(optimizations: tuple[Optimization, ...]) -> Iterator[tuple[str, Optimization]]:
+    """With the name of its folder."""
+    return ((f"{n:02}-{o.name.replace(' ', '-')}", o) for n, o in enumerate(optimizations, 1))

@@ -1,0 +1,180 @@
+"""The folder of a study: its lock, its settings, and every sample, a line of samples.jsonl the moment it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradus import files, limits
+from gradus.errors import UserError, writing
+from gradus.measure.machine import conditions
+from gradus.parallel import status
+from gradus.proof import timing
+from gradus.proof.study import Configuration, Study, Values
+from gradus.proof.timing import Timed
+from gradus.rows import Row, RowFile, read_rows
+from gradus.train.log import LOCK, locked
+
+VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
+SAMPLES, PLAN = "samples.jsonl", "plan.jsonl"
+AGAIN = "free some space and start it again: what was measured is kept."
+
+
+@dataclasses.dataclass
+class Sample:
+    """One configuration in one round. ranks: of steps. Of a whole training instead: values, planned (by its own plan)
+    and series by step."""
+
+    round: int
+    ranks: list[Timed] = dataclasses.field(default_factory=list)
+    values: Values = dataclasses.field(default_factory=dict)
+    planned: Values = dataclasses.field(default_factory=dict)
+    series: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    elapsed: float = 0.0  # s in all
+    failed: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks:
+            self.values, self.planned = figures(self.ranks), self.ranks[0].planned
+            self.series = {"loss": self.ranks[0].losses}
+
+    @property
+    def speed(self) -> float:
+        """Samples/s."""
+        return self.values.get("samples_per_s", (0.0,))[0]
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Sample:
+        """From the record. Raises TypeError, ValueError and their like for anything else."""
+        kept = {k: row[k] for k in ("round", "values", "planned", "series") if k in row}
+        ranks = [Timed(**rank) for rank in row.get("ranks", ())]
+        sample = cls(**kept, ranks=ranks, elapsed=row.get("took", 0.0))
+        values = (value for of in (sample.values, sample.planned) for value, _ in of.values())
+        numbers = [sample.round, sample.elapsed, *values, *itertools.chain(*sample.series.values())]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError
+        return sample
+
+    def record(self) -> dict[str, Any]:
+        """As a line of samples.jsonl, but for its name, value and conditions."""
+        record = dataclasses.asdict(self)
+        record["took"] = record.pop("elapsed")
+        from_ranks = ("values", "planned", "series") if self.ranks else ()
+        return {k: v for k, v in record.items() if v and k not in from_ranks}
+
+
+def middle_of(samples: Sequence[Sample]) -> Sample:
+    """The round of median speed (of an even number of rounds, the slower of the two in the middle): its figures belong
+    together."""
+    speeds = [s.speed for s in samples]
+    return samples[speeds.index(statistics.median_low(speeds))]
+
+
+def figures(ranks: list[Timed]) -> Values:
+    """Of the steps that the processes of one configuration timed together."""
+    first, elapsed = ranks[0], max(t.elapsed for t in ranks)
+    step = elapsed / len(first.spent)
+    values: Values = {"samples_per_s": (first.samples / elapsed, "samples/s"), "time/step": (step, "s")}
+    if first.others is not None:  # without the time that other programs had the processor, where they disturbed
+        waited = first.total("ready") if first.others > timing.BUSY else 0.0
+        values["samples_per_s/undisturbed"] = (first.samples / (elapsed - waited), "samples/s")
+    if first.warm_up:
+        values["time/first_call"] = (max(t.warm_up[0] for t in ranks), "s")
+        values["time/warm_up"] = (max(sum(t.warm_up) for t in ranks), "s")
+    values["data_wait"] = (max(t.total("data") for t in ranks) / elapsed, "of the step")
+    if first.losses:
+        values["loss"] = (first.losses[-1], first.facts.get("loss_unit", ""))
+    for name in first.memory:
+        values[f"memory/{name}"] = (max(t.memory[name] for t in ranks), "bytes")
+    if first.sent is not None:
+        values["traffic/sent"] = (sum(n_bytes for _, n_bytes in first.sent.values()), "bytes")
+    return values | {name: (value, unit) for name, (value, unit) in first.values.items()}
+
+
+class StudyStore:
+    """The samples of a study's folder: read at the start, written as they come."""
+
+    def __init__(self, study: Study, folder: Path):
+        """Raises UserError for a line that is no sample of the study, and for samples of another machine."""
+        self.path, self.samples = folder / SAMPLES, {c.name: [] for c in study.configurations}
+        rows = [row for row in read_rows(self.path) if "failed" not in row] if self.path.exists() else []
+        for row in rows:
+            try:
+                self.samples[row["configuration"]].append(Sample.of(row))
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                line = f"a line is not a sample of this study: {str(row)[:60]}"
+                raise UserError(f"{self.path}: {line}. Remove it.") from None
+        self.common = {**conditions(), "study": study.name}
+        cpu = self.common["cpu"]
+        if other := next((row["cpu"] for row in rows if row.get("cpu", cpu) != cpu), None):
+            machines = f"holds samples of another machine ({other}); this is {cpu}"
+            raise UserError(f"{folder}: {machines}. Go on there, or give another --to.")
+        keep(self.path, "".join(json.dumps(row) + "\n" for row in rows))  # what a kill cut short is gone
+        self.file = RowFile(self.path)
+
+    def has(self, c: Configuration, number: int) -> bool:
+        """Whether there is a sample of this round, or none can be measured."""
+        return any(s.round == number or s.failed for s in self.samples[c.name])
+
+    def measured(self, c: Configuration) -> list[Sample]:
+        """The samples that did not fail."""
+        return [s for s in self.samples[c.name] if not s.failed]
+
+    def too_slow(self, study: Study, c: Configuration) -> bool:
+        """Whether the first round was enough."""
+        first = [self.samples[other.name][0] for other in (c, study.base_of(c)) if self.samples[other.name]]
+        speeds = [s.values.get("samples_per_s/undisturbed", (s.speed,))[0] for s in first]
+        return len(speeds) == 2 and speeds[0] < study.patience * speeds[1]
+
+    def expected_seconds(self, c: Configuration) -> float:
+        """The time of one more sample of a configuration, by its own or else all samples. One must be there."""
+        samples = self.samples[c.name] or itertools.chain(*self.samples.values())
+        return statistics.mean(s.elapsed for s in samples)
+
+    def add(self, c: Configuration, sample: Sample) -> None:
+        self.samples[c.name].append(sample)
+        about = {"configuration": c.name, **sample.record(), **self.common}
+        with writing(self.path, AGAIN):
+            self.file.write([Row("sample/samples_per_s", sample.speed, "samples/s", None, about)])
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, kind: str, identity: dict[str, Any], more: dict[str, Any]) -> Iterator[None]:
+    """The folder, made and locked inside the context, for what has this identity, kept in KIND.json with `more` and the
+    command. A folder without samples or runs is free. Raises UserError where it holds something else, or another
+    process writes there."""
+    file = folder / f"{kind}.json"
+    with locked(folder, kind, "give another --to"):
+        if file.exists():
+            kept = limits.read_json(file, limits.CONFIG_FILE)
+            if not isinstance(kept, dict):
+                raise UserError(f"{file}: not what gradus writes there. Remove the folder, or give another --to.")
+            if not identity.items() <= kept.items():
+                _remove_samples(folder, kind)
+        elif any(path.name != LOCK for path in folder.iterdir()):
+            raise UserError(f"--to={folder}: is not empty, and holds no {kind}. Give another folder.")
+        command = {"command": text} if (text := status.typed(*VERBS)) else {}
+        keep(file, json.dumps({**identity, **command, **more}, indent=1, default=str) + "\n")
+        yield
+
+
+def _remove_samples(folder: Path, kind: str) -> None:
+    """Files of another study that measured nothing. Raises UserError where it did, or began a whole training."""
+    trainings = any(folder.rglob("recipe.yaml"))
+    if trainings or any("failed" not in row for path in folder.rglob(SAMPLES) for row in read_rows(path)):
+        other = f"holds another {kind}, or this one with other settings"
+        raise UserError(f"--to={folder}: {other}. Give another folder, or remove it.")
+    for name in (SAMPLES, PLAN):
+        (folder / name).unlink(missing_ok=True)
+
+
+def keep(path: Path, text: str) -> None:
+    """Written aside and renamed. Raises EnvironmentFault where the disk fails."""
+    with writing(path, AGAIN):
+        files.write_text(path, text)

@@ -1,0 +1,139 @@
+"""The plan before the first step: which step, what is refused, and a planner that may be given up."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from gradus import recipe as recipes
+from gradus.cli import main
+from gradus.errors import UserError
+from gradus.proof import memory_budget, predict
+from gradus.proof.memory_budget import changed, suggested_fix
+from gradus.proof.predict import Planner
+from gradus.recipe.schema import SGD
+from gradus.train import machine
+from gradus.train.session import open_session
+
+TINY = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
+        "schedule.warmup_steps": 2, "batch.samples": 16, "train.steps": 12, "evaluate.samples": 0, "layout.device": "cpu", "layout.threads": 1}  # fmt: skip
+
+
+def words(**more) -> list[str]:
+    return ["copy-task", *(f"{k}={v}" for k, v in {**TINY, **more}.items())]
+
+
+SMALL = {"model.n_layers": 1, "batch.samples": 12}
+
+
+@pytest.mark.slow
+def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys, monkeypatch):
+    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL}))
+    case = dataclasses.replace(predict.case_of(session), step=None, micro_batches=None)
+    needs = {k: need(case, k) for k in (7, 8, 12)}
+    assert needs[7] < needs[8] < needs[12]
+    monkeypatch.setattr(memory_budget, "capacity", lambda device: needs[8] - 1)
+    monkeypatch.setattr(machine, "resident", lambda: case.budget.resident)
+    folder = tmp_path / "run"
+    arguments = ["train", *words(**{**SMALL, "log.dir": folder})]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "Set layout.micro_batch=7, or start anyway with --force." in error
+    assert not (folder / "metrics.jsonl").exists(), "refused before anything began"
+
+    assert main([*arguments, "layout.micro_batch=7"]) == 0, "the fix is one"
+    monkeypatch.setattr(predict, "refusal_of", lambda *_: "the plan needs more. Set something.")
+    assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
+    out = capsys.readouterr().out
+    assert "note: --force: the plan needs more" in out and "run folder" in out
+
+
+def need(case, k: int) -> int:
+    return predict.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k))).needed
+
+
+def with_micro(recipe, k: int):
+    return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": k})})
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(1, None), (2, 2), (3, 3), (9, 3)])
+def test_the_measured_step_is_within_the_run(steps, measured):
+    session = open_session(recipes.load("copy-task", **{**TINY, "train.steps": steps, "schedule.warmup_steps": 0}))
+    number, micro_batches = predict.batches_of(session, (0, 0))
+    assert number == measured and (micro_batches is None) == (measured is None)
+
+
+def test_the_third_step_may_be_in_the_next_epoch():
+    session = open_session(recipes.load("copy-task", **TINY))  # four steps per epoch
+    (_, a), (_, b), (_, c) = (predict.batches_of(session, position) for position in ((0, 3), (0, 4), (1, 0)))
+    assert torch.equal(b[0]["source"], c[0]["source"]), "the end of an epoch is the start of the next"
+    assert not torch.equal(a[0]["source"], c[0]["source"])
+
+
+@pytest.fixture
+def case():
+    session = open_session(recipes.load("copy-task", **{**TINY, **SMALL, "batch.samples": 2}))
+    case = predict.case_of(session)
+    return dataclasses.replace(case, budget=dataclasses.replace(case.budget, processes=2, local_processes=2, available=500_000), step=None, micro_batches=None)
+
+
+def test_what_writes_weights_whole_needs_no_less_without_activations(case):
+    recipe = changed(case.recipe, model={"d_model": 128, "d_ff": 512, "n_layers": 6}, layout={"shard": 2})
+    for optimizer, writes in ((recipe.optimizer, False), (SGD(lr=0.1), True)):
+        found = predict.predict(dataclasses.replace(case, recipe=recipe.model_copy(update={"optimizer": optimizer})))
+        assert any("writes the best weights whole" in note for note in found.notes) == (found.least == found.needed) == writes
+
+
+@pytest.fixture
+def planner():
+    with Planner() as planner:
+        yield planner
+    assert not planner.process.is_alive()
+
+
+def test_a_refusal_comes_out_of_the_planning_process(case, planner):
+    found = planner.plan(case)
+    assert "host for each of its 2 processes has 500 kB. Python and its libraries alone take" in found.refusal
+    for change, told in (
+        ({}, "Python and its libraries alone take"),
+        ({"resident": 0}, "Not even one sample fits: use a smaller model or"),
+        ({"target": "cuda"}, "Not even one sample fits: set layout.shard=N over N GPUs"),
+    ):
+        assert suggested_fix(case.recipe, dataclasses.replace(case.budget, **change), least=10**6).startswith(told)
+
+
+@pytest.mark.slow
+def test_a_refusal_does_not_wait_for_its_fix(case, monkeypatch):
+    found = predict.predict(case)
+    monkeypatch.setattr(predict, "predict", lambda _: found)  # what is waited for is the fix alone
+    monkeypatch.setattr(predict, "suggested_fix", lambda *_: time.sleep(60))
+    with Planner() as planner:
+        assert "Set a smaller layout.micro_batch (gradus fit finds it) or layout.checkpointing=full." in planner.plan(case, 5.0).refusal
+
+
+def test_what_cannot_be_planned_says_why(case, planner):
+    wrong = case.recipe.model_copy(update={"layout": case.recipe.layout.model_copy(update={"transport": "mpi", "replicate": "manual"})})
+    with pytest.raises(UserError, match="it cannot be traced"):
+        planner.plan(dataclasses.replace(case, recipe=wrong))
+
+
+def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
+    monkeypatch.setattr(predict, "predict", lambda case: time.sleep(60))
+    with Planner() as planner:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="not ready within 0 s"):
+            planner.plan(case, 0.2)
+        assert time.monotonic() - began < 2.0
+    with Planner() as planner:
+        os.kill(planner.process.pid, signal.SIGSTOP)  # it does not even read
+        with pytest.raises(TimeoutError, match="not ready"):
+            planner.plan(dataclasses.replace(case, micro_batches=[{"x": torch.zeros(1_000_000)}]), 0.2)
+    with Planner() as planner:
+        os.kill(planner.process.pid, signal.SIGKILL)
+        with pytest.raises(EOFError, match="the planning process ended"):
+            planner.plan(case, 5.0)
