@@ -231,7 +231,7 @@ def compared(case: Case) -> list[tuple[str, str, float, float]]:
         mine, its = p.work, whole.work
         pairs = [
             ("memory", p.peak.bytes, whole.peak),
-            ("held", p.held["weights"], whole.held["weights"]),
+            ("held", p.held["weights"], whole.state["weights"]),
             ("flops", flops(mine.micro) * mine.micro_batches, flops(its.micro) * its.micro_batches),
             ("bytes", moved(mine.micro) * mine.micro_batches, moved(its.micro) * its.micro_batches),
             ("optimizer", moved(mine.step), moved(its.step)),

@@ -35,7 +35,7 @@ LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, s
 def in_process():
     """What is measured, measured here: quick."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "start", lambda n, function, *args, log: [function(*args, World())])
+        patch.setattr(harness, "run_group", lambda n, function, *args, log: [function(*args, World())])
         for name in ("bandwidth", "product_rate"):
             patch.setattr(engine_runner.roofs, name, lambda *_: 1e10)
         yield
@@ -260,7 +260,7 @@ def test_it_fails_where_every_engine_did(tmp_path, monkeypatch, capsys):
     def fail(*args, log):
         raise UserError("does not run here")
 
-    monkeypatch.setattr(harness, "start", fail)
+    monkeypatch.setattr(harness, "run_group", fail)
     words = ["bench", str(tmp_path / "bert"), "--engines", "torch", "--precisions", "fp32,bf16", "--batch", "1", *SHORT, "--to", str(tmp_path / "out")]
     assert main(words) == 1 and "best at batch 1: not known" in capsys.readouterr().out
 

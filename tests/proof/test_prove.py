@@ -372,7 +372,7 @@ def test_times_of_unequal_batches_are_those_like_the_measured_one():
     ],
 )
 def test_a_batch_is_said_by_its_shape(batch, words):
-    assert batches.described([{k: v[:1] for k, v in batch.items()}, batch]) == words
+    assert batches.describe_largest([{k: v[:1] for k, v in batch.items()}, batch]) == words
 
 
 def test_energy_counts_stretches_of_training_alone():

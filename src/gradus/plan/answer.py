@@ -186,7 +186,7 @@ def open_recipe(request: Request, notes: list[str]) -> tuple[Recipe, Task | None
 
     name, cluster = _named(request.recipe), _cluster(request)[0] if request.json_file else None
     world = World(size=cluster.n, local_size=min(cluster.n, cluster.device.node)) if cluster else World()
-    options = resolve.Given(request.json_file, world)
+    options = resolve.RunContext(request.json_file, world)
     if name.startswith("hf:"):
         _offline_without_a_network()
     if name in PRESETS or name in ALIASES or name.startswith("hf:"):
@@ -201,14 +201,14 @@ def open_recipe(request: Request, notes: list[str]) -> tuple[Recipe, Task | None
     return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
 
 
-def _bare_recipe(request: Request, name: str, options: resolve.Given, notes: list[str]) -> Recipe:
+def _bare_recipe(request: Request, name: str, options: resolve.RunContext, notes: list[str]) -> Recipe:
     """name: of a preset, or hf:NAME. options: what the command line gives beside overrides."""
     from gradus import models
     from gradus.plan import hf
 
     base = hf.recipe_for(name, tokens=request.tokens, notes=notes)
     words, text = [*request.overrides, *_samples_as_long(request.overrides)], recipes.dump(base)
-    recipe = options.read(lambda extra, notes: recipes.load(name, words, notes=notes, text=text, **extra), notes)
+    recipe = options.load_with(lambda extra, notes: recipes.load(name, words, notes=notes, text=text, **extra), notes)
     if recipe.model.init and not name.startswith("hf:"):
         models.config_of(recipe.model.init)  # or there is nothing to start from
     if any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
@@ -255,7 +255,7 @@ def _with_data(recipe: Recipe, notes: list[str]) -> tuple[Recipe, Task | None]:
             recipe = recipe.model_copy(update={"model": model.model_copy(update={"n_classes": IMAGENET})})
             unknown = "the number of classes is not known without the data"
             notes.append(f"{unknown}: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
-        if missing := " ".join(f"{key}=N" for key in batches.not_known(recipe)):
+        if missing := " ".join(f"{key}=N" for key in batches.missing_keys(recipe)):
             needed = f"Without the data the plan needs {missing}, and for the whole run train.steps=N"
             raise UserError(f"{why}. {needed}.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
@@ -390,7 +390,7 @@ def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) ->
 
 
 def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before: int | None) -> list[Row]:
-    """before: as `engine.outside`; None on a GPU."""
+    """before: as `engine.with_process`; None on a GPU."""
     layout, peak = recipe.layout, {"rank": memory.rank, "at": memory.at}
     common = {"parameters": memory.parameters, "precision": layout.precision}
     common |= {"layout": layout_keys(layout) or "the defaults"}

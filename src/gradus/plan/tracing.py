@@ -258,7 +258,7 @@ def _always_alive(
     """(of every micro-batch that is given, of every one that a pipeline runs). ready: images become numbers before the
     first micro-batch."""
     batch, buffers = np.zeros(N + 3), start / micro
-    batch[INDEX["activations"]] = traced.batch / micro
+    batch[INDEX["activations"]] = traced.batch_bytes / micro
     for name in ("weights", "gradients", "optimizer"):
         buffers[INDEX[name]] = 0
     buffers = buffers - batch
@@ -286,6 +286,6 @@ def _levels(traced: trace.Traced) -> np.ndarray:
     changes = np.zeros((len(timeline.events), N + 3))
     for i, (s, change) in enumerate(timeline.events):
         which, taken = pool(s.nbytes)
-        changes[i, INDEX[s.tag or timeline.by_life(s, borders)]] = change
+        changes[i, INDEX[s.tag or timeline.component_by_lifetime(s, borders)]] = change
         changes[i, N + which] = math.copysign(taken, change)
     return changes.cumsum(0)

@@ -256,7 +256,7 @@ def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: F
 
 def _recipe(target: Path, sections: Sections) -> Recipe:
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
-    return resolve.load(target.stem, [], resolve.Given(settings={"text": text}))[0]
+    return resolve.load(target.stem, [], resolve.RunContext(settings={"text": text}))[0]
 
 
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:
