@@ -22,7 +22,7 @@ from gradus.parallel.world import World
 from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
-from gradus.plan.roofline import peak
+from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline, note_lines, size
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Work
@@ -476,7 +476,7 @@ def _inputs(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
         inputs = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
         if kind == "memory":
             return inputs
-        peaks = {dtype: peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+        peaks = {dtype: peak_flops(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
         at_peak = sum(op.flops * op.count / peaks[op.dtype] for op in ops) * m
         of_peaks = {f"peak in {dtype}, operations/s": value for dtype, value in peaks.items()}
         operations = sum(op.flops * op.count for op in ops) * m
