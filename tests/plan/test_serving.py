@@ -167,7 +167,7 @@ def whole_and_by_kind(world) -> list[tuple]:
     from test_profiles import ALTERNATING, EXPERTS, FAMILY, FROZEN, MixedConfig
     from test_profiles import SMALL as SIZES
 
-    from gradus.parallel.fake import replaced
+    from gradus.patch import replaced
     from gradus.plan import pass_tracing
 
     models.register(FAMILY)

@@ -15,8 +15,8 @@ from gradus import models
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward, MixtureOfExperts
 from gradus.models.decoding import Steps
 from gradus.models.family import Family
-from gradus.parallel.fake import replaced
 from gradus.parallel.mesh import Mesh
+from gradus.patch import replaced
 from gradus.plan.passes import Pass, Usage, active_elements
 from gradus.plan.profiles import block_kinds
 from gradus.plan.trace import Recorder
@@ -101,14 +101,11 @@ class PassTracer(Recorder):
         if function not in (torch.ops.aten.embedding.default, torch.ops.prim.device.default):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self.counts |= {("read", key): self.share for key in map(memory_id, tensors) if key in self.elements}
+        if function is torch.ops.aten.index.Tensor and getattr(args[1][0], "dtype", None) == torch.bool:
+            # `Steps.prefill` selects a position of each row
+            position = torch.empty(self.batch, dtype=torch.long, device="meta")
+            args = args[0], [position] * args[1][0].dim()
         return super().__torch_dispatch__(function, types, args, kwargs)
-
-    def _selected(self, args: tuple) -> tuple:
-        """`Steps.prefill` selects a position of each row."""
-        x, indices = args
-        if len(indices) != 1 or indices[0].dtype != torch.bool:
-            return args
-        return x, [torch.empty(self.batch, dtype=torch.long, device="meta") for _ in indices[0].shape]
 
     def _add_sum(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.counts["sum", output.numel()] += self.share
