@@ -97,7 +97,7 @@ def test_conditions_and_table(strong):
 
 def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
     folder, _, found = strong
-    monkeypatch.setattr(harness, "start", lambda *args, **more: pytest.fail("measured twice"))
+    monkeypatch.setattr(harness, "run_group", lambda *args, **more: pytest.fail("measured twice"))
     _, rows = run(folder, "--processes", "1,2", "--steps", "4", "--warmup", "2", "--repeat", "1")
     again = {(r["name"], r["processes"]): r["value"] for r in rows if r["kind"] == "measured"}
     assert again == {key: r["value"] for key, r in found.items()}

@@ -35,13 +35,13 @@ def train(
     if world.size > 1:
         place = f"process {world.rank} of {world.size}"
         raise UserError(f"--processes={n}: {world.launcher} started this, as {place}. Leave it out.")
-    given = resolve.Given(json_file, World(size=n, local_size=n), resume)
-    folder = resolve.run_to_resume(recipe, overrides, given) if resume else None
+    context = resolve.RunContext(json_file, World(size=n, local_size=n), resume)
+    folder = resolve.run_to_resume(recipe, overrides, context) if resume else None
     recipe = str(folder or recipe)  # of workers too, whose newest run may be another by then
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--force"] if force else []
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
-    config = resolve.load(recipe, overrides, given)[0]
+    config = resolve.load(recipe, overrides, context)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
         raise UserError(f"--processes={n} with layout.transport=mpi: start it with mpirun -n {n} gradus train ...")
