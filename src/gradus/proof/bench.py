@@ -87,15 +87,9 @@ def chosen(text: str, option: str, known: Iterable[str], every: Iterable[str]) -
     return list(every) if words == ["all"] else words
 
 
-class Engines(NamedTuple):
-    """The engines with precisions that are measured, and why others are not: name → reason."""
-
-    possible: list[EnginePair]
-    refused: dict[str, str]
-
-
-def engines_of(source: Place, args: Any) -> Engines:
-    """Those that this model and this machine may have. Raises UserError where none is left."""
+def engines_of(source: Place, args: Any) -> tuple[list[EnginePair], dict[str, str]]:
+    """(those that this model and this machine may have, why others are not: name → reason). Raises UserError where none
+    is left."""
     ways = engines.ways_of(source) if source.made else []
     every = [dict.fromkeys(names) for names in zip(*ways)] or [engines.ENGINES, engines.PRECISIONS]
     names = chosen(args.engines, "--engines", engines.ENGINES, every[0])
@@ -115,7 +109,7 @@ def engines_of(source: Place, args: Any) -> Engines:
             refused[str(pair)] = str(e)
     if not possible:
         raise UserError(next(iter(refused.values())))
-    return Engines(possible, refused)
+    return possible, refused
 
 
 def new_tokens(source: Place, args: Any) -> int | None:

@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradus.measure.memory import Timeline
-from gradus.proof.step_memory import allocated_storages
+from gradus.proof.step_memory import allocated_storages, peak_memory_of
 from gradus.train.clock import peak_memory
 
 PARTS = ("computing", "communication", "waiting", "data", "other")
@@ -151,15 +150,9 @@ def peak_of_one_more(subject: Subject) -> dict[str, int]:
     if subject.memory is not None:
         return subject.memory()
     batch = subject.batch()
-    if subject.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(subject.device)
+    with peak_memory_of(subject.device, allocated_storages([])) as memory:
         subject.step(batch)
-        torch.cuda.synchronize(subject.device)
-        return {"allocated": torch.cuda.max_memory_allocated(subject.device)}
-    before = sum(allocated_storages([]).values())
-    with Timeline() as timeline:
-        subject.step(batch)
-    return {"allocated": before + max((peak for *_, peak in timeline.phases()), default=0)}
+    return {"allocated": memory["allocated"]}
 
 
 # ------------------------------------------------------------ clocks
