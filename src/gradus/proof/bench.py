@@ -202,8 +202,8 @@ class BenchPlan:
     named: set[str]
 
     def rows(self, study: Study, store: StudyStore) -> Iterator[Row]:
-        """Of all runs of all rounds together: latency, tokens/s, the share of the roof; the plan; the best; what could
-        not be."""
+        """Figures of all runs of all rounds together (latency, tokens/s, the share of the roof), the plan, the best
+        pair, and why others are missing."""
         samples = {c.name: of_c for c in study.configurations if (of_c := [s for s in store.measured(c) if s.ranks])}
         for c in study.configurations:
             yield from planned_rows(self.source, c)
@@ -340,7 +340,7 @@ def fastest(plan: BenchPlan, samples: dict[str, list[Sample]]) -> dict[str, Engi
 
 
 def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: set[str]) -> bool:
-    """Whether outputs are near enough, and of weights of 8 and 4 bits the accuracy too, or the user named them."""
+    """Outputs are near enough; and with weights of 8 or 4 bits, accuracy is too, or the user named the precision."""
     rows = {name: value for name, (value, _) in sample.values.items() if name.startswith("check/")}
     rows["check/computes"] = sample.ranks[0].facts["computes"]
     try:
@@ -354,7 +354,7 @@ def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: se
 
 
 def remember(source: Place, best: dict[str, EnginePair]) -> None:
-    """For `--engine auto`."""
+    """Keep the best pairs for `--engine auto`."""
     file = engines.best_at(source)
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(file, {**best, "when": f"{datetime.date.today()}"})
