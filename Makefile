@@ -24,6 +24,7 @@ test-all: .venv/installed-dev
 lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments
 	.venv/bin/lint-imports
+	.venv/bin/mypy
 
 dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in an empty environment
 	.ci/wheel

@@ -14,7 +14,7 @@ from gradus import files, hardware, models
 from gradus.errors import UserError
 from gradus.hardware.tables import gib
 from gradus.plan.answer import Request, answer
-from gradus.plan.collectives import passes
+from gradus.plan.collectives import ring_factor
 from gradus.plan.show import size
 from gradus.recipe.presets import config_of
 from gradus.rows import Row, read_rows
@@ -66,8 +66,8 @@ def rows() -> Iterator[Row]:
     yield from (Row(r.name, r.value, r.unit, None, {"kind": "planned", "layout": made.layout_keys}) for r in made.rows if r.name.startswith(keep))
     for name, said in LINKS.items():
         link = hardware.link(name)
-        found = {"payload": 350e9 / link.bandwidth, "all-reduce of 8": passes("all_reduce", 8) * 350e9 / link.bandwidth}
-        found |= {"all-reduce of 800": passes("all_reduce", 800) * 350e9 / link.bandwidth}
+        found = {"payload": 350e9 / link.bandwidth, "all-reduce of 8": ring_factor("all_reduce", 8) * 350e9 / link.bandwidth}
+        found |= {"all-reduce of 800": ring_factor("all_reduce", 800) * 350e9 / link.bandwidth}
         yield Row("link/bandwidth", link.bandwidth, "bytes/s", None, {"link": name, "source says": said})
         yield from (Row(f"link/{key}", value, "s", None, {"link": name}) for key, value in found.items())
     for device in hardware.devices().values():

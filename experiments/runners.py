@@ -17,7 +17,7 @@ from typing import Any
 
 from gradus import files, hardware, models
 from gradus.errors import UserError
-from gradus.infer import beside, engines, find, predict, quantize, quantized
+from gradus.infer import engines, find, predict, quantize, quantized, sidecar
 from gradus.models.decoding import generate
 from gradus.plan.serving import cache_bytes, serving
 from gradus.proof.engine_runner import engine_subject
@@ -109,7 +109,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     at = models.locate(run) if run else shape(recipe.model)
     if how:
         at = made(run, words, at, how)
-        precision = find(str(at)).made["precision"]
+        precision = find(str(at)).export_info["precision"]
     cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
     subject = engine_subject(None, {**cell, "precision": precision})
 
@@ -133,12 +133,12 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
 def made(run: str | None, words: list[str], at: Path, how: str) -> Path:
     """The quantized model, made once: of a run by `gradus quantize --force`, which sets it beside the run; of random weights with ranges of inputs
     that are made up, since time does not depend on them."""
-    to, kind = kept(how, engines.here(find(str(at)))), "static" if how == "qat" else how
+    to, kind = kept(how, engines.cache_key(find(str(at)))), "static" if how == "qat" else how
     if to.is_dir():
         return to
     if run is None:
         model = models.load(at).eval()
-        with beside.folder(to) as folder:
+        with sidecar.folder(to) as folder:
             about = quantized.write(folder, model, kind, {name: [-4.0, 4.0] for name in quantized.linears(model)})
             files.write_json(folder / quantized.FILE, about | {"told": "random weights, not checked"})
         return to

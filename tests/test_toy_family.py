@@ -1,21 +1,24 @@
-"""A seventh family that lives in this file alone: it is trained, cut, resumed, exported and used, and no line of the package knows it.
+"""Families that live in this file alone: no line of the package knows them.
 
 Lightweight convolutions (Wu et al. 2019, section 3): each token mixes the last few through filters that the channels of a head share,
-behind a gated projection. The pytest process itself never registers it, so that no other test sees it: everything runs in processes of
+behind a gated projection. They are trained, cut, resumed, exported, used, planned and served. An encoder of images and one of texts, whose
+modules are ViT's and BERT's under other names, are planned, searched and served like those. The pytest process itself never registers it, so that no other test sees it: everything runs in processes of
 its own.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -26,9 +29,9 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.layers import Block, GatedFeedForward
 from gradus.layers.init import Draw, normal, ones
-from gradus.models import Family, Stack
+from gradus.models import Family, Stack, bert, vit
 from gradus.models.weights import Rule
-from gradus.recipe.schema import ModelConfig
+from gradus.recipe.schema import MODELS, ModelConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -193,7 +196,7 @@ def done(folder) -> dict:
 def everything(world, folder: Path) -> dict:
     train(world, folder, {"one": [], "three": ["train.steps=3"]})
     train(world, folder, {"three": ["train.steps=6"]}, "three")
-    return {"planned": traced(folder), "used": use(folder)}
+    return {"planned": traced(folder), "used": use(folder), "served": served()}
 
 
 def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder, done):
@@ -217,6 +220,27 @@ def traced(folder: Path) -> dict[str, int]:
 def test_the_plan_traces_it(done):
     norms, matrices = (2 * 4 + 1) * 32, 2 * 32 * 32 + 4 * (3 * 32 * 32 + 4 * 4 + 3 * 32 * 48)
     assert done["planned"] == {"one": 4 * (norms + matrices), "tensor": 4 * (norms + matrices // 2), "shard": 4 * (norms + matrices) // 2}
+
+
+def served() -> dict[str, float]:
+    from gradus.hardware import cluster
+    from gradus.plan.serving import serving, usage_of
+
+    config = ConvConfig(vocab_size=32, n_layers=4, n_heads=4, d_model=32)
+    usage = usage_of(config, 2, 16)
+    return {"read": usage.decode.weights, "sums": usage.decode.sums} | {row.name: row.value for row in serving(config, batch=2, seq_len=16, on=cluster("A100-80GB"), precision="fp32")}
+
+
+def test_serving_it_computes_every_token_anew(done):
+    """It keeps no cache: a token takes a pass over all tokens of both rows, and the scores of their last. Filters and words are looked up."""
+    from gradus.hardware import find
+
+    found, matrices = done["served"], 4 * (3 * 32 * 32 + 3 * 32 * 48)
+    assert "serving/kv_cache" not in found and found["serving/logits"] == 2 * 32 * (4 + 4)
+    assert found["read"] == matrices + 4 * 2 * 32 + 32 + 32 * 32
+    assert found["sums"] == [[2 * 16 * 32, 2 * 4 + 1]], "mix.out, the feed-forward network, and the words"
+    operations = 2 * 2 * (16 * matrices + 32 * 32)
+    assert found["serving/decode_time"] == found["serving/prefill_time"] == pytest.approx(operations / find("A100-80GB").peaks["fp32"])
 
 
 @pytest.mark.slow
@@ -339,3 +363,143 @@ def test_what_a_family_lacks_is_named_where_it_is_written(changes, lacks):
         dataclasses.replace(FAMILY, **changes)
     with pytest.raises(TypeError, match="weights"):
         Family(**{field.name: getattr(FAMILY, field.name) for field in dataclasses.fields(Family) if field.name != "weights"})
+
+
+# ---------------------------------------------------------------- an encoder of images, and one of texts
+
+
+class PicturesConfig(ModelConfig):
+    """Mean-pooled patches (Zhai et al. 2022)."""
+
+    learns = {"classification": "images"}
+    reads = "images"
+    family: Literal["pictures"] = "pictures"
+    image_size: int = 32
+    patch_size: int = 8
+    n_channels: int = 3
+    d_ff: int = 128
+    n_classes: int | None = None
+    pool: ClassVar[str] = "mean"
+    patches: ClassVar[str] = "convolution"
+    norm_eps: ClassVar[float] = 1e-6
+
+    @property
+    def n_tokens(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+class ReaderConfig(ModelConfig):
+    """Masked words (Devlin et al. 2019)."""
+
+    learns = {"masked_lm": "text"}
+    family: Literal["reader"] = "reader"
+    d_ff: int = 128
+    seq_len: int = 32
+    head: ClassVar[str] = "masked_lm"
+    pooler: ClassVar[bool] = False
+    n_classes: ClassVar[None] = None
+    n_token_types: ClassVar[int] = 2
+    activation: ClassVar[str] = "gelu"
+    norm_eps: ClassVar[float] = 1e-12
+
+
+def weights_of(config: type[ModelConfig]) -> SimpleNamespace:
+    name = config.model_fields["family"].default
+    return SimpleNamespace(**{**vars(WEIGHTS), "MODEL_TYPES": (f"gradus-{name}",)})
+
+
+class Pictures(vit.ViT):
+    pass
+
+
+class Reader(bert.Bert):
+    pass
+
+
+PICTURES = dataclasses.replace(vit.FAMILY, config=PicturesConfig, model=Pictures, weights=weights_of(PicturesConfig))
+READER = dataclasses.replace(bert.FAMILY, config=ReaderConfig, model=Reader, weights=weights_of(ReaderConfig))
+SIZE = {"n_layers": 2, "n_heads": 2, "d_model": 64, "d_ff": 128, "dropout": 0.1}
+ALIKE = {  # family → (its recipe's sections, the same of the family whose modules it has)
+    "pictures": (
+        {"task": {"name": "classification"}, "data": {"kind": "images", "path": "absent"}},
+        {"family": "pictures", "n_classes": 10, **SIZE},
+        {"family": "vit", "n_classes": 10, "image_size": 32, "patch_size": 8, "pool": "mean", **SIZE},
+    ),
+    "reader": (
+        {"task": {"name": "masked_lm", "next_sentence": False}, "data": {"kind": "text", "path": "absent"}, "tokenizer": {"kind": "file", "path": "absent"}},
+        {"family": "reader", "vocab_size": 96, **SIZE},
+        {"family": "bert", "vocab_size": 96, "seq_len": 32, "head": "masked_lm", "pooler": False, **SIZE},
+    ),
+}  # fmt: skip
+
+
+def questions(world, folder: Path, name: str) -> list[dict[str, Any]]:
+    """What the plan answers of the family of this file and of the one whose modules it has."""
+    models.register(PICTURES)
+    models.register(READER)
+    import yaml
+
+    from gradus.plan import answer, devices
+    from gradus.plan.hf import recipe_for
+
+    sections, *both = ALIKE[name]
+    rest = {"name": "alike", "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 64}, "train": {"steps": 100}}
+    found = []
+    for i, model in enumerate(both):
+        file = folder / f"{name}{i}.yaml"
+        file.write_text(yaml.safe_dump({**rest, **sections, "model": model}))
+
+        def asked(ask: Any, on: str | None, *more: str, file: Path = file, **kwargs: Any) -> Any:
+            return ask(answer.Request(str(file), more, on=on), **kwargs)
+
+        planned = asked(answer.answer, "2xA100-80GB", "layout.tensor=2", "layout.micro_batch=8")
+        config, task = planned.recipe.model, recipe_for(planned.recipe.model).task
+        answers = {
+            "planned": (planned.headline, planned.rows), "searched": asked(answer.search, "2xA100-80GB"),
+            "served": asked(answer.serve, "2xA100-80GB", batch=4), "one device": asked(answer.serve, "A100-80GB"),
+            "devices": (devices.lines(ranked := devices.rank_devices(planned.recipe, names=["A100-80GB"]), devices.to_serve(config)), devices.rows(ranked, [])),
+        }  # fmt: skip
+        text = {key: [line.replace(str(file), "FILE") for line in lines] for key, (lines, _) in answers.items()}
+        rows = {key: [(row.name, row.value, row.conditions.get("layout")) for row in rows] for key, (_, rows) in answers.items()}
+        errors = []
+        for ask in (lambda: asked(answer.optimal, None), lambda: asked(answer.serve, None, length=33)):
+            with pytest.raises(UserError) as e:
+                ask()
+            errors.append(str(e.value).replace(name, "FAMILY").replace(model["family"], "FAMILY"))
+        found.append({"lines": text, "rows": rows, "errors": errors, "task": task.model_dump()})
+    return found
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_an_encoder_from_elsewhere_is_planned_searched_and_served_as_one_of_the_package(name, tmp_path):
+    ((own, like),) = run(1, questions, tmp_path, name, environment={"GRADUS_CACHE": str(tmp_path / "cache")})
+    assert own == like
+    lines, rows = own["lines"], {key: {name for name, *_ in rows} for key, rows in own["rows"].items()}
+    assert {"serving/forward_time", "serving/samples_per_s"} <= rows["served"] and not any("kv" in row for row in rows["served"])
+    assert {"memory/device", "time/step", "budget/time"} <= rows["planned"] and "search/step" in rows["searched"]
+    each = {"pictures": ("images/s", "4 images of 16 patches"), "reader": ("tokens/s", "4 sequences of 32 tokens")}[name]
+    assert each[0] in " ".join(lines["planned"]) and each[1] in " ".join(lines["served"])
+    assert not any("to serve it" in line for line in lines["devices"]), "what an encoder takes to be used is no choice of a device"
+
+
+# ---------------------------------------------------------------- no family is named
+
+
+def test_no_family_is_named_outside_models_recipe_and_tests():
+    """Neither in code nor in tables nor in pages; what a docstring or a comment says of a paper is free. A name of the hub is none."""
+    root, named = Path(models.__file__).parents[1], re.compile(rf"\b({'|'.join(MODELS)})\b(?!-)")
+    found = []
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".yaml", ".html")):
+        room = path.relative_to(root).parts[0]
+        if room not in ("models", "recipe"):
+            found += [f"{path.relative_to(root)}: {text}" for text in texts(path) if named.search(text)]
+    assert found == []
+
+
+def texts(path: Path) -> Iterator[str]:
+    if path.suffix != ".py":
+        yield from path.read_text(encoding="utf-8").splitlines()
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    yield from (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said)

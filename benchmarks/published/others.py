@@ -39,8 +39,8 @@ def values(entry: str) -> dict[str, float]:
 def collective(point: Point) -> Case:
     c, n = point["config"], point["n_devices"]
     device = device_of(point)
-    chip = roofline.family(device)
-    crossed = collectives.passes(c["op"], n) * c["bytes"]
+    chip = roofline.chip_of(device)
+    crossed = collectives.ring_factor(c["op"], n) * c["bytes"]
 
     def seconds(v: dict[str, float]) -> float:
         """With latency and bandwidth; without them as the plan says it, its links measured or ("nominal") as their maker states them."""
@@ -65,7 +65,7 @@ def largest_product(point: Point) -> Case:
     flops = 2.0 * LARGEST**3
     work = Work([Op("matmul", "mm", "bf16", "forward", flops, 6.0 * LARGEST**2, (1, LARGEST, LARGEST, LARGEST), launches=0)], [], [], 1,
                 model_flops=flops, software="")  # fmt: skip
-    return Case(point, "largest product", f"product on {roofline.family(device)}", point["hardware"], float(point["value"]), work, Cluster(device, 1),
+    return Case(point, "largest product", f"product on {roofline.chip_of(device)}", point["hardware"], float(point["value"]), work, Cluster(device, 1),
                 lambda t: flops / t / 1e12)  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def hours(point: Point) -> Case:
     sizes = (*LLAMA[name][:2], point["seq"] or 4096) if name in LLAMA else WHOLE.get(name)
     attention = 12 * math.prod(sizes) if sizes else 0.0  # its full matrix (Chowdhery et al. 2022); not counted where the sizes are not known
     whole = (6 * (c.get("active_params") or n) + attention) * tokens
-    whole /= roofline.peak(device, "bf16") * 3600
+    whole /= roofline.peak_flops(device, "bf16") * 3600
     watts, pue, grid = c.get("tdp_w") or device.power or math.nan, 1.1, 0.385  # the model cards' own convention
 
     def value(v: dict[str, float]) -> float:

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def chip(self) -> str:
-        return roofline.family(self.cluster.device) if self.cluster else ""
+        return roofline.chip_of(self.cluster.device) if self.cluster else ""
 
     @property
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ class Case:
 
     def at_mfu(self, mfu: float) -> float:
         """The value at a constant model FLOPs utilisation."""
-        return self.value(self.work.model_flops / (self.cluster.n * roofline.peak(self.cluster.device, self.work.micro[0].dtype) * mfu))
+        return self.value(self.work.model_flops / (self.cluster.n * roofline.peak_flops(self.cluster.device, self.work.micro[0].dtype) * mfu))
 
 
 def load(path: str | Path) -> list[Point]:
@@ -124,10 +124,10 @@ def model_of(point: Point) -> ModelConfig:
 def device_of(point: Point, known: str = "") -> Device:
     """The device that the point's text names: `known` (which of its kind the source has) where it is one of those, or not said."""
     text = str(point.get("hardware") or known)
-    if known and roofline.family(text) == roofline.family(known):
+    if known and roofline.chip_of(text) == roofline.chip_of(known):
         return hardware.find(known)
     words = re.sub(r"\(.*|,.*|NVIDIA|DGX[- ]|HGX[- ]", "", text).split()
-    for name in (*(" ".join(words[:i]) for i in range(len(words), 0, -1)), roofline.family(text)):
+    for name in (*(" ".join(words[:i]) for i in range(len(words), 0, -1)), roofline.chip_of(text)):
         try:
             return hardware.find(name)
         except UserError:
@@ -176,7 +176,7 @@ def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str, hardwa
         flops = hardware_flops or flops * {"full": 4 / 3, "selective": 1 + core_share(work, n)}.get(recompute, 1.0)
     share = 1 if unit in ("fraction", "ratio", "share") else 100
     among = n if metric.endswith("_per_gpu") else 1
-    peak = n * roofline.peak(cluster.device, "bf16")
+    peak = n * roofline.peak_flops(cluster.device, "bf16")
     return {"step_time": lambda t: t * (1e3 if unit == "ms" else 1), "tokens_per_s": lambda t: work.tokens / t / among,
             "mfu": lambda t: share * flops / t / peak, "hfu": lambda t: share * flops / t / peak, "aggregate_pflops": lambda t: flops / t / 1e15,
             "model_tflops": lambda t: flops / t / among / 1e12, "hardware_tflops": lambda t: flops / t / among / 1e12,

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradus.hardware import Cluster
 from gradus.plan import roofline
-from gradus.plan.collectives import HOST, passes, within
+from gradus.plan.collectives import HOST_LINK, intra_node_seconds, ring_factor
 from gradus.plan.roofline import Parameters
 from gradus.plan.step import HOST_TO_DEVICE, bubble_share
 from gradus.plan.work import Op, Transfer, Work
@@ -23,13 +23,13 @@ ABLE = ("forward", "backward", "both")
 def _row(op: Op, cluster: Cluster) -> tuple:
     """kind, phase, seconds at the peak, share of the peak by whole tiles, k, misaligned, low, seconds of its bytes, chained, head, launches, count."""
     device, used, k, odd = cluster.device, 1.0, 1.0, False
-    peak = roofline.peak(device, op.dtype)
+    peak = roofline.peak_flops(device, op.dtype)
     if op.kind == "matmul":
         batch, m, n, k = op.shape
         used = roofline.matmul_share(batch, m, n, 1e30, roofline._units(device.name) or roofline.UNITS_ASSUMED, 0.0)
         odd = op.dtype in ("bf16", "fp16") and n % 8 != 0 and min(m, n, k) > 64
     return (KINDS[op.kind], PHASES[op.phase], op.flops / peak, used, k, odd, op.dtype in ("fp8", "fp4") and op.kind == "matmul", op.bytes / device.bandwidth,
-            roofline.chained(op), op.stage_only, op.launches, op.count)  # fmt: skip
+            roofline.fusible(op), op.stage_only, op.launches, op.count)  # fmt: skip
 
 
 def _sent(t: Transfer, cluster: Cluster) -> tuple:
@@ -38,11 +38,11 @@ def _sent(t: Transfer, cluster: Cluster) -> tuple:
     if t.group > 1 and t.payload > 0:
         local, nodes = cluster.link_of(t.group, t.stride)
         if nodes <= 1:
-            inside = within(t.kind, t.payload, t.group, cluster)
+            inside = intra_node_seconds(t.kind, t.payload, t.group, cluster)
         else:
-            rate = (cluster.device.network or cluster.device.link or HOST).bandwidth
-            outside = t.payload * ((nodes - 1) / nodes if t.kind == "all_to_all" else passes(t.kind, nodes) / (1 if t.kind == "send" else local)) / rate
-            inside = within(t.kind, t.payload, local, cluster) if local > 1 and t.kind != "send" else 0.0
+            rate = (cluster.device.network or cluster.device.link or HOST_LINK).bandwidth
+            outside = t.payload * ((nodes - 1) / nodes if t.kind == "all_to_all" else ring_factor(t.kind, nodes) / (1 if t.kind == "send" else local)) / rate
+            inside = intra_node_seconds(t.kind, t.payload, local, cluster) if local > 1 and t.kind != "send" else 0.0
             doublings = max(1.0, math.log2(nodes))
     hidden = ABLE.index(t.hidden_by) if t.hidden_by else -1
     return PHASES[t.phase], hidden, outside, inside, doublings, not t.hidden_by and t.kind != "send", t.calls

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from gradus.launch.local import die_with_parent
+from gradus.parallel.processes import end_with_parent
 
 
 def main() -> None:
-    die_with_parent()
+    end_with_parent()
     try:
         from gradus.cli import main
 

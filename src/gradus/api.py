@@ -26,7 +26,7 @@ from gradus.errors import UserError
 if TYPE_CHECKING:  # `import gradus.api` loads no torch
     from torch import nn
 
-    from gradus.infer import Place
+    from gradus.infer import ModelSource
     from gradus.plan.answer import Answer
     from gradus.train.hooks import Hook
 
@@ -114,10 +114,10 @@ class Run:
         """What `summary.json` says: losses, metrics, the best step, times; empty before the end."""
         if not self.finished:
             return {}
-        found = limits.read_json(self.folder / "summary.json", limits.CONFIG_FILE)
-        if not isinstance(found, dict):
+        summary = limits.read_json(self.folder / "summary.json", limits.CONFIG_FILE)
+        if not isinstance(summary, dict):
             raise UserError(f"{self.folder / 'summary.json'}: expected an object. Copy the run folder again.")
-        return found
+        return summary
 
     @property
     def rows(self) -> Any:
@@ -182,7 +182,7 @@ def train(
     from gradus.parallel import world
     from gradus.proof.prove import Proof
     from gradus.train.hooks import Hook
-    from gradus.train.resolve import Given
+    from gradus.train.resolve import RunContext
     from gradus.train.run import start
     from gradus.train.signals import Stopped
 
@@ -191,10 +191,13 @@ def train(
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
-    given, words = Given(here=world.find(), settings=settings), _words(overrides)
-    options = {"plan": Proof(_flag("force", force)), "flops": for_run, "resume": _flag("resume", resume)}
+    context, words = RunContext(world=world.find(), settings=settings), _words(overrides)
+    proof, resume = Proof(_flag("force", force)), _flag("resume", resume)
     try:
-        return Run(start(_path("recipe", recipe), words, given, hooks=hooks, **options).folder)
+        outcome = start(
+            _path("recipe", recipe), words, context, hooks=hooks, plan=proof, flops=for_run, resume=resume
+        )  # fmt: skip
+        return Run(outcome.folder)
     except Stopped as stop:
         return Run(stop.checkpoint.parent.parent)
 
@@ -226,12 +229,12 @@ def load(model: Any, precision: str = "fp32") -> nn.Module:
     arguments forward takes Hugging Face's by name: input_ids, attention_mask (1: a token, 0: padding), token_type_ids,
     decoder_input_ids, pixel_values. Raises UserError where there is no model, or a damaged one.
     """
-    place = _place(model)
-    module = place.load(_text("precision", precision))
-    if not hasattr(module, "place"):
-        module.place, module.tokenizer = place, None
+    source = _source(model)
+    module: Any = source.load(_text("precision", precision))
+    if not hasattr(module, "source"):
+        module.source, module.tokenizer = source, None
         with contextlib.suppress(UserError):  # raised once texts are to be read
-            module.tokenizer = place.tokenizers()[""]
+            module.tokenizer = source.tokenizers()[""]
         module.register_forward_pre_hook(_take_their_names, with_kwargs=True)
     return module
 
@@ -259,7 +262,8 @@ def _check_tensor(module: nn.Module, name: str, ours: str, value: Any) -> None:
     would wait for the values."""
     import torch
 
-    config, ids = module.config, ours in ("ids", "source", "target")
+    config: Any = module.config
+    ids = ours in ("ids", "source", "target")
     if not any(ours in names for names in THEIRS.values()):
         return
     if not isinstance(value, torch.Tensor) or (ids and value.dtype not in (torch.long, torch.int)):
@@ -295,16 +299,18 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     from gradus.infer.predict import records_of, visible
 
     several = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping) and not _is_picture(inputs)
-    given, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
-    place = _place(model)
-    images = place.config.reads == "images"
+    items, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
+    source = _source(model)
+    images = source.config.reads == "images"
     what = "an image (a file or a PIL image)" if images else "a string"
-    items = [_png(one) if images and _is_picture(one) else _path("inputs", one, f"{what}, or a list") for one in given]
-    if not given:
+    readable = [
+        _png(item) if images and _is_picture(item) else _path("inputs", item, f"{what}, or a list") for item in items
+    ]
+    if not items:
         return []
-    with _as_it_was(place):
-        records = list(records_of(place, items, top))
-    return [{**visible(record), "input": item} for item, record in zip(given, records)]
+    with _keep_mode(source):
+        records = list(records_of(source, readable, top))
+    return [{**visible(record), "input": item} for item, record in zip(items, records)]
 
 
 def generate(
@@ -326,35 +332,36 @@ def generate(
     top_k, top_p = _optional(_int, "top_k", top_k, 1, limits.VOCABULARY), _optional(_float, "top_p", top_p)
     choose = sampler(_float("temperature", temperature), top_k, top_p, _int("seed", seed, 0, limits.SEED))
     max_new, sliding = _int("max_new", max_new, 1, limits.LENGTH), _flag("sliding_window", sliding_window)
-    place = _place(model)
+    source = _source(model)
     if not prompts:
         return []
-    with _as_it_was(place):
-        found = Continuation(place, prompts, max_new=max_new, sliding=sliding)
-        for _ in found.steps(choose):
+    with _keep_mode(source):
+        continuation = Continuation(source, prompts, max_new=max_new, sliding=sliding)
+        for _ in continuation.steps(choose):
             pass
-    return found.texts[0] if isinstance(prompt, str) else found.texts
+    return continuation.texts[0] if isinstance(prompt, str) else continuation.texts
 
 
-def _place(model: Any) -> Place:
+def _source(model: Any) -> ModelSource:
     from gradus.infer import find
 
-    if hasattr(model, "place"):
-        return model.place
+    if hasattr(model, "source"):
+        return model.source
     if not isinstance(model, str | os.PathLike):
         raise UserError(f"expected a model, got {type(model).__name__}. Give a run, a folder, or what load returned.")
     return find(os.fspath(model))
 
 
 @contextlib.contextmanager
-def _as_it_was(place: Place) -> Iterator[None]:
+def _keep_mode(source: ModelSource) -> Iterator[None]:
     """A model in the middle of a training loop stays in training mode."""
-    was = place.model is not None and place.model.training
+    model = source.model
+    training = model is not None and model.training
     try:
         yield
     finally:
-        if was:
-            place.model.train()
+        if model is not None:
+            model.train(training)
 
 
 def _is_picture(item: Any) -> bool:

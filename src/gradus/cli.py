@@ -245,7 +245,7 @@ def _looking(verb: Verb) -> None:
     add("--processes", **whole(limits.AXIS), help="as one of N processes (default: as many as the layout's axes need)")
     add("--rank", **whole(limits.AXIS, 0, name="R"), help="with --modules: the process to show (default 0)")
     add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
-    add("section", nargs="*", metavar="SECTION", help="e.g. layout, model.gpt, layout.precision (default: all)")
+    add("section", nargs="*", metavar="SECTION", help="e.g. layout, optimizer.adamw, layout.precision (default: all)")
     verb("recipes", recipes, "list the packaged recipes", "")
     add = verb("models", models, "list the model presets with their exact parameter counts", "names").add_argument
     add("names", nargs="*", metavar="PRESET", help="only these, by component")
@@ -425,13 +425,13 @@ def told(lines: Iterable[str], as_json: bool = False) -> int:
     return room("proof.results").print_lines(lines, as_json)
 
 
-def load_recipe(args, here=None):
-    """The recipe with its overrides and --json_file; what was left out of a lower layer is printed. here: the world of
+def load_recipe(args, world=None):
+    """The recipe with its overrides and --json_file; what an earlier layer lost to a later one is printed. world: of
     the run (None: one process)."""
     from gradus.parallel.world import World
-    from gradus.train import resolve
+    from gradus.train.resolve import RunContext, load_and_print_notes
 
-    return resolve.told(args.recipe, args.overrides, resolve.Given(args.json_file, here or World()))
+    return load_and_print_notes(args.recipe, args.overrides, RunContext(args.json_file, world or World()))
 
 
 def on_this_host(n: int | None):
@@ -452,16 +452,16 @@ def train(args) -> int:
     from gradus.measure.flops import for_run
     from gradus.parallel import status, world
     from gradus.proof.prove import Proof
-    from gradus.train.resolve import Given
+    from gradus.train.resolve import RunContext
     from gradus.train.run import start
     from gradus.train.signals import Stopped
 
     here, options = world.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
-    given = Given(args.json_file, here)
+    context = RunContext(args.json_file, here)
     if here.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
-        outcome = start(args.recipe, args.overrides, given, plan=Proof(args.force), flops=for_run, **options)
+        outcome = start(args.recipe, args.overrides, context, plan=Proof(args.force), flops=for_run, **options)
     except Stopped as stop:
         if here.first:
             how = status.command(stop.checkpoint.parent.parent, here.size if status.has_parent() else None)

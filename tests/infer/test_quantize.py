@@ -12,7 +12,7 @@ from torch import nn
 
 from gradus import models
 from gradus.cli import main
-from gradus.infer import Place, engines, find, quantize, quantized
+from gradus.infer import ModelSource, engines, find, quantize, quantized
 from gradus.infer.compiled import Int4
 from gradus.parallel import qat
 from gradus.recipe.schema import BertConfig
@@ -27,6 +27,18 @@ pytestmark = [pytest.mark.usefixtures("no_plan"), pytest.mark.skipif(not has_fbg
 def of(how: str, linear: nn.Linear = LINEAR, **more):
     kind = {"dynamic": quantized.Dynamic, "static": quantized.Static, "int4": Int4}[how]
     return kind.of(linear.bias, **kind.numbers(linear.weight), **more)
+
+
+# How far logits may be from the model's, as a share of their norm: about twice what was reached, the same on an EPYC with PyTorch's kernels
+# for AVX512, for AVX2 and for neither (dynamic 0.0034, static 0.0024, int8 0.0013, int4 0.0101; decoder 0.0054, 0.0363; head 0.0140, over eight
+# seeds 0.011 to 0.019); for int8 one rounding to bf16 (2**-9) more, as processors differ in where they round. Weights in 5 bits are 0.035 to
+# 0.045 off, and passed when 0.05 was allowed of logits that reach 0.2.
+NEAR = {("classifier", "dynamic"): 0.006, ("classifier", "static"): 0.006, ("classifier", "int8"): 0.004, ("classifier", "int4"): 0.018,
+        ("decoder", "int8"): 0.01, ("decoder", "int4"): 0.06, ("head", "dynamic"): 0.02}  # fmt: skip
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((found - wanted).norm() / wanted.norm()).detach())
 
 
 # ---------------------------------------------------------------- products
@@ -86,9 +98,9 @@ def test_int4_is_the_same_from_what_is_kept():
 
 def test_what_is_lost_and_its_error():
     """Against the sample variance of batches of one size."""
-    lost = [(1.0, 10), (0.0, 10), (-1.0, 10), (3.0, 10)]
-    points, error, n = quantize.lost(lost)
-    each = torch.tensor([d / 10 for d, _ in lost]).double()
+    batches = [(1.0, 10), (0.0, 10), (-1.0, 10), (3.0, 10)]
+    points, error, n = quantize.paired_loss(batches)
+    each = torch.tensor([d / 10 for d, _ in batches]).double()
     assert n == 40 and points == pytest.approx(100 * float(each.mean())) and error == pytest.approx(100 * float(each.std() / 2))
 
 
@@ -143,11 +155,11 @@ def test_a_quantized_classifier(how, here, capsys):
     about = json.loads((here / how / "quantized.json").read_text())
     assert about["as"] == how and about["table"]["size, MB"][1] < about["table"]["size, MB"][0]
 
-    place = find(str(here / how))
+    source = find(str(here / how))
     ids = torch.tensor([[5, 6, 7, 8]])
     precision = "int4" if how == "int4" else "int8"
-    wanted, found = engines.open(find("run"))(ids), engines.open(place, "torch", precision)(ids)
-    assert (found - wanted).abs().max() < (0.3 if how == "int4" else 0.1) * wanted.abs().max() and not torch.equal(found, wanted)
+    wanted, found = engines.open(find("run"))(ids), engines.open(source, "torch", precision)(ids)
+    assert 0 < distance(found, wanted) < NEAR["classifier", how]
     assert main(["predict", how, "a good film", "--precision", precision]) == 0
     shown, told = capsys.readouterr(), f"from {how} weights" if how == precision else "computes in int8, inputs in 7 bits"
     assert told in shown.err and shown.out.startswith(("good", "bad"))
@@ -185,14 +197,14 @@ def test_a_quantized_decoder(how, here, capsys):
     ids = torch.tensor([[5, 6, 7, 8]])
     wanted = engines.open(find("writes"))(ids)
     found = engines.open(find(how), "torch", how)(ids)
-    assert (found - wanted).norm() < (0.05 if how == "int8" else 0.5) * wanted.norm()
+    assert 0 < distance(found, wanted) < NEAR["decoder", how]
     assert main(["generate", how, "line", "--max-new", "4", "--precision", how]) == 0
     assert f"from {how} weights" in capsys.readouterr().err
 
 
 def test_what_is_slower_or_loses_too_much_is_refused_and_not_written(here, capsys, monkeypatch):
     table = {"ms, batch 1": [1.0, 2.0], "ms, batch 32": [10.0, 9.0], "valid/accuracy": [0.9, 0.8], "valid/loss": [0.3, 0.5], "difference": (10.0, 1.5, 40)}
-    monkeypatch.setattr(quantize, "measured", lambda *_: table)
+    monkeypatch.setattr(quantize, "before_and_after", lambda *_: table)
     words = ["quantize", "run", "--to", "none", "--as", "dynamic"]
     assert main(words) == 2 and not (here / "none").exists()
     told = capsys.readouterr().err
@@ -224,8 +236,8 @@ def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
     config = BertConfig(vocab_size=40, n_layers=1, d_model=16, n_heads=2, d_ff=24, seq_len=16, head="masked_lm")
     model, ids = models.build(config, seed=1).eval(), torch.tensor([[1, 2, 3]])
     about = quantized.write(tmp_path / "made", model, "dynamic", {})
-    found = engines.open(Place("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
-    assert (found - model(ids)).abs().max() < 0.05
+    found = engines.open(ModelSource("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
+    assert 0 < distance(found, model(ids)) < NEAR["head", "dynamic"]
 
 
 def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):

@@ -26,8 +26,8 @@ import os, signal, sys, time, traceback
 from pathlib import Path
 from types import SimpleNamespace
 from gradus.errors import exit_code
-from gradus.launch.local import die_with_parent
-die_with_parent()
+from gradus.parallel.processes import end_with_parent
+end_with_parent()
 from gradus.parallel.status import Status, watched
 folder, what, who = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -50,7 +50,7 @@ def test_each_line_adds_up(session, ranked):
     from gradus.plan.step import step_time
 
     one = next(one for one in ranked if (one["device"], one["precision"]) == ("H100-SXM", "bf16"))
-    alone = ranking.alone(session.recipe, "bf16")
+    alone = ranking.on_one_device(session.recipe, "bf16")
     memory = plan_memory(alone, 1, target="cuda", task=session.task)
     seconds = step_time(traced_work(alone, 1, target="cuda", task=session.task), hardware.cluster("H100")).total
     assert one["memory"] == memory.reserved + memory.framework
@@ -93,7 +93,7 @@ def test_each_device_once_at_its_best_and_all_of_them_with_their_keys(ranked):
     assert sum(line.startswith(tuple(best)) for line in lines(many, [])) == ranking.FIRST and "more devices" in " ".join(lines(many, []))
     everything = list(printed(lines(ranked, [], everything=True)))
     text = " ".join("\n".join(everything).replace("\\\n", " ").split())
-    assert all(f"--on {one['device']} {one['layout']}".strip() in text for one, _ in ranking._together(ranked))
+    assert all(f"--on {one['device']} {one['layout']}".strip() in text for one, _ in ranking._joined(ranked))
     assert max(map(len, [*everything, *printed(lines(ranked, to_serve(config_of("llama2-7b"))))])) <= 80
 
 
@@ -133,7 +133,7 @@ def test_every_row_is_the_plan_of_its_keys(session):
 
 def test_one_device_keeps_no_layout_of_many():
     recipe = recipes.load("copy-task", **{"layout.tensor": 2, "layout.shard": 2, "layout.micro_batch": 4, "layout.checkpointing": "full"})
-    alone = ranking.alone(recipe, "tf32").layout
+    alone = ranking.on_one_device(recipe, "tf32").layout
     assert (alone.tensor, alone.shard, alone.precision, alone.tf32) == (1, 1, "fp32", True)
     assert (alone.micro_batch, alone.checkpointing) == (4, "full"), "what decides the memory of one device stays"
 

@@ -24,7 +24,7 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.plan import batches as making
-from gradus.plan import engine, peak, profiles
+from gradus.plan import engine, peak, profiles, tracing
 from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
@@ -231,7 +231,7 @@ def compared(case: Case) -> list[tuple[str, str, float, float]]:
         mine, its = p.work, whole.work
         pairs = [
             ("memory", p.peak.bytes, whole.peak),
-            ("held", p.held["weights"], whole.held["weights"]),
+            ("held", p.held["weights"], whole.state["weights"]),
             ("flops", flops(mine.micro) * mine.micro_batches, flops(its.micro) * its.micro_batches),
             ("bytes", moved(mine.micro) * mine.micro_batches, moved(its.micro) * its.micro_batches),
             ("optimizer", moved(mine.step), moved(its.step)),
@@ -479,7 +479,7 @@ def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):
     first = numbers(plain)
     assert list(kept.glob("*.json"))
     engine._kept.clear()
-    monkeypatch.setattr(profiles, "profile", refuse)
+    monkeypatch.setattr(tracing, "profile", refuse)
     assert numbers(plain) == first
     for path in kept.glob("*.json"):
         path.unlink()
@@ -497,7 +497,7 @@ def test_a_torn_or_changed_profile_is_traced_anew(kept, plain, monkeypatch):
         assert numbers(plain) == first
         assert path.read_bytes() == whole
     engine._kept.clear()
-    monkeypatch.setattr(profiles, "profile", refuse)
+    monkeypatch.setattr(tracing, "profile", refuse)
     assert numbers(plain) == first
 
 

@@ -9,7 +9,7 @@ import pytest
 from gradus import hardware, models
 from gradus.plan.answer import Request, answer, serve
 from gradus.plan.budget import DAY, HOUR, energy_and_carbon
-from gradus.plan.collectives import passes
+from gradus.plan.collectives import ring_factor
 from gradus.plan.counts import flops
 from gradus.plan.hf import recipe_for
 from gradus.plan.serving import kv_per_token, serving
@@ -81,9 +81,9 @@ def test_350_gb_of_gradients(link, payload, ring, advertised):
     """Once in one direction, and as an all-reduce of eight; by the advertised figure of both directions, half of the first."""
     one = hardware.link(link)
     assert 350 * GB / one.bandwidth == pytest.approx(payload, rel=1e-4)
-    assert passes("all_reduce", 8) * 350 * GB / one.bandwidth == pytest.approx(ring, rel=1e-4)
+    assert ring_factor("all_reduce", 8) * 350 * GB / one.bandwidth == pytest.approx(ring, rel=1e-4)
     assert (one.both and 350 * GB / one.both) == (advertised and pytest.approx(advertised, rel=1e-4))
-    assert passes("all_reduce", 2) == 1 and passes("all_reduce", 1024) == pytest.approx(2, rel=2e-3)
+    assert ring_factor("all_reduce", 2) == 1 and ring_factor("all_reduce", 1024) == pytest.approx(2, rel=2e-3)
 
 
 def test_sizes_of_attention_activations_and_cache():

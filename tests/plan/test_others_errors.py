@@ -49,7 +49,7 @@ def trace(model: ModelConfig, n: int = 1, rank: int = 0, samples: int = 4, **lay
 
 
 def held(t: Traced, part: str) -> float:
-    return t.held[part]
+    return t.state[part]
 
 
 # ---------------------------------------------------------------- 1: cookbook's memory script
@@ -142,7 +142,7 @@ def test_2_the_plan_is_more_than_states():
 def test_3_states_are_added_not_compared(precision):
     """Mixed precision has all of 16 bytes a parameter at once; max(4P, 6P, 8P) is half of that."""
     t = trace(GPT, precision=precision)
-    states = sum(t.held[part] for part in ("weights", "gradients", "optimizer"))
+    states = sum(t.state[part] for part in ("weights", "gradients", "optimizer"))
     assert states == pytest.approx(16 * t.parameters, rel=0.01)
     assert t.peak >= 16 * t.parameters
     assert t.memory["weights"] + t.memory["optimizer"] >= 12 * t.parameters  # whenever the peak is
@@ -245,7 +245,7 @@ def test_8_all_experts_are_in_memory():
     assert weights == 2 * 46_702_792_704 > 3 * 2 * active(mixtral)
     model = LLAMA.model_copy(update={"n_experts": 8, "top_k": 1})
     t = trace(model)
-    assert t.held["weights"] == 4 * models.count(model)["total"] > 3 * 4 * active(model)
+    assert t.state["weights"] == 4 * models.count(model)["total"] > 3 * 4 * active(model)
 
 
 # ---------------------------------------------------------------- 9: no vocabulary
@@ -258,7 +258,7 @@ def test_9_embeddings_are_parameters_and_their_projection_is_work():
     assert large["embeddings"] / large["total"] == pytest.approx(0.0037, abs=0.0001)
     wide = GPT.model_copy(update={"vocab_size": 192})
     assert closed_form(wide, Shape(32)) - closed_form(GPT, Shape(32)) == 6 * 96 * 32 * 32
-    assert trace(wide).held["weights"] - trace(GPT).held["weights"] == 4 * 96 * 32
+    assert trace(wide).state["weights"] - trace(GPT).state["weights"] == 4 * 96 * 32
     assert trace(wide).peak > trace(GPT).peak + 16 * 96 * 32
 
 

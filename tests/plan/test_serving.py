@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +16,13 @@ from gradus.errors import UserError
 from gradus.hardware import cluster, find
 from gradus.models.decoding import generate
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.serving import cache_bytes, decode_weights, kv_per_token, optimal, serving
+from gradus.plan.serving import cache_bytes, kv_per_token, optimal, serving, usage_of
 from gradus.recipe.presets import config_of
-from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config
+from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ModelConfig, Seq2SeqConfig, T5Config, ViTConfig
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from distributed import run  # noqa: E402
 
 SMALL = {
     "mha": GPTConfig(vocab_size=31, n_layers=3, d_model=24, n_heads=4, seq_len=20),
@@ -24,6 +32,186 @@ SMALL = {
     "t5": T5Config(vocab_size=31, n_layers=2, n_decoder_layers=3, d_model=24, n_heads=4, d_head=5, d_ff=40, seq_len=20),
     "seq2seq": Seq2SeqConfig(vocab_size=31, n_layers=3, n_decoder_layers=2, d_model=24, n_heads=4, d_ff=40, seq_len=20),
 }
+
+
+
+# ---------------------------------------------------------------- closed forms, by the papers' shapes
+
+
+class Closed(NamedTuple):
+    """A pass over a batch of one, over all devices."""
+
+    operations: int
+    weights: int  # that are read
+    sums: int  # all-reduces
+    tokens: int  # of a row in each
+
+
+def two_sided(c: ModelConfig) -> bool:
+    return c.family in ("t5", "seq2seq")
+
+
+def deep(c: ModelConfig) -> int:
+    """Layers that make tokens."""
+    return getattr(c, "n_decoder_layers", None) or c.n_layers
+
+
+def layer(c: ModelConfig) -> int:
+    """Elements of a layer's matrices, without cross-attention, that a token is multiplied by."""
+    h, experts = c.d_model, getattr(c, "n_experts", None) or 0
+    matrices = 3 if c.family == "llama" or getattr(c, "gated", False) else 2
+    attention = 2 * h * c.head_dim * (c.n_heads + (getattr(c, "n_kv_heads", None) or c.n_heads))
+    return attention + matrices * h * c.d_ff * (c.top_k if experts else 1) + h * experts
+
+
+def classes(c: ModelConfig) -> int:
+    if c.family == "vit" or getattr(c, "head", None) == "classification":
+        return c.n_classes or c.d_model
+    return c.d_model if getattr(c, "head", None) == "none" else getattr(c, "target_vocab_size", None) or c.vocab_size
+
+
+def decode_weights(c: ModelConfig) -> int:
+    """Elements of the matrices that a new token is multiplied by: of an encoder-decoder the decoder's, without the projections of the
+    encoder's output, which are done once."""
+    cross = 2 * c.d_model * c.n_heads * c.head_dim if two_sided(c) else 0
+    return deep(c) * (layer(c) + cross) + classes(c) * c.d_model
+
+
+def vectors(c: ModelConfig) -> int:
+    """Elements of norms and biases that a new token meets."""
+    h, f = c.d_model, c.d_ff
+    if c.family == "llama":
+        return 2 * h * c.n_layers + h
+    if c.family == "t5":
+        return 3 * h * deep(c) + h
+    if c.family == "gpt":
+        return c.n_layers * (4 * h + 4 * h + (c.top_k if c.n_experts else 1) * (f + h)) + 2 * h
+    return deep(c) * (4 * h + 2 * h + 6 * h + f + h) + (2 * h if c.norm_first else 0) + (classes(c) if c.output_bias else 0)
+
+
+def source_vectors(c: ModelConfig) -> int:
+    h, f = c.d_model, c.d_ff
+    if c.family == "t5":
+        return 2 * h * c.n_layers + h
+    return c.n_layers * (4 * h + 4 * h + f + h) + deep(c) * 2 * h + (2 * h if c.norm_first else 0)
+
+
+def head_products(c: ModelConfig, s: int) -> int:
+    """Products behind (of ViT: and before) an encoder's blocks."""
+    h, head = c.d_model, getattr(c, "head", None)
+    if c.family == "vit":
+        return c.n_channels * c.image_size**2 * h + h * (c.n_classes or 0)  # the patches have all pixels
+    answers = {"pretraining": 2, "classification": c.n_classes}.get(head)
+    words = s * (h * h + h * c.vocab_size) if head in ("masked_lm", "pretraining") else 0
+    return words + (h * h + h * answers if answers else 0)
+
+
+def looked_up(c: ModelConfig) -> int:
+    """Parameters of an encoder that its forward pass multiplies by nothing."""
+    if c.family == "vit":
+        return 0
+    words = 0 if c.head in ("masked_lm", "pretraining") else c.vocab_size
+    pooler = c.d_model**2 + c.d_model if c.head == "none" and c.pooler else 0
+    return (words + c.seq_len + c.n_token_types) * c.d_model + pooler
+
+
+def passes(c: ModelConfig, s: int, source: int = 0) -> list[Closed]:
+    """Of a decoder the prompt, then a token; of an encoder its forward pass."""
+    wide, layers = c.n_heads * c.head_dim, c.n_layers
+    sums = 2 * layers + (c.family != "vit")  # after attention and feed-forward network; and of the words' table, cut by words
+    if c.family in ("bert", "vit"):
+        operations = 2 * (layers * (layer(c) * s + 2 * wide * s**2) + head_products(c, s))
+        return [Closed(operations, models.count(c)["total"] - looked_up(c), sums, s)]
+    n, head = decode_weights(c), classes(c) * c.d_model
+    if two_sided(c):  # the encoder, and the decoder's keys and values of its output
+        acting = layers * layer(c) + deep(c) * 2 * c.d_model * wide
+        prompt = Closed(2 * acting * source + 4 * layers * wide * source**2, acting + source_vectors(c), sums, source)
+    else:  # causal: half of the scores; the last position's logits
+        prompt = Closed(2 * (n - head) * s + 2 * head + 2 * layers * wide * s**2, n + vectors(c), sums, s)
+    token = 2 * n + 4 * deep(c) * wide * (s + source)
+    return [prompt, Closed(token, n + vectors(c), (2 + two_sided(c)) * deep(c) + 1, 1)]
+
+
+MORE = {
+    "gpt-moe": GPTConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, seq_len=20, n_experts=3, top_k=1),
+    "t5-gated": T5Config(vocab_size=31, n_layers=3, d_model=24, n_heads=4, d_head=5, d_ff=40, seq_len=20, gated=True, tie_output=False),
+    "seq2seq-pre-norm": Seq2SeqConfig(
+        vocab_size=31, target_vocab_size=37, share_embeddings=False, tie_output=False, output_bias=True, norm_first=True, n_layers=2,
+        d_model=24, n_heads=4, d_ff=40, seq_len=20,
+    ),
+    **{
+        f"bert-{head}": BertConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, d_ff=40, seq_len=20, head=head, n_classes=3)
+        for head in ("none", "masked_lm", "pretraining", "classification")
+    },
+    "vit": ViTConfig(image_size=16, patch_size=4, n_layers=2, d_model=24, n_heads=4, d_ff=40, n_classes=3),
+    "vit-features": ViTConfig(image_size=16, patch_size=4, n_layers=2, d_model=24, n_heads=4, d_ff=40, pool="mean", n_channels=1),
+    "405b": config_of("llama3.1-405b"), "mixtral": config_of("mixtral-8x7b"), "t5-base": config_of("t5-base"), "gpt2-xl": config_of("gpt2-xl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SMALL, *MORE])
+def test_what_is_traced_is_the_closed_form(name):
+    """Operations, parameters that are read, all-reduces and their sizes. The closed form of parameters has the norms and biases, too."""
+    config, batch = (SMALL | MORE)[name], 3
+    tokens = config.n_tokens if config.reads == "images" else 17
+    source = 9 if two_sided(config) else 0
+    usage = usage_of(config, batch, tokens, source)
+    assert usage.classes == classes(config)
+    for traced, closed in itertools.zip_longest(filter(None, (usage.prefill, usage.decode)), passes(config, tokens, source)):
+        assert (traced.operations, traced.weights) == (batch * closed.operations, closed.weights)
+        assert [tuple(pair) for pair in traced.sums] == [(batch * closed.tokens * config.d_model, closed.sums)]
+
+
+def whole_and_by_kind(world) -> list[tuple]:
+    """What passes of models of several kinds of blocks do: every block traced, and one of each kind."""
+    from test_profiles import ALTERNATING, EXPERTS, FAMILY, FROZEN, MixedConfig
+    from test_profiles import SMALL as SIZES
+
+    from gradus.patch import replaced
+    from gradus.plan import pass_tracing
+
+    models.register(FAMILY)
+    found = []
+    for more in (EXPERTS, FROZEN, {**EXPERTS, **ALTERNATING, "dense_every": 2}):
+        config = MixedConfig(**SIZES, **more)
+        few = pass_tracing.PassTracer(config, 2)
+        with replaced(pass_tracing, "_keep_one_of_each_kind", lambda model, family: dict.fromkeys(model.blocks, 1)):
+            whole = pass_tracing.PassTracer(config, 2)
+        found.append((len(few.times), few.usage(8, 0), whole.usage(8, 0)))
+    return found
+
+
+def test_one_block_of_each_kind_counts_for_all_of_its_kind():
+    (found,) = run(1, whole_and_by_kind)
+    assert [kinds for kinds, *_ in found] == [2, 2, 4]
+    assert all(few == whole for _, few, whole in found)
+
+
+def test_a_stem_of_convolutions_is_counted():
+    """3 × 3 at every place of what comes out: the first at 16 · 16 places from 3 channels, the second at 8 · 8 (layers/patches.py)."""
+    linear, stem = (ViTConfig(image_size=16, patch_size=4, n_layers=1, d_model=24, n_heads=4, d_ff=40, patches=p) for p in ("unfold", "stem"))
+    both = [usage_of(config, 1, config.n_tokens).prefill.operations for config in (linear, stem)]
+    assert both[1] - both[0] == 2 * 9 * (3 * 12 * 16 * 16 + 12 * 24 * 8 * 8) - 2 * 3 * 16 * 16 * 24
+
+
+def test_it_is_read_from_disk_where_it_was_traced_before(tmp_path, monkeypatch):
+    from gradus.plan import pass_tracing
+    from gradus.plan import serving as room
+
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
+    config = SMALL["gqa"].model_copy(update={"seq_len": 19})
+    first = usage_of(config, 1, 4)
+    (file,) = (tmp_path / "profiles").iterdir()
+    room._usage.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pass_tracing, "PassTracer", None)
+        assert usage_of(config, 1, 4) == first
+    room._usage.cache_clear()
+    file.write_text(file.read_text().replace("0", "1"))
+    assert usage_of(config, 1, 4) == first
+
+
+# ---------------------------------------------------------------- the cache, the weights
 
 
 def value(rows, name, **conditions):
@@ -47,7 +235,7 @@ def test_cache_is_the_real_one_to_the_byte(name, precision):
     rows = serving(config, batch=batch, seq_len=cache.max_len, precision=precision)
     assert value(rows, "serving/kv_cache") == own
     cross = value(rows, "serving/cross_cache") if sources else 0
-    assert cross == cache_bytes(config, batch, 0, source_len=cache.max_len, precision=precision)[1]
+    assert cross == cache_bytes(config, batch, 1, source_len=cache.max_len, precision=precision)[1]
     assert value(rows, "serving/weights") == sum(p.numel() * p.element_size() for p in model.parameters())
     assert value(rows, "serving/total") == sum(value(rows, f"serving/{part}") for part in ("weights", "kv_cache", "logits")) + cross
 
@@ -113,7 +301,8 @@ def test_bounds_of_time():
     rows = serving(llama, seq_len=4096, on=cluster("H100"))
     n = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 32_000 * 4096
     assert decode_weights(llama) == n
-    assert value(rows, "serving/decode_time") == pytest.approx((2 * n + 4096 * 512 * 1024) / h100.bandwidth)
+    norms = (2 * 32 + 1) * 4096
+    assert value(rows, "serving/decode_time") == pytest.approx((2 * (n + norms) + 4096 * 512 * 1024) / h100.bandwidth)
     prefill = 2 * (n - 32_000 * 4096) * 4096 + 2 * 32_000 * 4096 + 2 * 32 * 4096 * 4096**2
     assert value(rows, "serving/prefill_time") == pytest.approx(prefill / h100.peaks["bf16"])
     many = serving(llama, batch=16, seq_len=4096, on=cluster("H100"))
@@ -128,7 +317,7 @@ def test_encoder_decoders_project_the_source_once():
     rows = serving(t5, seq_len=512, on=cluster("H100"))
     layer = 6 * 768 * 768 + 2 * 768 * 3072  # its own attention, queries and output of the other, feed-forward
     assert decode_weights(t5) == 12 * layer + 32_128 * 768
-    weights, cache = 2 * decode_weights(t5), 12 * 2 * 768 * 2 * (512 + 512)
+    weights, cache = 2 * (decode_weights(t5) + vectors(t5)), 12 * 2 * 768 * 2 * (512 + 512)
     assert value(rows, "serving/decode_time") == pytest.approx((weights + cache) / h100.bandwidth)
     source = 12 * (2 * 512 * (4 * 768**2 + 2 * 768 * 3072) + 4 * 768 * 512**2) + 12 * 2 * 512 * 2 * 768**2
     acting = 12 * (4 * 768**2 + 2 * 768 * 3072) + 12 * 2 * 768**2
@@ -176,7 +365,7 @@ def test_keys_are_split_as_far_as_their_heads_divide():
 def test_a_token_takes_its_share_of_the_bytes_and_the_all_reduces():
     llama, four = config_of("llama2-7b"), cluster("4xH100")
     rows = serving(llama, batch=2, on=four)
-    n = decode_weights(llama)
+    n = decode_weights(llama) + vectors(llama)
     sent = (2 * 32 + 1) * collective_seconds("all_reduce", 2 * 4096 * 2, 4, 1, four)
     read = (2 * n + 2 * 4096 * 512 * 1024) / 4 / four.device.bandwidth
     assert value(rows, "serving/decode_time") == pytest.approx(read + sent)

@@ -102,7 +102,7 @@ def test_peak_of_a_real_step(family, precision, checkpointing):
     r = making.complete(recipe(family, precision=precision, checkpointing=checkpointing))
     traced = trace_recipe(r)
     held, peak = measured(r)
-    assert {k: traced.held[k] for k in held} == held
+    assert {k: traced.state[k] for k in held} == held
     assert sum(traced.memory.values()) == traced.peak and set(traced.memory) == set(COMPONENTS)
     if precision == "fp32":
         assert abs(traced.peak - peak) <= 64
@@ -114,7 +114,7 @@ def test_peak_of_a_real_step(family, precision, checkpointing):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_as_large_as_weights(family):
     r = making.complete(recipe(family))
-    assert trace_recipe(r).held["gradients"] == 4 * models.count(r.model)["total"]
+    assert trace_recipe(r).state["gradients"] == 4 * models.count(r.model)["total"]
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_peak_of_two_processes():
             for layout in LAYOUTS:
                 held, peak = told[rank][i]
                 traced = trace_recipe(making.complete(recipe(family, **layout)), 2, rank)
-                assert {k: traced.held[k] for k in held} == held, layout
+                assert {k: traced.state[k] for k in held} == held, layout
                 errors.append(abs(traced.peak / peak - 1))
                 i += 1
     assert sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.10, errors
@@ -285,7 +285,7 @@ def test_a_gpu_keeps_one_byte_of_dropout():
     shapes = {}
     for target in ("cpu", "cuda"):
         traced = trace_recipe(making.complete(recipe("bert", samples=1)), target=target)
-        shapes[target] = {(s.name, s.nbytes) for s in traced.timeline.all}
+        shapes[target] = {(s.name, s.nbytes) for s in traced.timeline.allocations}
     stream = 64 * 64
     assert ("native_dropout", stream) in shapes["cuda"]
     assert not any(name == "bernoulli_" or name == "native_dropout" for name, _ in shapes["cpu"])

@@ -32,4 +32,4 @@ def unmeasured(monkeypatch):
     def fail(*args, log):
         raise UserError("nothing is measured here")
 
-    monkeypatch.setattr(harness, "start", fail)
+    monkeypatch.setattr(harness, "run_group", fail)

@@ -35,7 +35,7 @@ LLAMA = LlamaConfig(vocab_size=64, n_layers=1, d_model=32, n_heads=2, d_ff=48, s
 def in_process():
     """What is measured, measured here: quick."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "start", lambda n, function, *args, log: [function(*args, World())])
+        patch.setattr(harness, "run_group", lambda n, function, *args, log: [function(*args, World())])
         for name in ("bandwidth", "product_rate"):
             patch.setattr(engine_runner.roofs, name, lambda *_: 1e10)
         yield
@@ -117,7 +117,7 @@ def test_tokens_are_per_run_and_time_per_token_is_after_the_first(tmp_path):
     options = {"batch": 2, "new": 5, "length": 8, "precision": "fp32", "threads": 1}
     found = {r.name: r.value for r in bench.measured_rows(find(str(tmp_path / "llama")), study.Configuration("x", None, options=options), samples)}
     assert found["latency/per_token"] == pytest.approx(0.2) and found["decode/tokens_per_s"] == pytest.approx(10.0)
-    weights = 4 * (32 * 32 * 4 + 3 * 32 * 48 + 64 * 32)  # bytes of the products' weights
+    weights = 4 * (32 * 32 * 4 + 3 * 32 * 48 + 64 * 32 + 3 * 32)  # bytes of the products' weights, and of norms
     assert found["roof"] == pytest.approx((weights + 2 * (8 + 2) * 2 * 32 * 4) / 1e9 / 0.2), "and keys and values of two rows"
 
 
@@ -260,7 +260,7 @@ def test_it_fails_where_every_engine_did(tmp_path, monkeypatch, capsys):
     def fail(*args, log):
         raise UserError("does not run here")
 
-    monkeypatch.setattr(harness, "start", fail)
+    monkeypatch.setattr(harness, "run_group", fail)
     words = ["bench", str(tmp_path / "bert"), "--engines", "torch", "--precisions", "fp32,bf16", "--batch", "1", *SHORT, "--to", str(tmp_path / "out")]
     assert main(words) == 1 and "best at batch 1: not known" in capsys.readouterr().out
 

@@ -1,133 +1,29 @@
-"""The measured tables: what is read out of them between, at and beyond their points, and that a short calibration makes a usable device."""
+"""A short calibration makes a usable device."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from gradus import cli, hardware
 from gradus.cli import main
-from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.parallel.world import World
 from gradus.plan import tables
-from gradus.plan.work import Op
 from gradus.proof import calibrate, calibration_points
 from gradus.proof.memory_budget import coarse_name, device_of
 
-SIDES = (16, 64, 256)
+sys.path[:0] = [str(Path(__file__).parents[1])]
 
-
-def device(kind: str = "cpu", dispatch: dict | None = None, skip: tuple = ()) -> Device:
-    """Tables of a machine that does 1e9 operations/s and moves 1e9 bytes/s, whatever the size; weight gradients take twice as long."""
-    products = [
-        f"{name} {dtype} {layout} {b} {m} {n} {k} {2 * b * m * n * k / 1e9 * slow:.9e} 0.01"
-        for name, b in (("mm", 1), ("bmm", 8))
-        for dtype, (layout, slow) in itertools.product(("fp32", "bf16"), (("nt", 1), ("nn", 1), ("tn", 2)))
-        for m, n, k in itertools.product(SIDES, repeat=3)
-        if (m, n, k) not in skip
-    ]
-    fused = [
-        f"{direction} fp32 {causal} 2 4 {s} {s} {d} {2 * 4 * s * s * d * each / 1e9:.9e} 0.01"
-        for (direction, each), (causal, part) in itertools.product((("forward", 4), ("backward", 10)), (("full", 1), ("causal", 0.5)))
-        for each in (each * part,)
-        for s, d in itertools.product((64, 256), (32, 128))
-    ]
-    bound = [f"{name} {dtype} {b} {b / 1e9 * slow:.9e} 0.01" for name, slow in (("add", 1), ("gelu", 3)) for dtype in ("fp32", "bf16") for b in (1000, 4000)]
-    measured = {
-        "matmul": "\n".join(products),
-        "attention": "\n".join(fused),
-        "memory": "\n".join(bound),
-        "dispatch": dispatch or {},
-        "date": "2026-01-01",
-        "torch": "2.13",
-        "threads": 1,
-    }
-    return Device("x", {"fp32": 1e9}, 2**30, 1e9, kind=kind, measured=measured)
-
-
-def product(m: int, n: int, k: int, phase: str = "forward", name: str = "mm", dtype: str = "fp32", layout: str = "", batch: int = 1) -> Op:
-    return Op("matmul", name, dtype, phase, 2.0 * batch * m * n * k, 4.0, (batch, m, n, k), layout=layout)
-
-
-@pytest.mark.parametrize("shape", [(64, 64, 64), (100, 30, 77), (4096, 300, 16), (1000, 2000, 3000)])
-def test_matmul_of_constant_rate_is_exact_at_between_and_beyond_points(shape):
-    assert tables.seconds(product(*shape), device()) == pytest.approx(2 * math.prod(shape) / 1e9, rel=1e-6)
-
-
-def test_matmul_narrower_than_the_grid_costs_as_the_narrowest():
-    assert tables.seconds(product(64, 3, 64), device()) == pytest.approx(2 * 64 * 16 * 64 / 1e9, rel=1e-6)
-
-
-def test_a_point_too_large_to_measure_takes_the_rate_below_it():
-    short = device(skip=((256, 256, 256), (256, 64, 256)))
-    assert tables.seconds(product(256, 256, 256), short) == pytest.approx(2 * 256**3 / 1e9, rel=1e-6)
-
-
-def test_layout_is_the_traces_or_follows_from_phase_and_shape():
-    whole = 2 * 64 * 64 * 256 / 1e9
-    assert tables.seconds(product(64, 64, 256, "backward"), device()) == pytest.approx(2 * whole, rel=1e-6)  # sums over the tokens: a weight's gradient
-    assert tables.seconds(product(256, 64, 64, "backward"), device()) == pytest.approx(whole, rel=1e-6)
-    assert tables.seconds(product(64, 64, 256, "backward", layout="nn"), device()) == pytest.approx(whole, rel=1e-6)
-    assert tables.layout_of(product(64, 64, 256, "recompute")) == "nt"
-
-
-def test_batched_products_have_their_own_table_and_other_products_the_plain_one():
-    d = device()
-    assert tables.seconds(product(64, 64, 64, name="bmm", batch=3), d) == pytest.approx(3 * 2 * 64**3 / 1e9, rel=1e-6)
-    lines = d.measured["matmul"].splitlines()
-    d.measured["matmul"] = "\n".join(line for line in lines if line.startswith("mm")) + "\nbmm fp32 nt 1 16 16 16 1.0 0.0"
-    assert tables.seconds(product(16, 16, 16, name="bmm"), d) == pytest.approx(1.0)
-    assert tables.seconds(product(64, 64, 64, name="convolution"), d) == pytest.approx(2 * 64**3 / 1e9, rel=1e-6)
-
-
-@pytest.mark.parametrize(("causal", "name", "per_score"), [(1.0, "sdpa", 4), (0.5, "sdpa", 4), (1.0, "sdpa_backward", 10), (0.5, "sdpa_backward", 10)])
-def test_attention_full_causal_forward_backward(causal, name, per_score):
-    shape = (3, 5, 100, 100, 50)
-    flops = per_score * math.prod(shape) * causal
-    op = Op("attention", name, "fp32", "backward" if per_score == 10 else "forward", flops, 1.0, shape)
-    assert tables.seconds(op, device()) == pytest.approx(flops / 1e9, rel=1e-6)
-
-
-def memory(name: str, n_bytes: float, dtype: str = "fp32", phase: str = "forward", launches: float = 1) -> Op:
-    return Op("memory", name, dtype, phase, 0.0, n_bytes, launches=launches)
-
-
-def test_memory_bound_by_bytes_and_the_stated_rules():
-    d = device()
-    assert tables.seconds(memory("gelu", 2000), d) == pytest.approx(6e-6, rel=1e-6)
-    assert tables.seconds(memory("gelu", 40_000), d) == pytest.approx(1.2e-4, rel=1e-6)  # beyond: as the bytes
-    assert tables.seconds(memory("gelu", 8), d) == pytest.approx(3e-6, rel=1e-6)  # below: as the smallest
-    assert tables.seconds(memory("never_measured", 2000), d) == pytest.approx(2e-6, rel=1e-6)  # as add
-    assert tables.seconds(memory("gelu", 2000, "fp16"), d) == pytest.approx(6e-6, rel=1e-6)  # as bf16
-
-
-def test_the_frameworks_time_adds_on_a_cpu_and_hides_behind_a_gpu():
-    dispatch = {"forward": 1e-5, "backward": 2e-5}
-    op = memory("add", 4000, phase="backward")
-    assert tables.seconds(op, device(dispatch=dispatch)) == pytest.approx(4e-6 + 2e-5, rel=1e-6)
-    assert tables.seconds(op, device("gpu", dispatch)) == pytest.approx(2e-5, rel=1e-6)
-    assert tables.seconds(memory("add", 4e6), device("gpu", dispatch)) == pytest.approx(4e-3, rel=1e-6)
-
-
-def test_a_broken_table_is_an_error_that_says_what_to_do():
-    d = device()
-    d.measured["memory"] = "add fp32 1000"
-    with pytest.raises(UserError, match="gradus calibrate"):
-        tables.seconds(memory("add", 2000), d)
-    d.measured["attention"] = ""
-    with pytest.raises(UserError, match="nothing for sdpa"):
-        tables.seconds(Op("attention", "sdpa", "fp32", "forward", 1.0, 1.0, (1, 1, 64, 64, 64)), d)
-
-
-# ---------------------------------------------------------------- measuring
+from measured_tables import device, memory, product  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +74,10 @@ def test_times_are_planned_with_as_many_threads_as_were_calibrated(calibrated, m
 def test_a_measured_point_is_given_back(calibrated):
     device, _ = calibrated
     bare = Device("x", {}, 1, 1, kind="cpu", measured={**device.measured, "dispatch": {}})
-    name, dtype, layout, batch, m, n, k, seconds, _ = tables.rows(device.measured["matmul"], "matmul")[5]
+    name, dtype, layout, batch, m, n, k, seconds, _ = tables.parse(device.measured["matmul"], "matmul")[5]
     op = product(int(m), int(n), int(k), name=name, dtype=dtype, layout=layout, batch=int(batch))
     assert tables.seconds(op, bare) == pytest.approx(float(seconds), rel=1e-6)
-    name, dtype, n_bytes, seconds, _ = next(r for r in tables.rows(device.measured["memory"], "memory") if r[0] == "silu")
+    name, dtype, n_bytes, seconds, _ = next(r for r in tables.parse(device.measured["memory"], "memory") if r[0] == "silu")
     assert tables.seconds(memory(name, float(n_bytes), dtype), bare) == pytest.approx(float(seconds), rel=1e-6)
 
 
@@ -191,7 +87,7 @@ def test_calibration_knows_the_operations_of_a_real_step(calibrated):
     from gradus.plan.trace import trace_recipe
 
     device, _ = calibrated
-    names = {row[0] for row in tables.rows(device.measured["memory"], "memory")}
+    names = {row[0] for row in tables.parse(device.measured["memory"], "memory")}
     for step in calibrate.tiny_steps(torch.device("cpu")):
         work = trace_recipe(step.recipe, micro_batches=step.micro_batches).work
         bound = [op for op in [*work.micro, *work.step] if op.kind == "memory" and op.bytes > 1024]

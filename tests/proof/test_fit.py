@@ -112,7 +112,7 @@ def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
     def start(*arguments, **more):
         raise UserError("rank 0 of 1 was killed by SIGKILL.")
 
-    monkeypatch.setattr(fit, "start", start)
+    monkeypatch.setattr(fit, "run_group", start)
     assert fit.run_in_processes(1, fit.measured_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
 
 

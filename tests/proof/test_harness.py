@@ -188,7 +188,7 @@ def test_a_study_ends_its_planning_when_it_is_stopped(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Planner, "plan", interrupted)
-    monkeypatch.setattr(harness, "start", lambda *args, **more: [10**8])
+    monkeypatch.setattr(harness, "run_group", lambda *args, **more: [10**8])
     with pytest.raises(KeyboardInterrupt):
         harness.planned(of_two(recipes.load("copy-task", **TINY_RUN)), tmp_path, print)
     assert len(begun) == 1 and not begun[0].process.is_alive()

@@ -95,7 +95,7 @@ def test_mistakes_are_one_clear_line(arguments, said, capsys):
 
 
 def test_measured_for_real_sdpa_takes_less_memory_than_naive(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "start", lambda n, function, *args, log: [function(*args, World())])  # no process of its own: quick
+    monkeypatch.setattr(harness, "run_group", lambda n, function, *args, log: [function(*args, World())])  # no process of its own: quick
     long = recipes.load("copy-task", [*COPY[1:], "task.length=96", "model.seq_len=96", "layout.attention=naive"])
     bench = LadderBench(tmp_path, "memory", steps=2, rounds=1, samples=32, say=lambda line: None)
     monkeypatch.setattr(harness, "planned", lambda *_: ([], {}))

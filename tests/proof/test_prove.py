@@ -19,7 +19,7 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure.workers import uninterrupted
+from gradus.parallel.processes import uninterrupted
 from gradus.plan import batches, show
 from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
@@ -261,7 +261,7 @@ def test_an_interrupt_waits_for_the_end_of_a_trace():
 BEGUN = """
 import os, pathlib, signal, sys, time
 from multiprocessing import forkserver
-from gradus.measure import workers
+from gradus.parallel import processes
 
 def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
     ends = begin(fds)
@@ -273,7 +273,7 @@ def connect(fds, begin=forkserver.connect_to_new_process, begun=[]):
 
 forkserver.connect_to_new_process = connect
 try:
-    workers.start(2, print, log=pathlib.Path(sys.argv[1]))
+    processes.run_group(2, print, log=pathlib.Path(sys.argv[1]))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -372,7 +372,7 @@ def test_times_of_unequal_batches_are_those_like_the_measured_one():
     ],
 )
 def test_a_batch_is_said_by_its_shape(batch, words):
-    assert batches.described([{k: v[:1] for k, v in batch.items()}, batch]) == words
+    assert batches.describe_largest([{k: v[:1] for k, v in batch.items()}, batch]) == words
 
 
 def test_energy_counts_stretches_of_training_alone():

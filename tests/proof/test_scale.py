@@ -19,7 +19,7 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.measure import workers
+from gradus.parallel import processes
 from gradus.parallel.world import World
 from gradus.proof import harness, scale, timing
 from gradus.rows import read_rows
@@ -97,7 +97,7 @@ def test_conditions_and_table(strong):
 
 def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
     folder, _, found = strong
-    monkeypatch.setattr(harness, "start", lambda *args, **more: pytest.fail("measured twice"))
+    monkeypatch.setattr(harness, "run_group", lambda *args, **more: pytest.fail("measured twice"))
     _, rows = run(folder, "--processes", "1,2", "--steps", "4", "--warmup", "2", "--repeat", "1")
     again = {(r["name"], r["processes"]): r["value"] for r in rows if r["kind"] == "measured"}
     assert again == {key: r["value"] for key, r in found.items()}
@@ -225,7 +225,7 @@ def failed(here):
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
     (tmp_path / "bad_workers.py").write_text(WORKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(workers, "GRACE", 3.0)
+    monkeypatch.setattr(processes, "GRACE", 3.0)
     bad = importlib.import_module("bad_workers")
     for function, kind, said in (
         (bad.mistaken, UserError, "^sample 3: no such file$"),
@@ -233,8 +233,8 @@ def test_what_goes_wrong_in_a_worker_is_told(tmp_path, monkeypatch):
         (bad.failed, RuntimeError, "rank 1 of 2(.|\n)*the cause"),
     ):
         with pytest.raises(kind, match=said):
-            workers.start(2, function, log=tmp_path / "log")
-    assert workers.start(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
+            processes.run_group(2, function, log=tmp_path / "log")
+    assert processes.run_group(1, World.__eq__, World(), log=tmp_path / "log") == [True], "the last argument is the worker's place"
 
 
 # ------------------------------------------------------------ no process is left

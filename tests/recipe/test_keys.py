@@ -7,9 +7,8 @@ import inspect
 import pytest
 
 from gradus.cli import main
-from gradus.errors import UserError, nearest
-from gradus.recipe import fields, keys, load, schema
-from gradus.recipe.training_args import SAME
+from gradus.errors import UserError
+from gradus.recipe import fields, keys, schema
 
 
 def test_every_key_of_every_section_and_kind_has_a_meaning():
@@ -54,32 +53,6 @@ def test_a_kind_has_its_own_keys_and_its_own_defaults():
 def test_an_unknown_name_gets_the_nearest(asked, meant):
     with pytest.raises(UserError, match=rf"^gradus keys {asked}: no such section or key. Did you mean {meant}\?$"):
         keys.keys(asked)
-
-
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [("model.patch=8", "model.patch_size"), ("learning_rate=1", "optimizer.lr"), ("optimizer.learning_rate=1", "optimizer.lr"),
-     ("model.hidden_size=8", "model.d_model"), ("model.num_hidden_layers=2", "model.n_layers"), ("train.batch_size=8", "batch.samples"),
-     ("epochs=3", "train.epochs"), ("gradient_accumulation_steps=2", "layout.micro_batch"), ("train.fp16=true", "layout.precision"),
-     ("model.num_labels=3", "model.n_classes"), ("data.max_length=9", "data.max_len"), ("train.warmup=9", "schedule.warmup_steps"),
-     ("layout.mixed_precision=bf16", "layout.precision"), ("epohcs=3", "train.epochs"), ("num_train_epochs=3", "train.epochs")],
-)  # fmt: skip
-def test_a_key_under_another_name_is_found_by_its_meaning(override, meant):
-    with pytest.raises(UserError, match=rf"unknown key\. (It is|Did you mean) {meant}(\.|\?)$"):
-        load("digits-vit", [override])
-
-
-def test_other_tools_names_lead_to_keys_that_exist():
-    theirs = [word for words in fields.COMMON.values() for word in words.split()]
-    assert len(theirs) == len(set(theirs)) and not set(theirs) & set(SAME)
-    assert all(fields.fields_of(key) for key in [*fields.COMMON, *SAME.values()])
-
-
-def test_nearest_prefers_a_part_of_the_name_to_the_spelling():
-    assert nearest("patch", ["patches", "patch_size"]) == "patch_size"
-    assert nearest("exportt", ["evaluate", "export"]) == "export"
-    assert nearest("mixed_precision", ["device", "precision", "compile"]) == "precision"
-    assert nearest("zzz", ["device", "precision"]) is None
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_the_batch_of_each_device_is_stored_and_kept(tmp_path):
     ((code, said),) = on_the_command_line(World(), [*again, "--json_file", str(file)])
     assert code == 0 and "per_device_train_batch_size=4: a resumed run keeps its batch" in said, said
     for n, words, given in ((1, [], str(file)), (4, [], str(file)), (8, ["layout.shard=1"], None)):
-        recipe, notes = resolve.load(str(folder), words, resolve.Given(given, World(size=n, local_size=n), resuming=True))
+        recipe, notes = resolve.load(str(folder), words, resolve.RunContext(given, World(size=n, local_size=n), resuming=True))
         assert (recipe.batch.samples, recipe.layout.micro_batch) == (16, min(4, 16 // n))
         assert recipe.layout.shard == (n if given else 1)
         assert any("layout.micro_batch=2 instead of 4" in note for note in notes) == (n == 8)

@@ -19,19 +19,20 @@ from gradus.models.weights import checksums
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train.precision import Precision, pick_device
 
+PUT_TOKENIZER = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
 GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass
-class Place:
-    """What a name on the command line means: where its weights lie, and what is known before they are read."""
+class ModelSource:
+    """The model that a name on the command line means: where its weights are, and what is known before reading them."""
 
     name: str
     path: Path  # a checkpoint, a folder in Hugging Face's or Meta's layout, or llama2.c's .bin
     config: ModelConfig
     recipe: Recipe | None  # of the run that it belongs to
-    made: dict[str, Any] | None = None  # what a folder for engines says of itself: `read_made`
+    export_info: dict[str, Any] | None = None  # of a folder for engines: what `read_export_info` reads
     model: nn.Module | None = None  # once it is loaded
     engine: str = "torch"  # what runs it, and in which precision: of --engine and --precision
     precision: str | None = None
@@ -49,35 +50,34 @@ class Place:
         """The files that hold its weights; none of the state of its training."""
         if self.path.is_file():
             return [self.path]
-        found = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in self.path.glob(kind))
-        return sorted(p for p in found if p.is_file() and not p.name.startswith("training"))
+        paths = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in self.path.glob(kind))
+        return sorted(p for p in paths if p.is_file() and not p.name.startswith("training"))
 
-    def tokenizers(self, given: str | None = None) -> dict[str, Tokenizer]:
-        """By place: "", and "target" where the target language has its own. `given` is a path that replaces the
-        tokenizer beside the weights.
+    def tokenizers(self, path: str | None = None) -> dict[str, Tokenizer]:
+        """By side: "", and "target" where the target language has its own. path: replaces the tokenizer beside the
+        weights.
 
         Read once. Raises UserError where there is none, or one that does not fit the model.
         """
-        if self._read is not None and given is None:
+        if self._read is not None and path is None:
             return self._read
-        if given is not None:
-            found = {"": tokenizer_files.load(given)}
+        if path is not None:
+            tokenizers = {"": tokenizer_files.load(path)}
         else:
             try:
-                found = {"": tokenizer_files.load(self.folder)}
+                tokenizers = {"": tokenizer_files.load(self.folder)}
             except UserError as e:
-                hint = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
-                raise UserError(f"{e} {hint}") from None
+                raise UserError(f"{e} {PUT_TOKENIZER}") from None
             if (self.folder / "target").is_dir():
-                found["target"] = tokenizer_files.load(self.folder / "target")
-        for place, tokenizer in found.items():
-            size = getattr(self.config, "target_vocab_size", None) if place else self.config.vocab_size
+                tokenizers["target"] = tokenizer_files.load(self.folder / "target")
+        for side, tokenizer in tokenizers.items():
+            size = getattr(self.config, "target_vocab_size", None) if side else self.config.vocab_size
             if (n := tokenizer.vocab_size) > (size := size or self.config.vocab_size):
-                both = f"{given or self.folder / place}: this tokenizer has {n} tokens and the model {size}"
-                own = "Leave --tokenizer out." if given else "gradus generate takes another: --tokenizer PATH."
+                both = f"{path or self.folder / side}: this tokenizer has {n} tokens and the model {size}"
+                own = "Leave --tokenizer out." if path else "gradus generate takes another: --tokenizer PATH."
                 raise UserError(f"{both}: they do not belong together. {own}")
-        self._read = found
-        return found
+        self._read = tokenizers
+        return tokenizers
 
     def load(self, precision: str = "fp32") -> nn.Module:
         """The model with its weights, in evaluation mode, on the accelerator if there is one. It is read once; the
@@ -86,10 +86,10 @@ class Place:
         Raises UserError for a folder of graphs, of weights that are quantized to something else, and for int8 and int4
         of any other.
         """
-        if not self.made and precision not in ("fp32", "bf16", "fp16"):
+        if not self.export_info and precision not in ("fp32", "bf16", "fp16"):
             how = f"gradus quantize {self.name} writes a folder that has it"
             raise UserError(f"precision={precision!r:.40}: {self.name} has fp32, bf16 and fp16. {how}.")
-        if self.model is None and self.made:
+        if self.model is None and self.export_info:
             from gradus.infer import quantized
 
             self.model = quantized.load(self, precision)
@@ -100,23 +100,23 @@ class Place:
         return self.model.eval()
 
 
-def find(name: str) -> Place:
+def find(name: str) -> ModelSource:
     """A run folder (its best checkpoint), a checkpoint, a folder in Hugging Face's or Meta's layout, llama2.c's .bin,
     or a hub name.
 
     Raises UserError where there is no model, and for a folder for engines that is not as it was written.
     """
     path = models.locate(name)
-    made = read_made(path)
-    above = path.absolute().parent
-    run = above.parent if above.name == "checkpoints" and (above.parent / "recipe.yaml").is_file() else None
-    return Place(name, path, models.config_of(path), run and recipes.load(run, configure=None), made)
+    export_info = read_export_info(path)
+    folder = path.absolute().parent
+    run = folder.parent if folder.name == "checkpoints" and (folder.parent / "recipe.yaml").is_file() else None
+    return ModelSource(name, path, models.config_of(path), run and recipes.load(run, configure=None), export_info)
 
 
 KEYS = {EXPORTED: {"format", "precision", "graphs", "told"}, QUANTIZED: {"as", "precision", "computes", "told"}}
 
 
-def read_made(folder: Path) -> dict[str, Any] | None:
+def read_export_info(folder: Path) -> dict[str, Any] | None:
     """What a folder that `gradus export` or `quantize` wrote for engines says of itself; None for any other. Reads all
     of its files, about a second per GB.
 
@@ -132,13 +132,13 @@ def read_made(folder: Path) -> dict[str, Any] | None:
         known, problem = {}, f"{checksums.FILE} is not readable"
     if file not in known:
         problem = problem or f"{checksums.FILE} does not list {file}"
-    found = None if problem else read_json(folder / file, CONFIG_FILE)
-    if not problem and not (isinstance(found, dict) and found.keys() >= KEYS[file]):
+    export_info = None if problem else read_json(folder / file, CONFIG_FILE)
+    if not problem and not (isinstance(export_info, dict) and export_info.keys() >= KEYS[file]):
         problem = f"{file} has another version"
     if problem:
         mend = f"Copy it again, or make it again with gradus {'export' if file == EXPORTED else 'quantize'}"
         raise UserError(f"{folder}: {problem}, so it cannot be verified. {mend}.")
-    return found
+    return export_info
 
 
 def note(text: str) -> None:
@@ -162,22 +162,22 @@ class Encoded:
     ends: list[int] | None  # any of them ends a text
 
 
-def end_tokens(place: Place, tokenizer: Tokenizer) -> list[int]:
+def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text: those of generation_config.json, else the tokenizer's. Raises UserError for ids that
     the model does not have."""
-    usual = special(tokenizer, "bos" if place.path.is_file() else "eos", "sep")  # of llama2.c: the next one's begin
-    file, kept = place.folder / GENERATION, None
-    if file.is_file() and not place.path.is_file():
-        found = read_json(file, CONFIG_FILE)
-        kept = found.get("eos_token_id") if isinstance(found, dict) else "?"
-    ends = [i for i in (kept if isinstance(kept, list) else [kept]) if i is not None]
-    n = getattr(place.config, "target_vocab_size", None) or place.config.vocab_size
+    usual = special(tokenizer, "bos" if source.path.is_file() else "eos", "sep")  # of llama2.c: the next one's begin
+    file, configured = source.folder / GENERATION, None
+    if file.is_file() and not source.path.is_file():
+        settings = read_json(file, CONFIG_FILE)
+        configured = settings.get("eos_token_id") if isinstance(settings, dict) else "?"
+    ends = [i for i in (configured if isinstance(configured, list) else [configured]) if i is not None]
+    n = getattr(source.config, "target_vocab_size", None) or source.config.vocab_size
     if not all(type(i) is int and 0 <= i < n for i in ends):
-        raise UserError(f"{file}: eos_token_id: expected an id below {n:,} or a list of them, got {kept!r:.60}.")
+        raise UserError(f"{file}: eos_token_id: expected an id below {n:,} or a list of them, got {configured!r:.60}.")
     return ends or [i for i in [usual] if i is not None]
 
 
-def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
+def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
     """Texts as a generating model reads them. fit=False: a decoder's may be longer than the model.
 
     A published decoder's texts start with the begin token where its family says so. A model that a recipe trained saw
@@ -185,11 +185,11 @@ def encode(place: Place, tokenizers: dict[str, Tokenizer], texts: list[str], fit
     token after documents, else a line end. An encoder-decoder's sources end with the end token.
     Raises InputError for an empty text where there is nothing to start with, and for one longer than the model.
     """
-    tokenizer, config, recipe, family = tokenizers[""], place.config, place.recipe, place.family
+    tokenizer, config, recipe, family = tokenizers[""], source.config, source.recipe, source.family
     target = tokenizers.get("target", tokenizer)
     readable(texts, config.longest if fit else None)
     rows = tokenizer.encode_batch(texts)
-    ends = end_tokens(place, target)
+    ends = end_tokens(source, target)
     if family.attention == "cross":
         if not all(rows):
             raise InputError(f"an empty text: {config.family} needs one to read. Give it after the model's name.")

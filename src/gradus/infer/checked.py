@@ -1,10 +1,9 @@
-"""Every engine beside the model in PyTorch and fp32, on real inputs, before its first use."""
+"""Compares an engine with the model in PyTorch and fp32, on real inputs, before its first use."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from gradus import files
 from gradus.errors import UserError, writing
-from gradus.infer import Encoded, Place
-from gradus.infer.engines import Engine, Torch, here, open
+from gradus.infer import Encoded, ModelSource
+from gradus.infer.engines import Engine, Torch, by_name, cache_key, open
 from gradus.models.decoding import generate, greedy
 from gradus.rows import Row, read_rows
 from gradus.train.machine import cpu_name
@@ -37,15 +36,15 @@ def compare(
     """
     if isinstance(inputs, Encoded):
         tokens: list[Tensor] = []
-        wanted = torch.cat(_decoded(reference, inputs, n, tokens))
-        found = torch.cat(_decoded(engine, inputs, n, list(tokens), forced=True))
+        theirs = torch.cat(_decoded(reference, inputs, n, tokens))
+        ours = torch.cat(_decoded(engine, inputs, n, list(tokens), forced=True))
     else:
         inputs = list(inputs)
-        found, wanted = (torch.cat([_flat(e(**given)) for given in inputs]) for e in (engine, reference))
-    finite = bool(found.isfinite().all())
-    delta, largest = float((found - wanted).abs().max()) if finite else float("inf"), float(wanted.abs().max())
-    cosine = float(torch.cosine_similarity(found, wanted, dim=-1).min()) if finite else 0.0
-    same = (found.argmax(-1) == wanted.argmax(-1)).double()
+        ours, theirs = (torch.cat([_flat(e(**arguments)) for arguments in inputs]) for e in (engine, reference))
+    finite = bool(ours.isfinite().all())
+    delta, largest = float((ours - theirs).abs().max()) if finite else float("inf"), float(theirs.abs().max())
+    cosine = float(torch.cosine_similarity(ours, theirs, dim=-1).min()) if finite else 0.0
+    same = (ours.argmax(-1) == theirs.argmax(-1)).double()
     at = {"engine": engine.name, "precision": engine.precision}
     values = {"max_abs_delta": delta, "largest": largest, "cosine": cosine, "greedy": float(same.mean())}
     rows = [Row(f"check/{name}", value, conditions={**at, "n": len(same)}) for name, value in values.items()]
@@ -59,10 +58,10 @@ def _flat(out: Any) -> Tensor:
 
 def _decoded(engine: Engine, inputs: Encoded, n: int, tokens: list[Tensor], forced: bool = False) -> list[Tensor]:
     """The logits (batch, vocab) of every step; tokens: what was chosen is added, or with forced what is taken."""
-    seen: list[Tensor] = []
+    steps: list[Tensor] = []
 
     def choose(logits: Tensor) -> Tensor:
-        seen.append(logits.float().cpu())
+        steps.append(logits.float().cpu())
         if not forced:
             tokens.append(greedy(logits).cpu())
         return (tokens.pop(0) if forced else tokens[-1]).to(logits.device)
@@ -72,12 +71,16 @@ def _decoded(engine: Engine, inputs: Encoded, n: int, tokens: list[Tensor], forc
     prompts = [row[-(longest - n + 1) :] for row in inputs.prompts]  # those that slide are cut
     for _ in generate(engine, prompts, max_new=n, choose=choose, sources=inputs.sources):
         pass
-    return seen
+    return steps
+
+
+def _values(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {row["name"].removeprefix("check/"): row["value"] for row in rows}
 
 
 def line(rows: Sequence[dict[str, Any]]) -> str:
     """A check in one line. rows: as `Row.known` gives them."""
-    v = {r["name"].removeprefix("check/"): r["value"] for r in rows}
+    v = _values(rows)
     at, equal = rows[0], round(float(v["greedy"]) * rows[0]["n"])
     return (
         f"engine {at['engine']} {at['precision']} computes in {v['computes']}; against PyTorch in fp32: "
@@ -88,7 +91,7 @@ def line(rows: Sequence[dict[str, Any]]) -> str:
 
 def verdict(rows: Sequence[dict[str, Any]]) -> None:
     """Raises UserError for an engine whose results are of no use."""
-    v = {r["name"].removeprefix("check/"): r["value"] for r in rows}
+    v = _values(rows)
     at, delta, largest = rows[0], float(v["max_abs_delta"]), float(v["largest"])
     limit = CLOSE * largest if v["computes"] == "fp32" else largest
     if not delta <= limit:
@@ -96,12 +99,12 @@ def verdict(rows: Sequence[dict[str, Any]]) -> None:
         raise UserError(f"--engine={at['engine']} --precision={at['precision']}: {off}. Use --engine torch.")
 
 
-def kept_at(place: Place, engine: Engine) -> Path:
+def check_file(source: ModelSource, engine: Engine) -> Path:
     """Where the check of an engine on these weights, and of the files that it runs, is kept."""
-    return files.cache_dir() / "engines" / f"{here(place, engine.name, engine.precision, engine.content())}.jsonl"
+    return files.cache_dir() / "engines" / f"{cache_key(source, engine.name, engine.precision, engine.content())}.jsonl"
 
 
-def kept_rows(file: Path) -> list[dict[str, Any]]:
+def read_check(file: Path) -> list[dict[str, Any]]:
     """The rows of a check that was kept; none where it is not whole."""
     try:
         line(rows := read_rows(file))
@@ -110,11 +113,11 @@ def kept_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Running:
-    """A place's model in its engine, for what calls a model: opened, and checked, on the first inputs."""
+class LazyEngine:
+    """A model's engine, which is opened, and checked, on the first inputs."""
 
-    def __init__(self, place: Place):
-        self.place, self.device = place, pick_device("auto")
+    def __init__(self, source: ModelSource):
+        self.source, self.device = source, pick_device("auto")
         self.engine: Engine | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -122,36 +125,37 @@ class Running:
 
     def on(self, inputs: Encoded | dict[str, Any]) -> Engine:
         if self.engine is None:
-            given = [inputs] if isinstance(inputs, dict) else inputs
-            self.engine = checked(self.place, self.place.engine, self.place.precision, given)
+            inputs = [inputs] if isinstance(inputs, dict) else inputs
+            self.engine = checked(self.source, self.source.engine, self.source.precision, inputs)
         return self.engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(self.place.family.model.forward).parameters
-        return self.on(dict(zip([n for n in names if n != "self"], args)) | kwargs)(*args, **kwargs)
+        return self.on(by_name(self.source.family.model.forward, args, kwargs))(*args, **kwargs)
 
 
-def checked(place: Place, name: str, precision: str | None, inputs: Encoded | Iterable[dict[str, Tensor]]) -> Engine:
+def checked(
+    source: ModelSource, name: str, precision: str | None, inputs: Encoded | Iterable[dict[str, Tensor]]
+) -> Engine:
     """The engine, ready for use: where it was not yet checked on these weights it is now, on these inputs. Shows the
     check in one line on standard error. Raises UserError for an engine that cannot, or that is far off."""
-    engine = open(place, name, precision)
+    engine = open(source, name, precision)
     name, precision = engine.name, engine.precision  # of auto: what it took
     if (name, precision) == ("torch", "fp32"):
         return engine
-    if made := place.made:  # checked when it was written
-        print(made["told"], file=sys.stderr, flush=True)
+    if source.export_info:  # checked when it was written
+        print(source.export_info["told"], file=sys.stderr, flush=True)
         return engine
-    kept = kept_at(place, engine)
-    if not (rows := kept_rows(kept)):
-        reference = Torch(dataclasses.replace(place, model=None), "fp32")
-        found = compare(engine, reference, inputs)
+    file = check_file(source, engine)
+    if not (rows := read_check(file)):
+        reference = Torch(dataclasses.replace(source, model=None), "fp32")
+        rows = compare(engine, reference, inputs)
         now = f"{datetime.date.today()}"
-        for row in found:
+        for row in rows:
             row.conditions |= {"when": now, "processor": cpu_name(), "torch": torch.__version__}
-        with writing(kept, "set GRADUS_CACHE to a folder with enough space."):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            files.write_text(kept, "".join(row.json() + "\n" for row in found))
-        rows = read_rows(kept)
+        with writing(file, "set GRADUS_CACHE to a folder with enough space."):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            files.write_text(file, "".join(row.json() + "\n" for row in rows))
+        rows = read_rows(file)
     print(line(rows), file=sys.stderr, flush=True)
     verdict(rows)
     return engine

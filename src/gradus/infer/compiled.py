@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.infer import Place
+from gradus.infer import ModelSource
 from gradus.infer.engines import Torch
 from gradus.layers import Cache
 from gradus.parallel.apply import has_compiler
@@ -24,7 +24,7 @@ from gradus.torch_private import int4_pack, int4_product, int8_product
 from gradus.train.machine import large_pages
 from gradus.train.precision import HALF, pick_device
 
-ROOM = 64  # a cache's tokens are a multiple of it, so that requests of nearly one length share a compiled step
+CACHE_MULTIPLE = 64  # a cache's tokens: requests of nearly one length share a compiled step
 LINE = 64  # bytes: where a tensor may begin
 GROUP = 32  # weights that share a scale in int4
 INTEGER = {  # what is computed in, on a processor
@@ -39,31 +39,31 @@ def one_row(x: Tensor) -> bool:
     return len(x) == 1 and torch.compiler.is_compiling()
 
 
-class Rows(nn.Module):
+class StoredLinear(nn.Module):
     """A Linear with its weight stored in fp32, bf16 or fp16, computed in fp32: what is read from memory is what takes
     the time of a product with one row."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.bias = linear.bias
-        self.hold(**self.numbers(linear.weight.detach().to(dtype)))
+        self.load_numbers(**self.numbers(linear.weight.detach().to(dtype)))
 
     @classmethod
-    def of(cls, bias: Tensor | None = None, **numbers: Tensor) -> Rows:
-        """Of numbers that were kept."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        made.hold(**numbers)
-        return made
+    def of(cls, bias: Tensor | None = None, **numbers: Tensor) -> StoredLinear:
+        """A module from stored numbers."""
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        module.load_numbers(**numbers)
+        return module
 
     @staticmethod
     def numbers(weight: Tensor) -> dict[str, Tensor]:
-        """(out, in) -> what is kept of it, the same on every machine."""
+        """(out, in) -> the numbers that are stored, the same on every machine."""
         return {"weight": weight}
 
-    def hold(self, weight: Tensor) -> None:
-        """Numbers as this machine computes with them."""
+    def load_numbers(self, weight: Tensor) -> None:
+        """Take stored numbers, as this machine computes with them."""
         self.weight = nn.Parameter(weight, requires_grad=False)  # (out, in)
 
     def product(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Rows(nn.Module):
         return y.unflatten(0, x.shape[:-1])
 
 
-class Int8(Rows):
+class Int8(StoredLinear):
     """8 bits a weight, with one scale for each output."""
 
     @staticmethod
@@ -86,7 +86,7 @@ class Int8(Rows):
         scale = weight_scale(weight)  # (out,)
         return {"packed": (weight / scale[:, None]).round().to(torch.int8), "scale": scale.bfloat16()}
 
-    def hold(self, packed: Tensor, scale: Tensor) -> None:
+    def load_numbers(self, packed: Tensor, scale: Tensor) -> None:
         self.register_buffer("packed", packed)
         self.register_buffer("scale", scale)
 
@@ -98,7 +98,7 @@ class Int8(Rows):
         return F.linear(x, self.packed.to(x.dtype)) * self.scale.to(x.dtype)  # becomes one kernel when compiled
 
 
-class Int4(Rows):
+class Int4(StoredLinear):
     """4 bits a weight, with a scale and a middle for every GROUP inputs."""
 
     @staticmethod
@@ -111,7 +111,7 @@ class Int4(Rows):
         scales = middle.transpose(0, 1).contiguous().bfloat16()  # (groups, out, 2)
         return {"pairs": numbers[:, ::2] << 4 | numbers[:, 1::2], "scales": scales}  # pairs: (out, in / 2)
 
-    def hold(self, pairs: Tensor, scales: Tensor) -> None:
+    def load_numbers(self, pairs: Tensor, scales: Tensor) -> None:
         numbers = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(1).int()  # (out, in), 0 to 15
         self.register_buffer("packed", int4_pack(numbers))
         self.register_buffer("scales", scales)
@@ -125,23 +125,23 @@ def whole_blocks(outputs: int, inputs: int) -> bool:
     return inputs % GROUP == 0 and outputs % 16 == 0
 
 
-def stored(precision: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """What stands in a Linear's place."""
+def linear_kind(precision: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
+    """The class, or function, that replaces a Linear."""
     if precision == "int8":
         return Int8
     if precision == "int4":
         return lambda linear: Int4(linear) if whole_blocks(*linear.weight.shape) else Int8(linear)
     if device.type != "cpu":  # its libraries have kernels for one row
         return lambda linear: linear
-    return lambda linear: Rows(linear, HALF.get(precision, torch.float32))
+    return lambda linear: StoredLinear(linear, HALF.get(precision, torch.float32))
 
 
-def beside(precision: str, device: torch.device) -> str:
-    """What everything is in that is no Linear's weight, and on a GPU no integer."""
+def other_dtype(precision: str, device: torch.device) -> str:
+    """The type of everything that is no Linear's weight, and on a GPU of what is no integer."""
     return "fp32" if device.type == "cpu" else {"int8": "bf16", "int4": "bf16"}.get(precision, precision)
 
 
-def store(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
+def replace_linears(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
     """Replace every Linear of a model, whatever its family."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
@@ -149,17 +149,17 @@ def store(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
             setattr(model.get_submodule(parent), last, kind(module))
 
 
-def side_by_side(model: nn.Module) -> None:
+def pack_memory(model: nn.Module) -> None:
     """Move a model's numbers into one piece of memory of large pages. A step reads them all."""
-    kept: dict[tuple[int, torch.Size], Tensor] = {}  # of tied weights one copy
-    held = [*model.parameters(), *model.buffers()]
-    room = large_pages(sum(t.nbytes + LINE for t in held))
-    for tensor in held:
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # of tied weights one
+    tensors = [*model.parameters(), *model.buffers()]
+    memory = large_pages(sum(t.nbytes + LINE for t in tensors))
+    for tensor in tensors:
         key, size = (tensor.data_ptr(), tensor.shape), tensor.nbytes
-        if key not in kept:
-            kept[key] = room[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            room = room[-(-size // LINE) * LINE :]
-        tensor.data = kept[key]
+        if key not in copies:
+            copies[key] = memory[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            memory = memory[-(-size // LINE) * LINE :]
+        tensor.data = copies[key]
 
 
 class Compiled(Torch):
@@ -175,7 +175,7 @@ class Compiled(Torch):
         "int8": ("causal", "cross"), "int4": ("causal", "cross"),
     }  # fmt: skip
 
-    def __init__(self, place: Place, precision: str = "fp32"):
+    def __init__(self, source: ModelSource, precision: str = "fp32"):
         device = pick_device("auto")
         on_gpu = device.type != "cpu"
         if on_gpu and precision == "int4":
@@ -183,15 +183,15 @@ class Compiled(Torch):
         if not on_gpu and not has_compiler():
             mend = "Install g++ (or set CXX to a compiler), or use --engine torch"
             raise UserError(f"--engine compiled: torch.compile finds no C++ compiler here. {mend}.")
-        rest = beside(precision, device)
-        super().__init__(dataclasses.replace(place, model=None), precision if place.made else rest)
+        rest = other_dtype(precision, device)
+        super().__init__(dataclasses.replace(source, model=None), precision if source.export_info else rest)
         self.precision, self.first = precision, True
-        if place.family.attention != "both":
+        if source.family.attention != "both":
             with torch.no_grad():
-                if not place.made:
-                    store(self.model.requires_grad_(False), stored(precision, device))
+                if not source.export_info:
+                    replace_linears(self.model.requires_grad_(False), linear_kind(precision, device))
                 if not on_gpu:
-                    side_by_side(self.model)
+                    pack_memory(self.model)
         self.computes = rest if precision == rest else f"{rest} from {precision} weights"
         if precision in INTEGER and not on_gpu:
             self.computes = INTEGER[precision]
@@ -205,21 +205,22 @@ class Compiled(Torch):
 
     def prefill(self, *args: Any, room: int | None = None, **kwargs: Any) -> Tensor:
         if room is not None:
-            room = min(-(-room // ROOM) * ROOM, self.config.longest or room + ROOM)
+            room = -(-room // CACHE_MULTIPLE) * CACHE_MULTIPLE
+            room = min(room, self.config.longest or room)
         logits = super().prefill(*args, room=room, **kwargs)
         if room is not None:
             self.cache.fix()
         return logits
 
     def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._told(lambda: self._step(ids, positions, self.cache, self.memory))
+        return self._timed_first(lambda: self._step(ids, positions, self.cache, self.memory))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.place.family.attention != "both":
+        if self.source.family.attention != "both":
             return self.model(*args, **kwargs)
-        return self._told(lambda: self._whole(*args, **kwargs))
+        return self._timed_first(lambda: self._whole(*args, **kwargs))
 
-    def _told(self, call: Callable[[], Tensor]) -> Tensor:
+    def _timed_first(self, call: Callable[[], Tensor]) -> Tensor:
         """The first call of what is compiled takes long, and is shown."""
         if not self.first:
             return call()
@@ -234,7 +235,7 @@ def _step(
     model: nn.Module, ids: Tensor, positions: Tensor, cache: Cache, memory: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """What is compiled: one token a row."""
-    given = {"positions": positions[:, None], "cache": cache}
+    state = {"positions": positions[:, None], "cache": cache}
     if memory is None:
-        return model(ids[:, None], **given)[:, -1]
-    return model.decode(ids[:, None], *memory, **given)[:, -1]
+        return model(ids[:, None], **state)[:, -1]
+    return model.decode(ids[:, None], *memory, **state)[:, -1]

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from gradus.models.decoding import Steps
 from gradus.train.machine import cpu_flags, cpu_name
 
 if TYPE_CHECKING:
-    from gradus.infer import Place
+    from gradus.infer import ModelSource
     from gradus.models import Family
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8", "int4")  # int8 and int4: of the weights of matrix products alone
@@ -35,10 +36,15 @@ ENGINES = {
 }
 
 
+def by_name(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model's forward by their names."""
+    return dict(zip([name for name in inspect.signature(forward).parameters if name != "self"], args)) | kwargs
+
+
 class Engine:
-    """What every engine gives. A model that reads (an encoder, of images too; any model that scores) has `forward`; one
-    that writes (a decoder, an encoder-decoder) also `prefill`, `decode` and `reorder`, of which `generate` makes texts:
-    see gradus.models.decoding.Steps for what they take and return.
+    """The interface of every engine. A model that reads (an encoder, of images too; any model that scores) has
+    `forward`; one that writes (a decoder, an encoder-decoder) also `prefill`, `decode` and `reorder`, of which
+    `generate` makes texts: see gradus.models.decoding.Steps for what they take and return.
 
     name: as in ENGINES. precision: as asked for. computes: the type that matrix products are really computed in, in
     words ("fp32", "bf16", "fp32 from int8 weights"). keeps: whether decode can follow prefill.
@@ -51,11 +57,15 @@ class Engine:
     computes: str
     keeps = True
     packages: tuple[str, ...] = ()  # that it imports
-    device = torch.device("cpu")
     PRECISIONS: dict[str, tuple[str, ...]] = {"fp32": ("causal", "both", "cross")}
 
-    def __init__(self, place: Place, precision: str):
-        self.place, self.precision, self.config = place, precision, place.config
+    def __init__(self, source: ModelSource, precision: str):
+        self.source, self.precision, self.config = source, precision, source.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return torch.device("cpu")
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """Logits of every position or sample: what the model's forward returns. inputs: the model's arguments by their
@@ -63,18 +73,17 @@ class Engine:
         raise NotImplementedError
 
     def content(self) -> str:
-        """What tells the files that it runs from others; "": it runs the model's own weights."""
+        """The identity of the files that it runs; "": it runs the model's own weights."""
         return ""
 
     def weight_bytes(self) -> int:
-        """Of what is stored of the model."""
+        """Bytes that the model takes as it is stored."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, select: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """As the model is called: tasks take an engine for it."""
-        names = inspect.signature(self.place.family.model.forward).parameters
-        given = dict(zip([name for name in names if name != "self"], args)) | kwargs
-        out = self.forward(**{name: value for name, value in given.items() if value is not None})
+        """Called as the model is: tasks take an engine for it."""
+        inputs = by_name(self.source.family.model.forward, args, kwargs)
+        out = self.forward(**{name: value for name, value in inputs.items() if value is not None})
         return out if select is None else out[select]
 
     def prefill(
@@ -96,19 +105,19 @@ class Torch(Steps, Engine):
     name = "torch"
     PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
 
-    def __init__(self, place: Place, precision: str = "fp32"):
-        Engine.__init__(self, place, precision)
-        Steps.__init__(self, place.load(precision))
-        self.computes = place.made["computes"] if place.made else precision
+    def __init__(self, source: ModelSource, precision: str = "fp32"):
+        Engine.__init__(self, source, precision)
+        Steps.__init__(self, source.load(precision))
+        self.computes = source.export_info["computes"] if source.export_info else precision
 
     def forward(self, **inputs: Tensor) -> Tensor:
         return self.model(**inputs)
 
     def weight_bytes(self) -> int:
-        if self.place.made:  # packed weights are no buffers
-            return sum(p.stat().st_size for p in self.place.weights())
-        held = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
-        return sum(held.values())  # of tied weights one
+        if self.source.export_info:  # packed weights are no buffers
+            return sum(p.stat().st_size for p in self.source.weights())
+        sizes = {t.data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        return sum(sizes.values())  # of tied weights one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)  # it computes the selected positions alone
@@ -123,45 +132,46 @@ def kind(name: str) -> type[Engine]:
     return getattr(import_module(module), cls)
 
 
-def fits(found: type[Engine], precision: str, place: Place) -> None:
-    """Raises UserError where an engine has not this precision for this kind of model; the text names what it has."""
+def fits(engine: type[Engine], precision: str, source: ModelSource) -> None:
+    """Raises UserError where an engine lacks this precision for this kind of model; the text names what it has."""
     kinds = {"causal": "decoders", "both": "encoders", "cross": "encoder-decoders"}
-    attention, what = place.family.attention, f"--engine {found.name} --precision {precision}"
-    if attention in found.PRECISIONS.get(precision, ()):
+    attention, what = source.family.attention, f"--engine {engine.name} --precision {precision}"
+    if attention in engine.PRECISIONS.get(precision, ()):
         return
-    if has := [p for p, families in found.PRECISIONS.items() if attention in families]:
-        raise UserError(f"{what}: not for {kinds[attention]} ({place.name}). Use --precision {' or '.join(has)}.")
-    takes = sorted({kinds[a] for families in found.PRECISIONS.values() for a in families})
-    raise UserError(f"{what}: for {' and '.join(takes)}, and {place.name} is not one. Use --engine torch.")
+    if has := [p for p, families in engine.PRECISIONS.items() if attention in families]:
+        raise UserError(f"{what}: not for {kinds[attention]} ({source.name}). Use --precision {' or '.join(has)}.")
+    takes = sorted({kinds[a] for families in engine.PRECISIONS.values() for a in families})
+    raise UserError(f"{what}: for {' and '.join(takes)}, and {source.name} is not one. Use --engine torch.")
 
 
-def installed(found: type[Engine]) -> None:
+def installed(engine: type[Engine]) -> None:
     """Raises UserError where a package that an engine imports is not here."""
-    if absent := [package for package in found.packages if importlib.util.find_spec(package) is None]:
-        raise UserError(f"--engine {found.name}: not installed here: {', '.join(absent)}.")
+    if absent := [package for package in engine.packages if importlib.util.find_spec(package) is None]:
+        raise UserError(f"--engine {engine.name}: not installed here: {', '.join(absent)}.")
 
 
-def here(place: Place, *more: str) -> str:
+def cache_key(source: ModelSource, *more: str) -> str:
     """A key of a model's weights and configuration, by what they hold, on this processor and PyTorch, and of `more`."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else [cpu_name(), cpu_flags()]
-    return digest([identity(p) for p in place.weights()], f"{place.config!r}", *more, device, torch.__version__)
+    return digest([identity(p) for p in source.weights()], f"{source.config!r}", *more, device, torch.__version__)
 
 
-def best_at(place: Place) -> Path:
+def best_at(source: ModelSource) -> Path:
     """Where gradus bench keeps what it found best: {"any" or a precision: [engine, precision], "when": a date}."""
-    return files.cache_dir() / "best" / f"{here(place)}.json"
+    return files.cache_dir() / "best" / f"{cache_key(source)}.json"
 
 
-def best(place: Place, precision: str | None) -> tuple[str, str]:
+def best(source: ModelSource, precision: str | None) -> tuple[str, str]:
     """(engine, precision) for `auto`, told in one line on standard error; torch where nothing is known."""
-    known, wanted = None, precision or "any"
+    content: Any = None
     with contextlib.suppress(UserError):  # no file, or a damaged one
-        known = limits.read_json(best_at(place), limits.CONFIG_FILE)
-    match known:
-        case {"when": str(when), **found} if found.get(wanted) in [[e, p] for e in ENGINES for p in PRECISIONS]:
-            (name, chosen), why = found[wanted], f"the fastest of gradus bench, {when}"
+        content = limits.read_json(best_at(source), limits.CONFIG_FILE)
+    known = content if isinstance(content, dict) else {}
+    match known.get("when"), known.get(precision or "any"):
+        case str(when), [str(name), str(chosen)] if name in ENGINES and chosen in PRECISIONS:
+            why = f"the fastest of gradus bench, {when}"
         case _:
-            name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {place.name} here"
+            name, chosen, why = "torch", precision or "fp32", f"no gradus bench of {source.name} here"
     print(f"--engine auto: {name} {chosen} ({why})", file=sys.stderr, flush=True)
     return name, chosen
 
@@ -171,24 +181,25 @@ def quantized_in(how: str, family: Family) -> list[str]:
     return ["torch", "compiled"] if how in ("int8", "int4") and family.attention != "both" else ["torch"]
 
 
-def ways_of(place: Place) -> list[tuple[str, str]]:
+def ways_of(source: ModelSource) -> list[tuple[str, str]]:
     """(engine, precision) that a folder of graphs, or of quantized weights, is for."""
-    made = place.made
-    names = [made["format"]] if "format" in made else quantized_in(made["as"], place.family)
-    return [(name, made["precision"]) for name in names]
+    info = source.export_info
+    assert info is not None
+    names = [info["format"]] if "format" in info else quantized_in(info["as"], source.family)
+    return [(name, info["precision"]) for name in names]
 
 
-def open(place: Place, name: str = "torch", precision: str | None = None) -> Engine:
+def open(source: ModelSource, name: str = "torch", precision: str | None = None) -> Engine:
     """The engine of this name on a model. precision: None: fp32, of auto any. Raises UserError for an engine that
     cannot do it; the text says what can."""
     if name == "auto":
-        name, precision = ways_of(place)[-1] if place.made else best(place, precision)
+        name, precision = ways_of(source)[-1] if source.export_info else best(source, precision)
     precision = precision or "fp32"
-    found = kind(name)
-    if not place.made:
-        fits(found, precision, place)
-    elif (name, precision) not in (ways := ways_of(place)):
+    engine = kind(name)
+    if not source.export_info:
+        fits(engine, precision, source)
+    elif (name, precision) not in (ways := ways_of(source)):
         use = either(f"--engine {name} --precision {precision}" for name, precision in ways)
-        what = "exported" if "format" in place.made else "quantized"
-        raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")
-    return found(place, precision)
+        what = "exported" if "format" in source.export_info else "quantized"
+        raise UserError(f"{source.name}: {what} for {use}. Use that, or give the model that it was made from.")
+    return engine(source, precision)

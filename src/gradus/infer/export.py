@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradus import files, models
 from gradus.errors import UserError
-from gradus.infer import Place, beside, engines, exported, find
+from gradus.infer import ModelSource, engines, exported, find, sidecar
 from gradus.infer.graphs import DTYPES
 from gradus.models import weights
 
@@ -26,25 +26,25 @@ def export(
     Raises UserError where there is no model, where a format or an option does not fit it, or where `to` is the folder
     that is read or holds something else.
     """
-    place = find(name)
+    source = find(name)
     graphs = kind != "hf"
-    free(place, to, exported.FILE if graphs else "config.json", "export" if graphs else "model")
-    if place.made:
+    free(source, to, exported.FILE if graphs else "config.json", "export" if graphs else "model")
+    if source.export_info:
         raise UserError(f"{name}: an exported or quantized folder. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
     if not graphs:
-        yield from in_hugging_face_layout(place, to, shard_gb, precision)
+        yield from in_hugging_face_layout(source, to, shard_gb, precision)
         return
-    found, precision = engines.kind(kind), precision or "fp32"
-    if place.family.attention not in found.PRECISIONS["fp32"]:
+    engine, precision = engines.kind(kind), precision or "fp32"
+    if source.family.attention not in engine.PRECISIONS["fp32"]:
         raise UserError(f"--as {kind}: for encoders, and {name} is not one. Use --as onnx.")
-    yield from exported.write(place, found, to, precision, **({"opset": opset} if opset else {}))
+    yield from exported.write(source, engine, to, precision, **({"opset": opset} if opset else {}))
 
 
-def free(place: Place, to: Path, file: str, what: str) -> None:
+def free(source: ModelSource, to: Path, file: str, what: str) -> None:
     """Raises UserError where the folder `to` holds something other than what an earlier call left, which has `file`."""
-    read = place.folder.resolve()
+    read = source.folder.resolve()
     for wrong, why in (
         (to.is_file(), "this is a file"),
         (to.resolve() in (read, *read.parents), "it holds the checkpoint that is read"),
@@ -55,18 +55,18 @@ def free(place: Place, to: Path, file: str, what: str) -> None:
             raise UserError(f"--to={to}: {why}. Give a new folder, or an empty one.")
 
 
-def in_hugging_face_layout(place: Place, to: Path, shard_gb: float, precision: str | None) -> Iterator[str]:
+def in_hugging_face_layout(source: ModelSource, to: Path, shard_gb: float, precision: str | None) -> Iterator[str]:
     """config.json, model.safetensors (in shards above shard_gb) and what lies beside. One stored tensor is read at a
     time, and memory holds one shard of the result, never the model."""
     dtype = None if precision is None else DTYPES[precision]
     new = not (to.is_dir() and os.listdir(to))  # else the weights alone are replaced, as a whole
-    with beside.writing(to), files.aside(to) if new else contextlib.nullcontext(to) as folder:
-        models.convert(place.path, folder, shard_gb * 1e9, dtype)
-        with_tokenizer = beside.write(place, folder)
+    with sidecar.writing(to), files.aside(to) if new else contextlib.nullcontext(to) as folder:
+        models.convert(source.path, folder, shard_gb * 1e9, dtype)
+        with_tokenizer = sidecar.write(source, folder)
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     n = len(list(to.glob("*.safetensors")))
     tokenizer = ", tokenizer" if with_tokenizer else ""
-    yield f"{place.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file(s){tokenizer}"
-    known, why = weights.loads_in_transformers(place.config)
+    yield f"{source.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file(s){tokenizer}"
+    known, why = weights.loads_in_transformers(source.config)
     unknown = f"transformers does not know this architecture ({why}); gradus loads it"
     yield f"transformers loads this as {known}" if known else unknown

@@ -53,9 +53,10 @@ class Onnx(GraphEngine):
             raise UserError(f"ONNX Runtime {ort.__version__} cannot run it here ({str(e).splitlines()[0]})") from None
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        has = self.graphs[graph]
-        given = {name: inputs[name].detach().cpu().contiguous().numpy() for name in has["inputs"]}
-        return dict(zip(has["outputs"], map(torch.from_numpy, self.sessions[graph].run(None, given)), strict=True))
+        names = self.graphs[graph]
+        arrays = {name: inputs[name].detach().cpu().contiguous().numpy() for name in names["inputs"]}
+        outputs = self.sessions[graph].run(None, arrays)
+        return dict(zip(names["outputs"], map(torch.from_numpy, outputs), strict=True))
 
 
 def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any]:
@@ -80,17 +81,17 @@ def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any
 
 
 def quantize(file: Path) -> None:
-    """Weights of matrix products and tables to int8, by ONNX Runtime itself, in place."""
+    """Quantize weights of matrix products and tables to int8 in place, by ONNX Runtime itself."""
     tools = need("onnxruntime.quantization", "onnx", "writing ONNX in int8")
     with quiet(), files.aside(file) as aside:
         kind = tools.QuantType.QInt8  # weights in 7 bits: AVX2 adds two products in 16
-        of = {"op_types_to_quantize": ["MatMul", "Gemm", "Gather"], "weight_type": kind}
-        tools.quantize_dynamic(file, aside, **of, per_channel=True, reduce_range=True)
+        options = {"op_types_to_quantize": ["MatMul", "Gemm", "Gather"], "weight_type": kind}
+        tools.quantize_dynamic(file, aside, **options, per_channel=True, reduce_range=True)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporter's notes about packages of operators that no model of ours uses."""
+    """Silence the exporter's notes about packages of operators that no model of ours uses."""
     logs = {log: log.level for log in (logging.getLogger("torch.onnx"), logging.getLogger())}
     for log in logs:
         log.setLevel(logging.ERROR)

@@ -24,6 +24,10 @@ class Pt2(GraphEngine):
     name = "pt2"
     PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device(next(iter(self.graphs.values()))["device"])
+
     @classmethod
     def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:
         device, module = pick_device("auto"), graph.module
@@ -46,13 +50,11 @@ class Pt2(GraphEngine):
         return {"file": f"{graph.name}.pt2", "device": device.type}
 
     def open(self, paths: dict[str, Path]) -> None:
-        kind = next(iter(self.graphs.values()))["device"]
-        if kind != "cpu" and not torch.accelerator.is_available():
-            raise UserError(f"--engine pt2: it was compiled for {kind}, and there is none here. Export it here.")
-        self.device = torch.device(kind)
+        if self.device.type != "cpu" and not torch.accelerator.is_available():
+            raise UserError(f"--engine pt2: it was compiled for {self.device}, and there is none here. Export it here.")
         self.loaded = {name: load_ahead(str(path)) for name, path in paths.items()}
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        has = self.graphs[graph]
-        out = self.loaded[graph](*(inputs[name].to(self.device).contiguous() for name in has["inputs"]))
-        return dict(zip(has["outputs"], out, strict=True))
+        names = self.graphs[graph]
+        out = self.loaded[graph](*(inputs[name].to(self.device).contiguous() for name in names["inputs"]))
+        return dict(zip(names["outputs"], out, strict=True))

@@ -39,14 +39,17 @@ class TensorRT(GraphEngine):
     name = "tensorrt"
     packages = ("tensorrt",)
     PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
-    device = torch.device("cuda")
     stand_in = OnnxOfPlan
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
 
     @classmethod
     def write(cls, graph: Graph, folder: Path, precision: str = "fp32", opset: int | None = None) -> dict[str, Any]:
         about = export_onnx.write(graph, folder, opset)
         about |= {"onnx": about["file"], "file": f"{graph.name}.plan"}
-        recipe = made_by(graph, precision, about["onnx"], about["file"])
+        recipe = build_recipe(graph, precision, about["onnx"], about["file"])
         (folder / f"{graph.name}.build.json").write_text(json.dumps(recipe, indent=1) + "\n")
         trt = package()
         if trt is None:
@@ -70,14 +73,14 @@ class TensorRT(GraphEngine):
             self.contexts[name] = plan.create_execution_context()
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        has, context, held, out = self.graphs[graph], self.contexts[graph], [], {}
-        for name in has["inputs"]:
-            held.append(inputs[name].to(self.device).contiguous())
-            context.set_input_shape(name, tuple(held[-1].shape))
-            context.set_tensor_address(name, held[-1].data_ptr())
-        kept = list(self.graphs.values())[-1]["inputs"]  # keys and values come out as they go in
-        for name in has["outputs"]:
-            kind = kept.get(name.replace("present", "past_key_values"), ["float32"])[0]
+        names, context, arrays, out = self.graphs[graph], self.contexts[graph], [], {}
+        for name in names["inputs"]:
+            arrays.append(inputs[name].to(self.device).contiguous())
+            context.set_input_shape(name, tuple(arrays[-1].shape))
+            context.set_tensor_address(name, arrays[-1].data_ptr())
+        cached = list(self.graphs.values())[-1]["inputs"]  # keys and values come out as they go in
+        for name in names["outputs"]:
+            kind = cached.get(name.replace("present", "past_key_values"), ["float32"])[0]
             shape = tuple(context.get_tensor_shape(name))
             out[name] = torch.empty(shape, dtype=getattr(torch, kind), device=self.device)
             context.set_tensor_address(name, out[name].data_ptr())
@@ -96,13 +99,13 @@ def package() -> Any:
     return tensorrt
 
 
-def made_by(graph: Graph, precision: str, onnx: str, plan: str) -> dict[str, Any]:
+def build_recipe(graph: Graph, precision: str, onnx: str, plan: str) -> dict[str, Any]:
     """All that a plan is built from. The command is of TensorRT's own tool."""
     profile = {}
     for name, tensor in graph.inputs.items():
         axes = [graph.axes[name].get(i, n) for i, n in enumerate(tensor.shape)]
         profile[name] = {kind: sizes(graph, axes, i) for i, kind in enumerate(("min", "opt", "max"))}
-    of = {
+    shapes_of = {
         kind: ",".join(f"{name}:{'x'.join(map(str, shapes[kind]))}" for name, shapes in profile.items())
         for kind in ("min", "opt", "max")
     }
@@ -110,8 +113,8 @@ def made_by(graph: Graph, precision: str, onnx: str, plan: str) -> dict[str, Any
         "onnx": onnx, "plan": plan, "precision": precision, "strongly_typed": True, "workspace_bytes": WORKSPACE,
         "profile": profile,
         "command": (
-            f"trtexec --onnx={onnx} --stronglyTyped --minShapes={of['min']} --optShapes={of['opt']} "
-            f"--maxShapes={of['max']} --memPoolSize=workspace:{WORKSPACE >> 20}M --saveEngine={plan}"
+            f"trtexec --onnx={onnx} --stronglyTyped --minShapes={shapes_of['min']} --optShapes={shapes_of['opt']} "
+            f"--maxShapes={shapes_of['max']} --memPoolSize=workspace:{WORKSPACE >> 20}M --saveEngine={plan}"
         ),
     }  # fmt: skip
 

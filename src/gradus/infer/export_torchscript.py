@@ -41,5 +41,5 @@ class TorchScript(GraphEngine):
                 raise UserError(f"{next(iter(paths.values()))}: not a TorchScript file ({why})") from None
 
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        has = self.graphs[graph]
-        return dict(zip(has["outputs"], self.loaded[graph](*(inputs[name] for name in has["inputs"])), strict=True))
+        names = self.graphs[graph]
+        return dict(zip(names["outputs"], self.loaded[graph](*(inputs[name] for name in names["inputs"])), strict=True))

@@ -15,7 +15,7 @@ from gradus import files, models
 from gradus.data.cache import digest, identity, keep
 from gradus.errors import UserError
 from gradus.infer import EXPORTED as FILE
-from gradus.infer import Place, beside, read_made
+from gradus.infer import ModelSource, read_export_info, sidecar
 from gradus.infer.engines import Engine
 from gradus.infer.graphs import DTYPES, Graph, graphs, lower
 from gradus.limits import CONFIG_FILE, read_json
@@ -36,9 +36,9 @@ class GraphEngine(Engine):
     PRECISIONS = dict.fromkeys(("fp32", "fp16"), ("causal", "both", "cross"))
     stand_in: type[GraphEngine] | None = None  # checks what is written where the engine itself cannot run
 
-    def __init__(self, place: Place, precision: str = "fp32", folder: Path | None = None):
-        super().__init__(place, precision)
-        self.folder = folder or found(place, type(self), precision)
+    def __init__(self, source: ModelSource, precision: str = "fp32", folder: Path | None = None):
+        super().__init__(source, precision)
+        self.folder = folder or cached_folder(source, type(self), precision)
         self.graphs = read_json(self.folder / FILE, CONFIG_FILE)["graphs"]
         self.computes = precision
         self.state: dict[str, Tensor] = {}  # keys and values by the names under which they go in
@@ -62,24 +62,24 @@ class GraphEngine(Engine):
         return (self.folder / checksums.FILE).read_text(encoding="utf-8")
 
     def weight_bytes(self) -> int:
-        """Of the graphs' files, and of weights beside them."""
+        """Bytes of the graphs' files, and of the weights beside them."""
         parts = (path for graph in self.graphs.values() for path in self.folder.glob(f"{graph['file']}*"))
         return sum(path.stat().st_size for path in parts)
 
     def forward(self, **inputs: Tensor) -> Any:
         if unknown := [name for name in inputs if name not in NAMES]:
             raise UserError(f"--engine={self.name}: its graph has no {' and no '.join(unknown)}. Use --engine torch.")
-        given = {NAMES[name]: value for name, value in inputs.items()}
-        ids = given.get("input_ids")
-        sources = (given["source"], given.get("encoder_attention_mask")) if "source" in given else ()
-        if "model" in self.graphs and self.place.family.attention == "both":
+        named = {NAMES[name]: value for name, value in inputs.items()}
+        ids = named.get("input_ids")
+        sources = (named["source"], named.get("encoder_attention_mask")) if "source" in named else ()
+        if "model" in self.graphs and self.source.family.attention == "both":
             if ids is not None:
-                given = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)} | given
-                given["attention_mask"] = given["attention_mask"].long()
-            out = tuple(self.run("model", given).values())
+                named = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)} | named
+                named["attention_mask"] = named["attention_mask"].long()
+            out = tuple(self.run("model", named).values())
             return out[0] if len(out) == 1 else out
         self.begin(len(ids), *sources)
-        return self.read(ids, given.get("attention_mask"))
+        return self.read(ids, named.get("attention_mask"))
 
     def begin(self, batch: int, sources: Tensor | None = None, keep: Tensor | None = None) -> None:
         """Forget what was read, and have an encoder read sources (batch, source); keep: where these are real."""
@@ -90,18 +90,18 @@ class GraphEngine(Engine):
         }  # fmt: skip
         if sources is not None:
             keep = (torch.ones_like(sources) if keep is None else keep).long()
-            heard = self.run("encoder", {"input_ids": sources, "attention_mask": keep})
-            self.state |= {"encoder_attention_mask": keep, **pasts(heard)}
+            cross = self.run("encoder", {"input_ids": sources, "attention_mask": keep})
+            self.state |= {"encoder_attention_mask": keep, **pasts(cross)}
 
     def read(self, ids: Tensor, keep: Tensor | None = None) -> Tensor:
         """The logits (batch, seq, vocab) of the next tokens, ids (batch, seq). keep: where they are real (None:
         everywhere); an encoder-decoder's answers have no padding."""
-        given = {"input_ids": ids, **self.state}
+        inputs = {"input_ids": ids, **self.state}
         if "attention_mask" in self.graphs[name := list(self.graphs)[-1]]["inputs"]:
             new = (torch.ones_like(ids) if keep is None else keep).long()
             self.mask = new if self.mask is None else torch.cat((self.mask, new), dim=1)
-            given["attention_mask"] = self.mask
-        out = self.run(name, given)
+            inputs["attention_mask"] = self.mask
+        out = self.run(name, inputs)
         logits = out.pop("logits")
         self.state |= pasts(out)
         return logits
@@ -123,7 +123,7 @@ class GraphEngine(Engine):
         return self.read(ids[:, None])[:, -1]  # a position is where attention_mask says
 
     def reorder(self, rows: Tensor) -> None:
-        self.state = {name: kept[rows] for name, kept in self.state.items()}
+        self.state = {name: tensor[rows] for name, tensor in self.state.items()}
         self.mask = None if self.mask is None else self.mask[rows]
 
 
@@ -134,50 +134,50 @@ def pasts(presents: dict[str, Tensor]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- the folder
 
 
-def found(place: Place, kind: type[GraphEngine], precision: str) -> Path:
+def cached_folder(source: ModelSource, kind: type[GraphEngine], precision: str) -> Path:
     """The folder of a model's graphs: the model's own where it is one, else one that is made once and kept."""
-    if place.made:  # engines.open has looked at the rest
-        return place.folder
+    if source.export_info:  # engines.open has looked at the rest
+        return source.folder
 
     def make(folder: Path) -> None:
-        fill(place, kind, folder, precision)
+        fill(source, kind, folder, precision)
         checksums.write(folder)
 
-    key = digest([identity(p) for p in place.weights()], f"{place.config!r}", kind.name, precision, torch.__version__)
+    key = digest([identity(p) for p in source.weights()], f"{source.config!r}", kind.name, precision, torch.__version__)
     try:
         return keep(files.cache_dir() / "exports" / key, make, "GRADUS_CACHE", whole)
     except UserError as e:
         why = str(e).partition(" Use --as")[0].removesuffix(" Nothing was written.")
-        what = f"--engine {kind.name}: {place.name} cannot be exported for it"
+        what = f"--engine {kind.name}: {source.name} cannot be exported for it"
         raise UserError(f"{what} ({why.rstrip('.')}). Use --engine torch.") from None
 
 
 def whole(folder: Path) -> bool:
     """Whether a folder of graphs is as it was written."""
     try:
-        return read_made(folder) is not None
+        return read_export_info(folder) is not None
     except UserError:
         return False
 
 
-def write(place: Place, kind: type[GraphEngine], to: Path, precision: str, **options: Any) -> Iterator[str]:
+def write(source: ModelSource, kind: type[GraphEngine], to: Path, precision: str, **options: Any) -> Iterator[str]:
     """`fill` a folder that becomes `to`. Yields lines for the user. Raises UserError where the format cannot hold the
     model, or its outputs are not the model's; nothing is then left."""
-    with beside.folder(to) as folder:
-        about, size, with_tokenizer = fill(place, kind, folder, precision, **options)
+    with sidecar.folder(to) as folder:
+        about, size, with_tokenizer = fill(source, kind, folder, precision, **options)
     files_of = ([graph["file"], graph.get("onnx")] for graph in about["graphs"].values())
     names = " and ".join(file for both in files_of for file in both if file and (to / file).is_file())
-    yield f"{place.path} → {to}: {names}, {size / 1e6:,.1f} MB{', tokenizer' if with_tokenizer else ''}"
+    yield f"{source.path} → {to}: {names}, {size / 1e6:,.1f} MB{', tokenizer' if with_tokenizer else ''}"
     yield about["told"]
 
 
 @torch.no_grad()
 def fill(
-    place: Place, kind: type[GraphEngine], folder: Path, precision: str, **options: Any
+    source: ModelSource, kind: type[GraphEngine], folder: Path, precision: str, **options: Any
 ) -> tuple[dict[str, Any], int, bool]:
     """Write the graphs of a model into a folder, with its configuration and tokenizer or normalisation, check them, and
     keep the check in export.json. Returns what that says, the bytes of the graphs, whether there is a tokenizer."""
-    reference = models.load(place.path).eval().requires_grad_(False)
+    reference = models.load(source.path).eval().requires_grad_(False)
     lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
     about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
     for graph in graphs(lowered):
@@ -189,10 +189,10 @@ def fill(
         about["graphs"][graph.name] = {**written, "inputs": inputs, "outputs": graph.outputs}
     size = sum(file.stat().st_size for file in folder.iterdir())
     files.write_json(folder / FILE, about)
-    about["check"] = checked(place, kind, folder, precision, reference)
+    about["check"] = check(source, kind, folder, precision, reference)
     about["told"] = line(about)
     files.write_json(folder / FILE, about)
-    with_tokenizer = beside.write(place, folder)
+    with_tokenizer = sidecar.write(source, folder)
     config = models.to_config_json(reference.config, DTYPES[precision])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return about, size, with_tokenizer
@@ -217,17 +217,17 @@ def line(about: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- checking it
 
 
-def checked(
-    place: Place, kind: type[GraphEngine], folder: Path, precision: str, model: nn.Module
+def check(
+    source: ModelSource, kind: type[GraphEngine], folder: Path, precision: str, model: nn.Module
 ) -> list[dict[str, float]] | str:
     """A row for each of `cases`, or why this machine runs none. Raises UserError where outputs are too far off."""
     try:
-        engine = kind(place, precision, folder)
+        engine = kind(source, precision, folder)
     except UserError as e:
         if kind.stand_in is None or precision not in kind.stand_in.PRECISIONS:
             return str(e)
-        engine = kind.stand_in(place, precision, folder)
-    rows = [row | {"limit": limit(precision, row["largest"])} for row in measured(engine, model)]
+        engine = kind.stand_in(source, precision, folder)
+    rows = [row | {"limit": limit(precision, row["largest"])} for row in differences(engine, model)]
     for row in rows:
         if not row["max_abs_delta"] <= row["limit"]:
             at = ", ".join(f"{name} {row[name]}" for name in ("batch", "seq", "past") if name in row)
@@ -245,29 +245,29 @@ def limit(precision: str, largest: float) -> float:
     return part * max(1.0, largest)
 
 
-def cases(place: Place) -> Iterator[dict[str, int]]:
+def cases(source: ModelSource) -> Iterator[dict[str, int]]:
     """Sizes other than those that a graph was traced at."""
-    longest = place.config.longest
+    longest = source.config.longest
     n = 9 if longest is None else min(9, longest - 3)
     for batch in (1, 3):
-        if place.config.reads == "images":
+        if source.config.reads == "images":
             yield {"batch": batch}
-        elif place.family.attention == "both":
+        elif source.family.attention == "both":
             yield from ({"batch": batch, "seq": seq} for seq in (1, n))
         else:
             yield from ({"batch": batch, "seq": seq, "past": past} for past in (0, 1, n) for seq in (1, 3))
 
 
 @torch.no_grad()
-def measured(engine: GraphEngine, model: nn.Module) -> Iterator[dict[str, float]]:
+def differences(engine: GraphEngine, model: nn.Module) -> Iterator[dict[str, float]]:
     """How far an engine's outputs are from the model's, which is in fp32: for each case the largest difference and the
     model's largest absolute value. In batches of several, rows of an encoder are of unequal length."""
-    config, attention = model.config, engine.place.family.attention
+    config, attention = model.config, engine.source.family.attention
     draw = torch.Generator().manual_seed(0)
-    for case in cases(engine.place):
+    for case in cases(engine.source):
         batch, past = case["batch"], case.get("past", 0)
         if config.reads == "images":
-            given = {"images": torch.randn(batch, config.n_channels, *2 * (config.image_size,), generator=draw)}
+            inputs = {"images": torch.randn(batch, config.n_channels, *2 * (config.image_size,), generator=draw)}
         else:
             lengths = past + case["seq"], 6
             ids, source = (torch.randint(config.vocab_size, (batch, n), generator=draw) for n in lengths)
@@ -276,18 +276,18 @@ def measured(engine: GraphEngine, model: nn.Module) -> Iterator[dict[str, float]
             )
             if attention == "cross":
                 ids = ids % (getattr(config, "target_vocab_size", None) or config.vocab_size)
-                given = {"source": source, "target": ids, "source_keep": source_keep}
+                inputs = {"source": source, "target": ids, "source_keep": source_keep}
             else:
-                given = {"ids": ids, "keep": keep} if attention == "both" else {"ids": ids}
-        wanted, given = model(**given), {name: value.to(engine.device) for name, value in given.items()}
+                inputs = {"ids": ids, "keep": keep} if attention == "both" else {"ids": ids}
+        expected, inputs = model(**inputs), {name: value.to(engine.device) for name, value in inputs.items()}
         if attention == "both":
-            got = engine.forward(**given)
-            pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (wanted, got)), strict=True)
+            outputs = engine.forward(**inputs)
+            pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (expected, outputs)), strict=True)
         else:
-            ids = given.get("target", given.get("ids"))
-            engine.begin(batch, given.get("source"), given.get("source_keep"))
-            read = [engine.read(part) for part in (ids[:, :past], ids[:, past:]) if part.shape[1]]
-            pairs = [(wanted, torch.cat(read, dim=1))]
+            ids = inputs.get("target", inputs.get("ids"))
+            engine.begin(batch, inputs.get("source"), inputs.get("source_keep"))
+            logits = [engine.read(part) for part in (ids[:, :past], ids[:, past:]) if part.shape[1]]
+            pairs = [(expected, torch.cat(logits, dim=1))]
         pairs = [(a, b.float().cpu()) for a, b in pairs]
         delta = max(float((a - b).abs().max()) for a, b in pairs)
         yield {**case, "max_abs_delta": delta, "largest": max(float(a.abs().max()) for a, _ in pairs)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import Place, encode, find, note
+from gradus.infer import ModelSource, encode, find, note
 from gradus.infer.checked import checked
 from gradus.models.decoding import Choose, beam_search, sampler
 from gradus.models.decoding import generate as decode
@@ -25,35 +25,38 @@ class Continuation:
     """
 
     def __init__(
-        self, place: Place, prompts: list[str], *, max_new: int, tokenizer: str | None = None,
+        self, source: ModelSource, prompts: list[str], *, max_new: int, tokenizer: str | None = None,
         precision: str | None = None, sliding: bool = False, engine: str = "torch", beams: int = 1,
     ):  # fmt: skip
-        family, self.prompts = place.family, prompts or [""]
+        family, self.prompts = source.family, prompts or [""]
         if max_new < 1:
             raise UserError(f"--max-new={max_new}: must be at least 1.")
-        if family.attention == "both" or (place.recipe is not None and place.recipe.task.name == "copy"):
-            raise UserError(f"{place.name}: this model does not generate text. Use gradus predict {place.name} INPUT.")
+        if family.attention == "both" or (source.recipe is not None and source.recipe.task.name == "copy"):
+            use = f"gradus predict {source.name} INPUT"
+            raise UserError(f"{source.name}: this model does not generate text. Use {use}.")
         if sliding and family.attention != "causal":
             raise UserError(f"--sliding-window: it is for decoders, which {family.name} is not. Leave it out.")
-        tokenizers = place.tokenizers(tokenizer)
-        self.encoded = encode(place, tokenizers, self.prompts, fit=not sliding)
-        self.max_new, self.window = self._room(place, max_new, sliding), place.config.seq_len if sliding else None
+        tokenizers = source.tokenizers(tokenizer)
+        self.encoded = encode(source, tokenizers, self.prompts, fit=not sliding)
+        self.max_new = self._new_that_fit(source, max_new, sliding)
+        self.window = source.config.seq_len if sliding else None
         if beams > 1 and sliding:
             raise UserError("--beams: not with --sliding-window. Leave one out.")
-        self.beams, self.engine = beams, checked(place, engine, precision, self.encoded)
+        self.beams, self.engine = beams, checked(source, engine, precision, self.encoded)
         self.tokenizer = tokenizers.get("target", tokenizers[""])
         answers = self.encoded.sources is not None
         self.before = [[] for _ in self.prompts] if answers else [list(row) for row in self.encoded.prompts]
         self.rows = [list(row) for row in self.before]
 
-    def _room(self, place: Place, max_new: int, sliding: bool) -> int:
-        longest, context = max(map(len, self.encoded.prompts)), place.config.longest
+    def _new_that_fit(self, source: ModelSource, max_new: int, sliding: bool) -> int:
+        longest, context = max(map(len, self.encoded.prompts)), source.config.longest
         if sliding or context is None or longest + max_new - 1 <= context:  # the last new token is not read again
             return max_new
-        room, more = context - longest + 1, "; --sliding-window continues" if place.family.attention == "causal" else ""
-        why = f"the context length is {context:,} tokens, and the prompt has {longest:,}{more}"
-        note(f"--max-new={max_new} cut to {room}: {why}")
-        return room
+        fitting = context - longest + 1
+        hint = "; --sliding-window continues" if source.family.attention == "causal" else ""
+        why = f"the context length is {context:,} tokens, and the prompt has {longest:,}{hint}"
+        note(f"--max-new={max_new} cut to {fitting}: {why}")
+        return fitting
 
     def steps(self, choose: Choose, cache: bool = True) -> Iterator[None]:
         """Add a token to every text that has not ended, as often as asked."""
@@ -89,31 +92,31 @@ def generate(args: Any) -> None:
     if args.beams > 1 and (args.temperature or args.no_cache):
         other = "--temperature" if args.temperature else "--no-cache"
         raise UserError(f"--beams={args.beams}: not with {other}. Leave one out.")
-    found = Continuation(
+    continuation = Continuation(
         find(args.model), args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
         sliding=args.sliding_window, engine=args.engine, beams=args.beams,
     )
-    stream = Stream(found.tokenizer, sys.stdout.write) if len(found.prompts) == 1 else None
+    stream = Stream(continuation.tokenizer, sys.stdout.write) if len(continuation.prompts) == 1 else None
     first, start = None, time.perf_counter()
     if stream:
-        stream.show(found.rows[0])
-    for _ in found.steps(choose, cache=not args.no_cache):
+        stream.show(continuation.rows[0])
+    for _ in continuation.steps(choose, cache=not args.no_cache):
         first = first or time.perf_counter()
         if stream:
-            stream.show(found.rows[0])
+            stream.show(continuation.rows[0])
     end = time.perf_counter()
     first = start if first is None or args.beams > 1 else first  # a search yields all at once
     if stream:
-        stream.show(found.rows[0], end=True)
+        stream.show(continuation.rows[0], end=True)
         print(flush=True)
     else:
-        for i, (prompt, text) in enumerate(zip(found.prompts, found.texts), 1):
-            print(f"── {i}/{len(found.prompts)} ── {prompt if len(prompt) <= 60 else prompt[:59] + '…'}")
+        for i, (prompt, text) in enumerate(zip(continuation.prompts, continuation.texts), 1):
+            print(f"── {i}/{len(continuation.prompts)} ── {prompt if len(prompt) <= 60 else prompt[:59] + '…'}")
             print(text, flush=True)
 
-    new_tokens = sum(len(row) - len(before) for row, before in zip(found.rows, found.before))
-    read = sum(map(len, found.encoded.sources or found.encoded.prompts))
-    later = max(0, new_tokens - len(found.prompts))
+    new_tokens = sum(len(row) - len(before) for row, before in zip(continuation.rows, continuation.before))
+    read = sum(map(len, continuation.encoded.sources or continuation.encoded.prompts))
+    later = max(0, new_tokens - len(continuation.prompts))
     rate = f", {later / (end - first):,.1f} tokens/s" if later and end > first else ""
     print(
         f"{new_tokens:,} tokens in {end - start:.2f} s: prefill {read:,} tokens in {first - start:.3f} s, "

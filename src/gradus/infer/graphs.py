@@ -32,11 +32,11 @@ DTYPES["int8"] = torch.float32  # of what is no matrix product
 EXAMPLE = {"batch": 2, "seq": 3, "past": 4, "source": 5, "total": 7}  # at least 2: a 1 or 0 would stay fixed
 
 
-# ---------------------------------------------------------------- what stands in a model's place
+# ---------------------------------------------------------------- what stands in for a model
 
 
-class PastLayer:
-    """In the place of layers.LayerCache: new keys and values are put behind the old ones, which stay as they are."""
+class KVLayer:
+    """Stands in for layers.LayerCache: it appends new keys and values to the old ones, which stay as they are."""
 
     def __init__(self, past: tuple[Tensor, Tensor], cross: tuple[Tensor, Tensor] | None = None):
         self.past, self.cross = past, cross
@@ -46,10 +46,10 @@ class PastLayer:
         return self.past
 
 
-class Past:
-    """In the place of layers.Cache. keep: boolean (batch, past + seq), where a token is real; None: everywhere."""
+class KVInputs:
+    """Stands in for layers.Cache. keep: boolean (batch, past + seq), where a token is real; None: everywhere."""
 
-    def __init__(self, layers: list[PastLayer], seq: int, keep: Tensor | None = None):
+    def __init__(self, layers: list[KVLayer], seq: int, keep: Tensor | None = None):
         self.layers, self.keep = layers, keep
         self.before = layers[0].past[0].shape[2]
         self.length = self.before + seq
@@ -59,8 +59,8 @@ class Past:
 
     def mask(self, positions: Tensor) -> Tensor:
         slots = torch.arange(self.length, device=positions.device)
-        look = (slots <= slots[self.before :, None])[None, None]  # (1, 1, seq, past + seq)
-        return look if self.keep is None else look & self.keep[:, None, None, :]
+        mask = (slots <= slots[self.before :, None])[None, None]  # (1, 1, seq, past + seq)
+        return mask if self.keep is None else mask & self.keep[:, None, None, :]
 
     @property
     def present(self) -> list[Tensor]:
@@ -71,12 +71,16 @@ def pairs(flat: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-class Reads(nn.Module):
-    """An encoder of tokens."""
+class ModelGraph(nn.Module):
+    """A model with the inputs and outputs of a graph."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+
+
+class EncoderGraph(ModelGraph):
+    """An encoder of tokens."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *token_types: Tensor) -> tuple[Tensor, ...]:
         types = {"token_types": token_types[0]} if token_types else {}
@@ -84,58 +88,46 @@ class Reads(nn.Module):
         return tuple(part.float() for part in (out if isinstance(out, tuple) else (out,)))
 
 
-class Sees(nn.Module):
+class ImageGraph(ModelGraph):
     """An encoder of images."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
         return (self.model(pixel_values.to(next(self.model.parameters()).dtype)).float(),)
 
 
-class Continues(nn.Module):
+class DecoderGraph(ModelGraph):
     """A decoder."""
 
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        cache = Past([PastLayer(pair) for pair in pairs(past)], input_ids.shape[1], attention_mask.bool())
+        cache = KVInputs([KVLayer(pair) for pair in pairs(past)], input_ids.shape[1], attention_mask.bool())
         positions = (attention_mask.cumsum(1) - 1).clamp_min(0).narrow(1, cache.before, input_ids.shape[1])
         return (self.model(input_ids, positions=positions, cache=cache).float(), *cache.present)
 
 
-class Listens(nn.Module):
-    """An encoder-decoder's encoder, and what its decoder's cross-attention makes of the output, once."""
+class CrossKVGraph(ModelGraph):
+    """An encoder-decoder's encoder, with the keys and values that its decoder's cross-attention makes of the output."""
 
     def __init__(self, model: nn.Module, shapes: list[tuple[int, int]], dtype: torch.dtype):
-        super().__init__()
-        self.model, self.shapes, self.dtype = model, shapes, dtype
+        super().__init__(model)
+        self.shapes, self.dtype = shapes, dtype
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         keep = attention_mask.bool()
         memory = self.model.encode(input_ids, keep)
-        nothing = [input_ids.new_zeros(input_ids.shape[0], n, 0, size, dtype=self.dtype) for n, size in self.shapes]
-        cache = Past([PastLayer((empty, empty)) for empty in nothing], 1)
+        empty = [input_ids.new_zeros(input_ids.shape[0], n, 0, size, dtype=self.dtype) for n, size in self.shapes]
+        cache = KVInputs([KVLayer((tensor, tensor)) for tensor in empty], 1)
         # Fills cache.cross; all else that it computes is unused, and compilers leave it out.
         self.model.decode(input_ids[:, :1], memory, keep, cache=cache)
         return tuple(tensor for layer in cache.layers for tensor in layer.cross)
 
 
-class Answers(nn.Module):
+class DecoderWithCross(ModelGraph):
     """An encoder-decoder's decoder."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: Tensor, encoder_attention_mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         half = len(past) // 2  # the decoder's, then the encoder's
-        layers = [PastLayer(own, cross) for own, cross in zip(pairs(past[:half]), pairs(past[half:]), strict=True)]
-        cache = Past(layers, input_ids.shape[1])
+        layers = [KVLayer(own, cross) for own, cross in zip(pairs(past[:half]), pairs(past[half:]), strict=True)]
+        cache = KVInputs(layers, input_ids.shape[1])
         keep = encoder_attention_mask.bool()
         # the memory itself is not read again: every layer has its keys and values
         return (self.model.decode(input_ids, keep, keep, cache=cache).float(), *cache.present)
@@ -174,7 +166,7 @@ class Graph:
 
 
 def graphs(model: nn.Module) -> list[Graph]:
-    """Raises UserError for a model of which no graph can be made."""
+    """The graphs of a model. Raises UserError where none can be made."""
     family, config = lookup(model.config.family), model.config
     if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise UserError("a mixture of experts: only the format hf supports it. Use --as hf.")
@@ -186,7 +178,7 @@ def graphs(model: nn.Module) -> list[Graph]:
         size = config.n_channels, config.image_size, config.image_size
         out = ["logits" if config.n_classes else "features"]
         images, axes = {"pixel_values": torch.zeros(2, *size)}, {"pixel_values": {0: "batch"}}
-        return [Graph("model", Sees(model), images, axes, out)]
+        return [Graph("model", ImageGraph(model), images, axes, out)]
     row, dtype = {0: "batch", 1: "seq"}, next(model.parameters()).dtype
     if family.attention == "both":
         inputs = ids | {"attention_mask": torch.ones_like(ids["input_ids"])}
@@ -194,36 +186,35 @@ def graphs(model: nn.Module) -> list[Graph]:
             inputs["token_type_ids"] = torch.zeros_like(ids["input_ids"])
         heads = {"none": ["last_hidden_state"], "pretraining": ["logits", "next_sentence_logits"]}
         out = heads.get(getattr(config, "head", ""), ["logits"])
-        return [Graph("model", Reads(model), inputs, dict.fromkeys(inputs, row), out)]
+        return [Graph("model", EncoderGraph(model), inputs, dict.fromkeys(inputs, row), out)]
 
     if not hasattr(model, "new_cache"):
         raise UserError(f"family {family.name}: its decoder has no cache of keys and values. Use --as hf.")
     shapes = [(layer.k.shape[1], layer.k.shape[3]) for layer in model.new_cache(1, 1).layers]
 
-    def kept(names: str, axis: str) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
-        made = {
+    def cached(names: str, axis: str) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
+        tensors = {
             names.format(i, part): torch.zeros(2, heads, EXAMPLE[axis], size, dtype=dtype)
             for i, (heads, size) in enumerate(shapes) for part in ("key", "value")
         }  # fmt: skip
-        return made, {name: {0: "batch", 2: axis} for name in made}
+        return tensors, {name: {0: "batch", 2: axis} for name in tensors}
 
     if family.attention == "causal":
-        past, axes = kept("past_key_values.{}.{}", "past")
+        past, axes = cached("past_key_values.{}.{}", "past")
         mask = torch.ones(2, EXAMPLE["total"], dtype=torch.long)
         axes = {"input_ids": row, "attention_mask": {0: "batch", 1: "total"}} | axes
         inputs = ids | {"attention_mask": mask} | past
-        return [Graph("model", Continues(model), inputs, axes, ["logits", *presents(past)])]
-    own, own_axes = kept("past_key_values.{}.decoder.{}", "past")
-    cross, cross_axes = kept("past_key_values.{}.encoder.{}", "source")
-    source = {"input_ids": tokens[:, : EXAMPLE["source"]], "attention_mask": torch.ones(2, 5, dtype=torch.long)}
-    wide = {0: "batch", 1: "source"}
+        return [Graph("model", DecoderGraph(model), inputs, axes, ["logits", *presents(past)])]
+    own, own_axes = cached("past_key_values.{}.decoder.{}", "past")
+    cross, cross_axes = cached("past_key_values.{}.encoder.{}", "source")
+    mask, mask_axes = torch.ones(2, EXAMPLE["source"], dtype=torch.long), {0: "batch", 1: "source"}
+    source = {"input_ids": tokens[:, : EXAMPLE["source"]], "attention_mask": mask}
+    inputs = ids | {"encoder_attention_mask": mask} | own | cross
+    axes = {"input_ids": row, "encoder_attention_mask": mask_axes} | own_axes | cross_axes
     return [
-        Graph("encoder", Listens(model, shapes, dtype), source, dict.fromkeys(source, wide), presents(cross)),
-        Graph(
-            "decoder", Answers(model), ids | {"encoder_attention_mask": source["attention_mask"]} | own | cross,
-            {"input_ids": row, "encoder_attention_mask": wide} | own_axes | cross_axes, ["logits", *presents(own)],
-        ),
-    ]  # fmt: skip
+        Graph("encoder", CrossKVGraph(model, shapes, dtype), source, dict.fromkeys(source, mask_axes), presents(cross)),
+        Graph("decoder", DecoderWithCross(model), inputs, axes, ["logits", *presents(own)]),
+    ]
 
 
 def presents(past: dict[str, Tensor]) -> list[str]:
@@ -238,6 +229,6 @@ def lower(model: nn.Module, precision: str) -> nn.Module:
     for module in model.to(dtype).modules():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             module.float()
-            module.register_forward_pre_hook(lambda module, given: (given[0].float(),))
-            module.register_forward_hook(lambda module, given, out: out.to(dtype))
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+            module.register_forward_hook(lambda module, inputs, out: out.to(dtype))
     return model

@@ -26,18 +26,18 @@ from gradus.errors import InputError, UserError, did_you_mean
 from gradus.infer import (
     PREPROCESSOR,
     Encoded,
-    Place,
+    ModelSource,
     encode,
     engines,
     find,
     fits,
     grid,
     note,
-    read_made,
+    read_export_info,
     readable,
     special,
 )
-from gradus.infer.checked import Running
+from gradus.infer.checked import LazyEngine
 from gradus.limits import read_json
 from gradus.models.decoding import complete
 from gradus.parallel import qat
@@ -49,7 +49,7 @@ from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.precision import Precision
-from gradus.train.resolve import Given
+from gradus.train.resolve import RunContext
 from gradus.train.session import Session, open_session
 
 BATCH = 32  # inputs a forward pass
@@ -74,24 +74,24 @@ def predict(args: Any) -> Iterator[str]:
     kind = ".npy" if args.features else ".jsonl"
     if args.to and Path(args.to).suffix != kind:
         raise UserError(f"--to={args.to}: this is saved as {kind}. Give a name with that ending.")
-    place = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
-    if args.features and (place.engine, place.precision or "fp32") != ("torch", "fp32"):
+    source = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
+    if args.features and (source.engine, source.precision or "fp32") != ("torch", "fp32"):
         raise UserError("--features: only with --engine torch in fp32. Leave out --engine and --precision.")
     if args.grid and not args.grid.lower().endswith(".png"):
         raise UserError(f"--grid {args.grid}: the picture is a PNG. Give a name that ends with .png.")
-    if args.grid and (place.config.reads != "images" or args.features):
+    if args.grid and (source.config.reads != "images" or args.features):
         raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
     if args.features:
-        yield from features(place, args)
+        yield from features(source, args)
         return
     records: list[Record] = []
     if "-" in args.inputs and len(args.inputs) > 1:
         raise UserError('"-" stands for the lines of standard input, so it is given alone. Leave the other inputs out.')
     if args.inputs == ["-"]:  # each line is answered before the next is read
-        found = records_by_line(place, args.top)
+        answered = records_by_line(source, args.top)
     else:
-        found = split_records(place, args) if args.split else records_of(place, inputs_of(args), args.top)
-    for record in found:
+        answered = split_records(source, args) if args.split else records_of(source, inputs_of(args), args.top)
+    for record in answered:
         records.append(record)
         yield line_of(record)
     if known := [r["right"] for r in records if "right" in r]:
@@ -112,12 +112,12 @@ def predict(args: Any) -> Iterator[str]:
         raise UserError(f"standard input: {few}. The output has the reason in place of each answer.")
 
 
-def records_by_line(place: Place, top: int) -> Iterator[Record]:
+def records_by_line(source: ModelSource, top: int) -> Iterator[Record]:
     """A prediction for each line of standard input as it comes; for a line that cannot be read, the reason."""
-    model = Running(place)
+    model = LazyEngine(source)
     for line in lines_of(sys.stdin):
         try:
-            yield from records_of(place, [line], top, model)
+            yield from records_of(source, [line], top, model)
         except InputError as e:
             yield {"input": line, "error": str(e)}
 
@@ -141,8 +141,8 @@ def inputs_of(args: Any) -> list[str]:
 
 
 def line_of(record: Record) -> str:
-    def guesses(found: list[dict[str, Any]], between: str) -> str:
-        return between.join(f"{t['label']} {t['probability']:.4f}" for t in found)
+    def guesses(ranks: list[dict[str, Any]], separator: str) -> str:
+        return separator.join(f"{t['label']} {t['probability']:.4f}" for t in ranks)
 
     if "error" in record:
         return f"error: {record['error']}"
@@ -157,9 +157,9 @@ def line_of(record: Record) -> str:
     return f"{short(record['input'])}\n  →         {record['answer']}{reference}"
 
 
-def short(text: str, room: int = 80) -> str:
+def short(text: str, width: int = 80) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= room else text[: room - 1] + "…"
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def visible(record: Record) -> Record:
@@ -176,21 +176,23 @@ def writing(option: str) -> Iterator[None]:
         raise UserError(f"{option}: {why}. Give a file in a folder you may write.") from None
 
 
-def records_of(place: Place, inputs: list[str], top: int, model: Running | None = None) -> Iterator[Record]:
+def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngine | None = None) -> Iterator[Record]:
     """Predictions for texts, or image files, by what the model is. model: where it is open already. Raises InputError
     for one that cannot be read."""
-    config, model = place.config, model or Running(place)
+    config, model = source.config, model or LazyEngine(source)
     head = getattr(config, "head", None)
     if config.reads == "images" and config.n_classes:
-        return label_images(place, inputs, top, model)
+        return label_images(source, inputs, top, model)
     if head == "classification":
-        return label_texts(place, inputs, top, model)
+        return label_texts(source, inputs, top, model)
     if head in ("masked_lm", "pretraining"):
-        return fill_masks(place, inputs, top, model)
-    if place.family.attention == "cross":
-        return answers(place, inputs, model)
-    use = f"gradus generate {place.name} PROMPT" if place.family.attention == "causal" else "a model trained for a task"
-    raise UserError(f"{place.name}: this {config.family} has no head that predicts anything. Use {use}, or --features.")
+        return fill_masks(source, inputs, top, model)
+    if source.family.attention == "cross":
+        return answers(source, inputs, model)
+    writes = source.family.attention == "causal"
+    use = f"gradus generate {source.name} PROMPT" if writes else "a model trained for a task"
+    what = f"this {config.family} has no head that predicts anything"
+    raise UserError(f"{source.name}: {what}. Use {use}, or --features.")
 
 
 def batches(items: list[Any]) -> Iterator[list[Any]]:
@@ -199,10 +201,10 @@ def batches(items: list[Any]) -> Iterator[list[Any]]:
 
 @torch.no_grad()
 def labels(
-    place: Place, names: list[str], items: list[Any], logits: Callable[[list[Any]], Tensor], top: int
+    source: ModelSource, names: list[str], items: list[Any], logits: Callable[[list[Any]], Tensor], top: int
 ) -> Iterator[Record]:
     """The classes of items by their probability. names: as records call them. logits: (batch, n_classes) of some."""
-    classes = class_names(place)
+    classes = class_names(source)
     for part in batches(list(zip(names, items))):
         values, ids = logits([item for _, item in part]).float().softmax(-1).topk(min(top, len(classes)))
         for (name, _), chosen, probabilities in zip(part, ids.tolist(), values.tolist()):
@@ -214,23 +216,23 @@ def ranked(names: list[str], probabilities: list[float]) -> list[dict[str, Any]]
     return [{"label": name, "probability": p} for name, p in zip(names, probabilities)]
 
 
-def class_names(place: Place) -> list[str]:
+def class_names(source: ModelSource) -> list[str]:
     """The names in the run's recipe, else those in config.json, else numbers."""
-    n = place.config.n_classes
-    names = getattr(place.recipe and place.recipe.task, "classes", None) or place.config.classes
+    n = source.config.n_classes
+    names = getattr(source.recipe and source.recipe.task, "classes", None) or source.config.classes
     return list(names) if len(names) == n else [f"class {i}" for i in range(n)]
 
 
 # ---------------------------------------------------------------- texts
 
 
-def rows_of(place: Place, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+def rows_of(source: ModelSource, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Texts as an encoder reads them, [CLS] text [SEP], cut to its length; a note names those that were cut."""
     first, last = special(tokenizer, "cls", "bos"), special(tokenizer, "sep", "eos")
     around = (first is not None) + (last is not None)
-    longest = place.config.seq_len
-    if place.recipe is not None:
-        longest = min(longest, getattr(place.recipe.data, "max_len", None) or longest)
+    longest = source.config.seq_len
+    if source.recipe is not None:
+        longest = min(longest, getattr(source.recipe.data, "max_len", None) or longest)
     rows, heads = [], [text[: limits.TOKEN * longest] for text in texts]  # of a longer one the rest is not encoded
     for text, head, ids in zip(texts, heads, tokenizer.encode_batch(heads)):
         if len(ids) + around > longest or head != text:
@@ -249,23 +251,23 @@ def batch_of(rows: list[list[int]], tokenizer: Tokenizer, device: torch.device) 
     return ids.to(device), None if bool(keep.all()) else keep.to(device)
 
 
-def label_texts(place: Place, texts: list[str], top: int, model: Running) -> Iterator[Record]:
-    tokenizer = place.tokenizers()[""]
+def label_texts(source: ModelSource, texts: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
+    tokenizer = source.tokenizers()[""]
 
     def logits(part: list[str]) -> Tensor:
-        ids, keep = batch_of(rows_of(place, tokenizer, part), tokenizer, model.device)
+        ids, keep = batch_of(rows_of(source, tokenizer, part), tokenizer, model.device)
         return model(ids, keep=keep)
 
-    return labels(place, texts, texts, logits, top)
+    return labels(source, texts, texts, logits, top)
 
 
 @torch.no_grad()
-def fill_masks(place: Place, texts: list[str], top: int, model: Running) -> Iterator[Record]:
+def fill_masks(source: ModelSource, texts: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
     """For each [MASK] or <mask> the likeliest tokens, each mask by itself; `filled` has the likeliest in all."""
-    tokenizer = place.tokenizers()[""]
+    tokenizer = source.tokenizers()[""]
     if tokenizer.mask_id is None:
-        raise UserError(f"{place.name}: its tokenizer has no mask token.")
-    readable(texts, place.config.seq_len)
+        raise UserError(f"{source.name}: its tokenizer has no mask token.")
+    readable(texts, source.config.seq_len)
     for text in texts:
         parts = MASK.split(text)
         if len(parts) < 2:
@@ -274,45 +276,46 @@ def fill_masks(place: Place, texts: list[str], top: int, model: Running) -> Iter
         for i, part in enumerate(parts):
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
         row = [i for i in (special(tokenizer, "cls", "bos"), *ids, special(tokenizer, "sep", "eos")) if i is not None]
-        fits([text], [row], place.config.seq_len)
+        fits([text], [row], source.config.seq_len)
         batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)
-        found = (out[0] if isinstance(out, tuple) else out).float().softmax(-1)
-        found = found.topk(min(top, found.shape[-1]))  # (n_masks, top)
-        names = [[tokenizer.decode([i]).strip() or tokenizer.token(i) for i in mask] for mask in found.indices.tolist()]
-        likeliest = iter(found.indices[:, 0].tolist())
-        filled = tokenizer.decode([next(likeliest) if i == tokenizer.mask_id else i for i in ids])
-        yield {"input": text, "filled": filled, "masks": list(map(ranked, names, found.values.tolist()))}
+        chances = (out[0] if isinstance(out, tuple) else out).float().softmax(-1)
+        likeliest = chances.topk(min(top, chances.shape[-1]))  # (n_masks, top)
+        tokens = likeliest.indices.tolist()
+        names = [[tokenizer.decode([i]).strip() or tokenizer.token(i) for i in mask] for mask in tokens]
+        first = iter([mask[0] for mask in tokens])
+        filled = tokenizer.decode([next(first) if i == tokenizer.mask_id else i for i in ids])
+        yield {"input": text, "filled": filled, "masks": list(map(ranked, names, likeliest.values.tolist()))}
 
 
 @torch.no_grad()
-def answers(place: Place, texts: list[str], model: Running) -> Iterator[Record]:
+def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterator[Record]:
     """Greedy answers of an encoder-decoder: translations, filled sentinels, or copies of numbers. An empty text's is
     empty."""
-    if place.recipe is not None and place.recipe.task.name == "copy":
-        yield from copies(place, texts, model)
+    if source.recipe is not None and source.recipe.task.name == "copy":
+        yield from copies(source, texts, model)
         return
-    tokenizers = place.tokenizers()
+    tokenizers = source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
-    asked = place.recipe.evaluate.max_new if place.recipe is not None else None
-    spans = place.recipe is not None and place.recipe.task.name == "span_corruption"  # decode leaves sentinels out
+    asked = source.recipe.evaluate.max_new if source.recipe is not None else None
+    spans = source.recipe is not None and source.recipe.task.name == "span_corruption"  # decode leaves sentinels out
 
     def answered(texts: list[str]) -> list[list[int]]:
-        encoded = encode(place, tokenizers, texts)
-        room = [min(place.config.seq_len, asked or 2 * len(source) + 10) for source in encoded.sources]
-        given = {"sources": encoded.sources, "max_new": room, "eos_id": encoded.ends}
-        return complete(model.on(encoded), encoded.prompts, **given)
+        encoded = encode(source, tokenizers, texts)
+        max_new = [min(source.config.seq_len, asked or 2 * len(row) + 10) for row in encoded.sources]
+        options = {"sources": encoded.sources, "max_new": max_new, "eos_id": encoded.ends}
+        return complete(model.on(encoded), encoded.prompts, **options)
 
     for part in batches(texts):
-        found = iter(answered(read) if (read := [text for text in part if text.strip()]) else [])
+        rows = iter(answered(read) if (read := [text for text in part if text.strip()]) else [])
         for text in part:
-            row = next(found) if text.strip() else []
+            row = next(rows) if text.strip() else []
             yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}
 
 
-def copies(place: Place, texts: list[str], model: Running) -> Iterator[Record]:
-    task = Copy(place.recipe)
-    n, length = task.task.n_symbols, min(place.config.seq_len, task.task.length)
+def copies(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterator[Record]:
+    task = Copy(source.recipe)
+    n, length = task.task.n_symbols, min(source.config.seq_len, task.task.length)
     rows = []
     for text in texts:
         words = text.split()
@@ -321,7 +324,7 @@ def copies(place: Place, texts: list[str], model: Running) -> Iterator[Record]:
         if len(words) != length:
             note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
         rows.append([int(w) for w in words])
-        fits([text], rows[-1:], place.config.seq_len)
+        fits([text], rows[-1:], source.config.seq_len)
     for row in rows:
         start = row[0] if task.task.start == "first" else 0
         copy = task.decode(model.on(Encoded([[start]], [row], None)), [row])[0]
@@ -332,45 +335,46 @@ def copies(place: Place, texts: list[str], model: Running) -> Iterator[Record]:
 # ---------------------------------------------------------------- images
 
 
-def read_images(place: Place, files: list[str | bytes]) -> list[np.ndarray]:
+def read_images(source: ModelSource, files: list[str | bytes]) -> list[np.ndarray]:
     """uint8 (channels, height, width) of each file, or of the bytes of one."""
     for file in files:
-        if isinstance(file, str) and not Path(file).is_file():
-            beside = [p.name for p in Path(file).parent.iterdir()] if Path(file).parent.is_dir() else []
-            raise InputError(f"{file}: no such image file.{did_you_mean(Path(file).name, beside) if beside else ''}")
+        if isinstance(file, str) and not (path := Path(file)).is_file():
+            names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise InputError(f"{file}: no such image file.{did_you_mean(path.name, names) if names else ''}")
+    n = source.config.n_channels
     try:
-        return [read_image(file, file if isinstance(file, str) else "image", place.config.n_channels) for file in files]
+        return [read_image(file, file if isinstance(file, str) else "image", n) for file in files]
     except UserError as e:
         raise InputError(str(e)) from None
 
 
-def mean_and_std(place: Place) -> tuple[list[float], list[float]]:
+def mean_and_std(source: ModelSource) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, as in training: from the run's recipe, which keeps what was
     measured, or from preprocessor_config.json beside the weights."""
-    if place.recipe is not None:
-        data = place.recipe.data
-        where, mean, std = f"{place.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
+    if source.recipe is not None:
+        data = source.recipe.data
+        where, mean, std = f"{source.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
-        file = place.folder / PREPROCESSOR
+        file = source.folder / PREPROCESSOR
         settings = models.weights.read_json(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
-    n = place.config.n_channels
+    n = source.config.n_channels
     if not all(isinstance(values, list) and len(values) == n for values in (mean, std)):
         raise UserError(f"{where} are not {n} numbers each, by which images are normalised. Write them there.")
     return mean, std
 
 
-def prepared(place: Place, images: list[np.ndarray], device: torch.device) -> Tensor:
+def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device) -> Tensor:
     """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
-    size = place.config.image_size
+    size = source.config.image_size
     resized = [resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
-    return normalise(torch.cat(resized), *mean_and_std(place))
+    return normalise(torch.cat(resized), *mean_and_std(source))
 
 
-def label_images(place: Place, files: list[str], top: int, model: Running) -> Iterator[Record]:
-    images = read_images(place, files)
-    found = labels(place, files, images, lambda part: model(prepared(place, part, model.device)), top)
-    return ({**record, "_image": image} for record, image in zip(found, images))
+def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
+    images = read_images(source, files)
+    records = labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
+    return ({**record, "_image": image} for record, image in zip(records, images))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -381,33 +385,33 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @torch.no_grad()
-def split_records(place: Place, args: Any) -> Iterator[Record]:
+def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
     """Predictions for the first `args.n` samples of a split, with the right answers."""
-    if place.recipe is None:
-        raise UserError(f"--split={args.split}: {place.name} belongs to no run. Give inputs, or a run folder.")
-    task = tasks.open_task(asking_for(place.recipe, args.split), tasks.load_tokenizers(place.path))
+    if source.recipe is None:
+        raise UserError(f"--split={args.split}: {source.name} belongs to no run. Give inputs, or a run folder.")
+    task = tasks.open_task(asking_for(source.recipe, args.split), tasks.load_tokenizers(source.path))
     data = split_of(task, args.split)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
-        model, samples, image = Running(place), [data[i] for i in chosen], isinstance(task, ImageClassification)
+        model, samples, image = LazyEngine(source), [data[i] for i in chosen], isinstance(task, ImageClassification)
         pairs = zip(chosen, samples)
         names = [f"{args.split} {i}" if image else task.tokenizer.decode(s["ids"].tolist()) for i, s in pairs]
 
         def logits(part: list[Any]) -> Tensor:
             return task.logits(model, task.to_device(task.collate(part), model.device))
 
-        for sample, record in zip(samples, labels(place, names, samples, logits, args.top)):
-            truth = class_names(place)[int(sample["label"])]
+        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):
+            truth = class_names(source)[int(sample["label"])]
             shown = {"_image": sample["image"]} if image else {}
             yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
     elif isinstance(task, Copy):
-        yield from copies(place, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], Running(place))
+        yield from copies(source, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], LazyEngine(source))
     elif isinstance(task, Translation):
         sources = [task.tokenizer.decode(data[i]["source"].tolist()) for i in chosen]
-        for i, record in zip(chosen, answers(place, sources, Running(place))):
+        for i, record in zip(chosen, answers(source, sources, LazyEngine(source))):
             yield {**record, "truth": task.target_tokenizer.decode(data[i]["target"].tolist())}
     else:
-        raise UserError(f"--split={args.split}: task {place.recipe.task.name} has no right answers. Give texts.")
+        raise UserError(f"--split={args.split}: task {source.recipe.task.name} has no right answers. Give texts.")
 
 
 def asking_for(recipe: Recipe, split: str) -> Recipe:
@@ -426,31 +430,31 @@ def split_of(task: Task, split: str) -> Any:
 
 
 @torch.no_grad()
-def features(place: Place, args: Any) -> Iterator[str]:
+def features(source: ModelSource, args: Any) -> Iterator[str]:
     """The last hidden states of each input (of an encoder-decoder, its encoder's): yield their shape and first values.
     With --to, one file gets all of them (n, seq, d_model), zero behind the end of shorter texts, and another their mean
     over the positions (n, d_model)."""
     inputs = inputs_of(args)
-    images = place.config.reads == "images"
+    images = source.config.reads == "images"
     if images:
-        pixels = read_images(place, inputs)
+        pixels = read_images(source, inputs)
     else:
-        tokenizers = place.tokenizers()
-        rows = rows_of(place, tokenizers[""], inputs) if place.family.attention == "both" else None
+        tokenizers = source.tokenizers()
+        rows = rows_of(source, tokenizers[""], inputs) if source.family.attention == "both" else None
         if rows is None:
-            encoded = encode(place, tokenizers, inputs)
+            encoded = encode(source, tokenizers, inputs)
             rows = encoded.sources or encoded.prompts
-    model = place.load()
+    model = source.load()
     states: list[np.ndarray] = []  # (seq, d_model) each
     for part in batches(list(range(len(inputs)))):
         if images:
-            found = model.features(prepared(place, [pixels[i] for i in part], device_of(model)))
-            lengths = [found.shape[1]] * len(part)
+            hidden = model.features(prepared(source, [pixels[i] for i in part], device_of(model)))
+            lengths = [hidden.shape[1]] * len(part)
         else:
             ids, keep = batch_of([rows[i] for i in part], tokenizers[""], device_of(model))
-            found = model.encode(ids, keep) if place.family.attention == "cross" else model.hidden(ids, keep=keep)
+            hidden = model.encode(ids, keep) if source.family.attention == "cross" else model.hidden(ids, keep=keep)
             lengths = [len(rows[i]) for i in part]
-        for i, one, length in zip(part, found.float().cpu().numpy(), lengths):
+        for i, one, length in zip(part, hidden.float().cpu().numpy(), lengths):
             states.append(one[:length])
             first = ", ".join(f"{v:.4f}" for v in one[0, :5])
             yield f"({length}, {one.shape[1]})  [{first}, ...]  ←  {short(inputs[i])}"
@@ -476,29 +480,29 @@ def evaluate(
 
     engine, precision: what runs the model, if not PyTorch as the recipe says, which for a run with train.qat computes
     with the rounding that training saw. beams: of translations, evaluate.beams.
-    Arguments and errors else as of `opened`.
+    Arguments and errors else as of `open_evaluation`.
     """
     overrides = [*overrides, *([f"evaluate.beams={beams}"] if beams != 1 else [])]
-    place, session = opened(name, overrides, split, checkpoint, json_file)
-    place.engine, place.precision = engine, precision
+    source, session = open_evaluation(name, overrides, split, checkpoint, json_file)
+    source.engine, source.precision = engine, precision
     plain = (engine, precision or "fp32") == ("torch", "fp32")
-    if place.made and plain:
-        engines.open(place)  # says what the folder is for
+    if source.export_info and plain:
+        engines.open(source)  # says what the folder is for
     model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
-        models.load_weights(model, place.path)
-    rounds = plain and session.recipe.train.qat and (place.path / qat.FILE).is_file()  # as training evaluated
-    parallel, instead = apply(model, session.recipe.layout, qat=rounds), None if plain else Running(place)
+        models.load_weights(model, source.path)
+    rounds = plain and session.recipe.train.qat and (source.path / qat.FILE).is_file()  # as training evaluated
+    parallel, instead = apply(model, session.recipe.layout, qat=rounds), None if plain else LazyEngine(source)
     if rounds:
-        qat.restore(model, read_json(place.path / qat.FILE, limits.CONFIG_FILE))
+        qat.restore(model, read_json(source.path / qat.FILE, limits.CONFIG_FILE))
     precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own
     metrics = evaluate_split(parallel, session.task, split, precision, session.device, instead=instead)
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 
-def opened(
+def open_evaluation(
     name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None
-) -> tuple[Place, Session]:
+) -> tuple[ModelSource, Session]:
     """(the weights, the data with the split opened): of a run's best checkpoint, or of `checkpoint`.
 
     name: a run folder, or with `checkpoint` any recipe. A run may override only layout, data, evaluate and log; of
@@ -515,7 +519,7 @@ def opened(
         # the architecture is the weights' own: see below
         return recipes.load(name, overrides, notes=notes, configure=None, **free)
 
-    recipe = Given(json_file).read(load, notes)
+    recipe = RunContext(json_file).load_with(load, notes)
     for text in notes:
         note(text)
     is_run = (Path(name) / "recipe.yaml").is_file()
@@ -525,7 +529,7 @@ def opened(
     if not is_run and checkpoint is None:
         raise UserError(f"{name}: a recipe has no weights. Give a run folder, or --checkpoint DIR.")
     path = models.locate(name if checkpoint is None else checkpoint)
-    made = read_made(path)
+    export_info = read_export_info(path)
     config = models.config_of(path)  # the weights' own
     if config.family != recipe.model.family:
         raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}.")
@@ -533,4 +537,4 @@ def opened(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split)  # raises where there is none
-    return Place(name if checkpoint is None else checkpoint, path, config, recipe, made), session
+    return ModelSource(name if checkpoint is None else checkpoint, path, config, recipe, export_info), session

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import inspect
 import json
 import math
 import statistics
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.data.loader import Loader, Step
 from gradus.errors import UserError, did_you_mean
-from gradus.infer import Place, beside, engines, quantized
+from gradus.infer import ModelSource, engines, quantized, sidecar
 from gradus.infer.checked import compare, line
-from gradus.infer.engines import Engine
+from gradus.infer.engines import Engine, by_name
 from gradus.infer.export import free
-from gradus.infer.predict import BATCH, opened
+from gradus.infer.predict import BATCH, open_evaluation
 from gradus.limits import CONFIG_FILE, read_json
 from gradus.models.decoding import complete
 from gradus.parallel import qat
@@ -36,7 +35,7 @@ from gradus.train.session import Session
 
 CALIBRATE = 256  # samples, unless said otherwise
 ROUNDS, TOKENS = 7, 32  # of timing; that are decoded in one of them
-Table = dict[str, Any]  # name → [before, after]; difference: see `lost`
+Table = dict[str, Any]  # name → [before, after]; difference: see `paired_loss`
 
 
 def quantize(args: Any) -> Iterator[str]:
@@ -46,40 +45,40 @@ def quantize(args: Any) -> Iterator[str]:
     Raises UserError, and writes nothing, where the result is slower than what it replaces or loses more than max_loss
     points of accuracy (unless force), and for what does not fit together.
     """
-    place, session = opened(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file)
-    engine, to = _engine(args, place), Path(args.to)
-    free(place, to, quantized.FILE, "quantized model")
+    source, session = open_evaluation(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file)
+    engine, to = _engine(args, source), Path(args.to)
+    free(source, to, quantized.FILE, "quantized model")
     without = session.recipe.evaluate.model_copy(update={"decode": False})  # accuracy is of given answers
     session.task.recipe = session.task.recipe.model_copy(update={"evaluate": without})
-    model = place.load()
-    ranges, said = _ranges(args, place, session) if args.how == "static" else ({}, None)
-    if said:
-        yield said
-    with beside.folder(to) as folder:
+    model = source.load()
+    ranges, origin = _ranges(args, source, session) if args.how == "static" else ({}, None)
+    if origin:
+        yield origin
+    with sidecar.folder(to) as folder:
         about = quantized.write(folder, model, args.how, ranges)
-        made = Place(str(folder), folder, models.config_of(folder), place.recipe, about)
-        old, new = engines.open(place, engine), engines.open(made, engine, about["precision"])
-        size = [sum(p.stat().st_size for p in which.weights()) for which in (place, made)]
-        table: Table = {"size, MB": [n / 1e6 for n in size]} | measured(session, args.split, old, new)
-        yield from shown(table, about, args)
-        refusal = refused(table, args.max_loss)
+        quantized_source = ModelSource(str(folder), folder, models.config_of(folder), source.recipe, about)
+        old, new = engines.open(source, engine), engines.open(quantized_source, engine, about["precision"])
+        size = [sum(p.stat().st_size for p in which.weights()) for which in (source, quantized_source)]
+        table: Table = {"size, MB": [n / 1e6 for n in size]} | before_and_after(session, args.split, old, new)
+        yield from table_lines(table, about, args)
+        refusal = why_refused(table, args.max_loss)
         if refusal and not args.force:
             raise UserError(f"--as {args.how}: {refusal}. Nothing was written. --force keeps it.")
-        given = _arguments(model, session, args.split)
+        inputs = _arguments(model, session, args.split)
         with torch.no_grad():
-            told = [row.known() | {"when": f"{datetime.date.today()}"} for row in compare(new, old, [given])]
-        about |= {"told": line(told), "table": table, "calibrated": said}
+            rows = [row.known() | {"when": f"{datetime.date.today()}"} for row in compare(new, old, [inputs])]
+        about |= {"told": line(rows), "table": table, "calibrated": origin}
         (folder / quantized.FILE).write_text(json.dumps(about, indent=1) + "\n")
-        beside.write(place, folder)
-    kept = f" (--force: {refusal})" if refusal else ""
-    yield f"{place.path} → {to}: use it with --engine {engine} --precision {new.precision}{kept}"
+        sidecar.write(source, folder)
+    forced = f" (--force: {refusal})" if refusal else ""
+    yield f"{source.path} → {to}: use it with --engine {engine} --precision {new.precision}{forced}"
 
 
-def _engine(args: Any, place: Place) -> str:
+def _engine(args: Any, source: ModelSource) -> str:
     """The engine in which both are measured. Raises UserError for what does not fit together."""
-    how, known = args.how, engines.quantized_in(args.how, place.family)
-    if place.made:
-        raise UserError(f"{place.name}: an exported or quantized folder. Give the model that it was made from.")
+    how, known = args.how, engines.quantized_in(args.how, source.family)
+    if source.export_info:
+        raise UserError(f"{source.name}: an exported or quantized folder. Give the model that it was made from.")
     if args.calibrate and how != "static":
         raise UserError(f"--calibrate={args.calibrate}: only for --as static; {how} needs no samples. Leave it out.")
     if why := quantized.lacks(how):
@@ -92,23 +91,23 @@ def _engine(args: Any, place: Place) -> str:
 # ---------------------------------------------------------------- ranges of inputs
 
 
-def _ranges(args: Any, place: Place, session: Session) -> tuple[dict[str, list[float]], str]:
+def _ranges(args: Any, source: ModelSource, session: Session) -> tuple[dict[str, list[float]], str]:
     """(module → lowest and highest input, where they are from). Raises UserError where there are none."""
-    kept = place.folder / qat.FILE
-    if kept.is_file():
+    file = source.folder / qat.FILE
+    if file.is_file():
         if args.calibrate:
             raise UserError(f"--calibrate={args.calibrate}: training saw the ranges (train.qat). Leave it out.")
-        found, said = read_json(kept, CONFIG_FILE), "ranges of inputs: those that training saw (train.qat)"
+        ranges, origin = read_json(file, CONFIG_FILE), "ranges of inputs: those that training saw (train.qat)"
     else:
-        batches, said = calibration(args.calibrate or "train", args.split, session)
-        found = seen(place.load(), session, batches)
-    if lacks := [name for name in quantized.linears(place.load()) if name not in found]:
+        batches, origin = calibration(args.calibrate or "train", args.split, session)
+        ranges = input_ranges(source.load(), session, batches)
+    if lacks := [name for name in quantized.linears(source.load()) if name not in ranges]:
         raise UserError(f"{args.recipe}: no input of {lacks[0]} was seen. Use --as dynamic.")
-    return found, said
+    return ranges, origin
 
 
 def calibration(asked: str, evaluated: str, session: Session) -> tuple[list[dict], str]:
-    """(batches of the named set, what to tell of it). asked: SPLIT or SPLIT:N. Raises UserError for none, and for the
+    """(batches of the named set, a sentence on it). asked: SPLIT or SPLIT:N. Raises UserError for none, and for the
     split that is evaluated."""
     split, colon, number = asked.partition(":")
     if split not in (splits := session.task.splits):
@@ -130,47 +129,47 @@ def _steps(session: Session, split: str, samples: int) -> Iterator[Step]:
 
 
 @torch.no_grad()
-def seen(model: nn.Module, session: Session, batches: list[dict]) -> dict[str, list[float]]:
+def input_ranges(model: nn.Module, session: Session, batches: list[dict]) -> dict[str, list[float]]:
     """Lowest and highest input of every Linear over these batches."""
-    found: dict[str, Tensor] = {}
+    ranges: dict[str, Tensor] = {}
 
-    def look(module: nn.Module, given: tuple, name: str) -> None:
-        low, high = given[0].aminmax()
-        old = found.get(name, (low, high))
-        found[name] = torch.stack((old[0].minimum(low), old[1].maximum(high)))
+    def extend(module: nn.Module, inputs: tuple, name: str) -> None:
+        low, high = inputs[0].aminmax()
+        old = ranges.get(name, (low, high))
+        ranges[name] = torch.stack((old[0].minimum(low), old[1].maximum(high)))
 
     linears = quantized.linears(model).items()
-    hooks = [m.register_forward_pre_hook(functools.partial(look, name=name)) for name, m in linears]
+    hooks = [m.register_forward_pre_hook(functools.partial(extend, name=name)) for name, m in linears]
     for batch in batches:
         session.task.evaluate(model, session.task.to_device(batch, session.device))
     for hook in hooks:
         hook.remove()
-    return {name: pair.tolist() for name, pair in found.items()}
+    return {name: pair.tolist() for name, pair in ranges.items()}
 
 
 # ---------------------------------------------------------------- before and after
 
 
-def measured(session: Session, split: str, old: Engine, new: Engine) -> Table:
-    """Times are medians in ms, the two in turn; metrics are of the whole split."""
-    task, found = session.task, {}
+def before_and_after(session: Session, split: str, old: Engine, new: Engine) -> Table:
+    """The table of both engines. Times are medians in ms, the two in turn; metrics are of the whole split."""
+    task, table = session.task, {}
     for name, call in _timed(session, split).items():
         for engine in (old, new):
             call(engine)  # compiles, where it does
         times = [[_ms(call, engine) for engine in (old, new)] for _ in range(ROUNDS)]
-        found[name] = [statistics.median(column) for column in zip(*times)]
+        table[name] = [statistics.median(column) for column in zip(*times)]
     each: tuple[list[dict], list[dict]] = ([], [])
     fp32, parallel = Precision("fp32", session.device), Parallel(old.model, session.recipe.layout, Mesh.single())
     metrics = [
         evaluate(parallel, task, split, fp32, session.device, instead=engine, each=sums)
         for engine, sums in zip((old, new), each)
     ]
-    found |= {f"{split}/{name}": [m[name] for m in metrics] for name in ("accuracy", "loss")}
+    table |= {f"{split}/{name}": [m[name] for m in metrics] for name in ("accuracy", "loss")}
     both = [(a["accuracy"], b["accuracy"]) for a, b in zip(*each, strict=True)]
-    return found | {"difference": lost([(before - after, n) for (before, n), (after, _) in both])}
+    return table | {"difference": paired_loss([(before - after, n) for (before, n), (after, _) in both])}
 
 
-def lost(batches: list[tuple[float, int]]) -> tuple[float, float, int]:
+def paired_loss(batches: list[tuple[float, int]]) -> tuple[float, float, int]:
     """(points lost, their standard error, targets) from (right before - right after, targets) of every batch. The error
     is that of a ratio whose batches are drawn (Cochran 1977, section 6.4)."""
     n, k = sum(count for _, count in batches), len(batches)
@@ -205,34 +204,33 @@ def _ms(call: Callable[[Engine], Any], engine: Engine) -> float:
 
 def _arguments(model: nn.Module, session: Session, split: str) -> dict[str, Any]:
     """What the task calls the model with for the first batch of a split, by name, for `compare`."""
-    found: dict[str, Any] = {}
-    names = [name for name in inspect.signature(model.forward).parameters if name != "select"]
+    arguments: dict[str, Any] = {}
 
-    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        found.update(dict(zip(names, args)) | kwargs)
+    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        arguments.update(by_name(module.forward, args, kwargs))
 
     batch = next(_steps(session, split, BATCH)).micro_batches[0]
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
     with torch.no_grad():
         session.task.evaluate(model, session.task.to_device(batch, session.device))
     hook.remove()
-    return {name: value for name, value in found.items() if value is not None and name in names}
+    return {name: value for name, value in arguments.items() if value is not None and name != "select"}
 
 
-def refused(table: Table, max_loss: float) -> str | None:
+def why_refused(table: Table, max_loss: float) -> str | None:
     """Why a result is not worth keeping, with its figures; None: it is."""
     points, error, n = table["difference"]
     times = {name: pair for name, pair in table.items() if name.startswith("ms")}
-    found = []
+    reasons = []
     if points > max_loss:
-        found.append(f"it loses {points:.2f} ± {error:.2f} points of {n:,}, more than --max-loss {max_loss:g}")
+        reasons.append(f"it loses {points:.2f} ± {error:.2f} points of {n:,}, more than --max-loss {max_loss:g}")
     if math.prod(before / after for before, after in times.values()) < 1:
         figures = (f"{name}: {after:.3g} after, {before:.3g} before" for name, (before, after) in times.items())
-        found.append(f"it is slower than what it replaces ({'; '.join(figures)})")
-    return " and ".join(found) or None
+        reasons.append(f"it is slower than what it replaces ({'; '.join(figures)})")
+    return " and ".join(reasons) or None
 
 
-def shown(table: Table, about: dict[str, Any], args: Any) -> Iterator[str]:
+def table_lines(table: Table, about: dict[str, Any], args: Any) -> Iterator[str]:
     rows = {name: pair for name, pair in table.items() if name != "difference"}
     yield f"{'':20} {'as it is':>12} {args.how:>12} {'ratio':>8}"
     for name, (before, after) in rows.items():

@@ -1,4 +1,4 @@
-"""Quantized models: what stands in a Linear's place, and the folder that holds it.
+"""Quantized models: the modules that replace Linears, and the folder of their numbers.
 
     config.json             as beside any weights
     quantized.safetensors   of every Linear its numbers as MODULE.NAME; all other parameters, fp32, by our names
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.errors import UserError
 from gradus.infer import QUANTIZED as FILE
-from gradus.infer import Place
-from gradus.infer.compiled import INTEGER, Int4, Int8, Rows, whole_blocks
+from gradus.infer import ModelSource
+from gradus.infer.compiled import INTEGER, Int4, Int8, StoredLinear, whole_blocks
 from gradus.models.values import Deferred, fill
 from gradus.models.weights import Stored
 from gradus.parallel.qat import input_scale, weight_scale
@@ -30,7 +30,7 @@ from gradus.train.precision import pick_device
 WEIGHTS = "quantized.safetensors"
 
 
-class Dynamic(Rows):
+class Dynamic(StoredLinear):
     """8 bits a weight, with one scale for each output, and 7 an input, whose range is that of the batch at hand; the
     product is of integers, the result fp32."""
 
@@ -39,7 +39,7 @@ class Dynamic(Rows):
         scale = weight_scale(weight)
         return {"numbers": (weight / scale[:, None]).round().to(torch.int8), "scale": scale}
 
-    def hold(self, numbers: Tensor, scale: Tensor) -> None:
+    def load_numbers(self, numbers: Tensor, scale: Tensor) -> None:
         self.packed = linear_pack(numbers, scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class Dynamic(Rows):
 class Static(Dynamic):
     """The same with a range of inputs (2,) that is known beforehand; beyond it they are cut."""
 
-    def hold(self, numbers: Tensor, scale: Tensor, range: Tensor) -> None:
-        super().hold(numbers, scale)
+    def load_numbers(self, numbers: Tensor, scale: Tensor, range: Tensor) -> None:
+        super().load_numbers(numbers, scale)
         step, zero = input_scale(*range)
         self.step, self.zero = float(step), int(zero)
 
@@ -58,7 +58,7 @@ class Static(Dynamic):
         return linear_static(x, self.step, self.zero, self.packed)
 
 
-KINDS: dict[frozenset, type[Rows]] = {  # by the numbers that are kept
+KINDS: dict[frozenset, type[StoredLinear]] = {  # by the numbers that are kept
     frozenset({"numbers", "scale"}): Dynamic, frozenset({"numbers", "scale", "range"}): Static,
     frozenset({"packed", "scale"}): Int8, frozenset({"pairs", "scales"}): Int4,
 }  # fmt: skip
@@ -71,21 +71,21 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 @torch.no_grad()
 def tensors_of(model: nn.Module, how: str, ranges: dict[str, list[float]]) -> dict[str, Tensor]:
     """What quantized.safetensors holds. ranges: of static, lowest and highest input of every Linear."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, linear in (inside := linears(model)).items():
         weight = linear.weight
         kind = Int4 if how == "int4" and whole_blocks(*weight.shape) else Int8 if how in ("int8", "int4") else Dynamic
-        found |= {f"{name}.{key}": value.contiguous() for key, value in kind.numbers(weight).items()}
+        tensors |= {f"{name}.{key}": value.contiguous() for key, value in kind.numbers(weight).items()}
         if linear.bias is not None:
-            found[f"{name}.bias"] = linear.bias.clone()
+            tensors[f"{name}.bias"] = linear.bias.clone()
         if how == "static":
-            found[f"{name}.range"] = torch.tensor(ranges[name])
+            tensors[f"{name}.range"] = torch.tensor(ranges[name])
     seen = set()
     for name, p in model.named_parameters(remove_duplicate=False):
         if name.rpartition(".")[0] not in inside and id(p) not in seen:  # a head may share its weight with an embedding
             seen.add(id(p))
-            found[name] = p.float().contiguous()
-    return found
+            tensors[name] = p.float().contiguous()
+    return tensors
 
 
 def write(folder: Path, model: nn.Module, how: str, ranges: dict[str, list[float]]) -> dict[str, Any]:
@@ -101,16 +101,16 @@ def write(folder: Path, model: nn.Module, how: str, ranges: dict[str, list[float
     return about
 
 
-def load(place: Place, precision: str) -> nn.Module:
+def load(source: ModelSource, precision: str) -> nn.Module:
     """The model of such a folder. Raises UserError where it is none, damaged, or for another precision."""
-    about, file = place.made, place.folder / WEIGHTS
+    about, file = source.export_info, source.folder / WEIGHTS
     if "format" in about or about["precision"] != precision:
         what = "quantized" if "as" in about else "exported"
         use = f"--engine {about.get('format', 'torch')} --precision {about['precision']}"
-        raise UserError(f"{place.name}: {what} for {use}. Use that, or give the model that it was made from.")
+        raise UserError(f"{source.name}: {what} for {use}. Use that, or give the model that it was made from.")
     if why := lacks(about["as"]):
-        raise UserError(f"{place.name}: {why}. Give the model that it was made from.")
-    model = models.build(place.config, "meta")
+        raise UserError(f"{source.name}: {why}. Give the model that it was made from.")
+    model = models.build(source.config, "meta")
     try:
         tensors = {name: t.clone() for name, t in load_file(file).items()}  # aligned, as the products of AVX512 need it
         for name, linear in linears(model).items():
@@ -118,8 +118,8 @@ def load(place: Place, precision: str) -> nn.Module:
             bias = own.pop("bias", None)
             kind, like = KINDS[frozenset(own)], {"range": torch.empty(2)}
             like |= kind.numbers(linear.weight) | {"bias": linear.bias}  # on meta: shapes and types
-            for key, kept in {**own, "bias": bias}.items():
-                same(f"{name}.{key}", kept, like[key])
+            for key, tensor in {**own, "bias": bias}.items():
+                same(f"{name}.{key}", tensor, like[key])
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, kind.of(bias, **own))
         for name, p in model.named_parameters():
@@ -142,8 +142,8 @@ def lacks(how: str) -> str | None:
     return None if has_fbgemm() else f"{how} int8 needs PyTorch with FBGEMM (x86 with AVX2)"
 
 
-def same(name: str, kept: Tensor | None, like: Tensor | None) -> None:
+def same(name: str, tensor: Tensor | None, like: Tensor | None) -> None:
     """Raises ValueError where a tensor has another shape or type than the model's."""
-    found, wanted = ("nothing" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in (kept, like))
-    if found != wanted:
-        raise ValueError(f"{name}: found {found}, expected {wanted}")
+    stored, expected = ("nothing" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in (tensor, like))
+    if stored != expected:
+        raise ValueError(f"{name}: found {stored}, expected {expected}")

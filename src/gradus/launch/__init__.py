@@ -29,12 +29,12 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     from gradus.parallel.check import validate
     from gradus.parallel.world import World
     from gradus.train.log import new_run_folder
-    from gradus.train.resolve import Given, told
+    from gradus.train.resolve import RunContext, load_and_print_notes
 
     for word in [args.recipe, *args.overrides, *([args.json_file] if args.json_file else [])]:
         one_line("RECIPE key=value", word)
     here = World(size=processes, local_size=-(-processes // getattr(args, "nodes", 1)))
-    recipe = told(args.recipe, args.overrides, Given(args.json_file, here))
+    recipe = load_and_print_notes(args.recipe, args.overrides, RunContext(args.json_file, here))
     if recipe.layout.replicate != "data_parallel":  # which looks at the GPUs of this machine
         validate(recipe, processes)
     return recipe, str(new_run_folder(recipe.log, recipe.name))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,29 +15,9 @@ from pathlib import Path
 from gradus import limits
 from gradus.errors import FAULT, UserError, tell_error
 from gradus.parallel import status
+from gradus.parallel.processes import GRACE, handling, signal_program
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
-GRACE = 5.0  # seconds that the other workers have to notice that one has died
-
-
-def die_with_parent() -> None:
-    """In a worker: end when the process that started it ends, however that ended."""
-    parent = os.environ.get(status.PARENT)
-    if parent is None:
-        return
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # prctl(2)
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    else:
-
-        def watch() -> None:
-            while os.getppid() == int(parent):
-                time.sleep(1.0)
-            os._exit(1)
-
-        threading.Thread(target=watch, daemon=True).start()
-    if os.getppid() != int(parent):  # it ended before this was asked for
-        os._exit(1)
 
 
 def train(
@@ -57,13 +35,13 @@ def train(
     if world.size > 1:
         place = f"process {world.rank} of {world.size}"
         raise UserError(f"--processes={n}: {world.launcher} started this, as {place}. Leave it out.")
-    given = resolve.Given(json_file, World(size=n, local_size=n), resume)
-    folder = resolve.run_to_resume(recipe, overrides, given) if resume else None
+    context = resolve.RunContext(json_file, World(size=n, local_size=n), resume)
+    folder = resolve.run_to_resume(recipe, overrides, context) if resume else None
     recipe = str(folder or recipe)  # of workers too, whose newest run may be another by then
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
     argv += ["--force"] if force else []
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
-    config = resolve.load(recipe, overrides, given)[0]
+    config = resolve.load(recipe, overrides, context)[0]
     validate(config, n)
     if config.layout.transport == "mpi":
         raise UserError(f"--processes={n} with layout.transport=mpi: start it with mpirun -n {n} gradus train ...")
@@ -102,23 +80,21 @@ def run(
     folder = Path(folder)
     made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
     workers = Workers(n, folder, timeout, grace)
-    handlers = {number: signal.signal(number, workers.pass_on) for number in SIGNALS}
     try:
-        for restart in range(max_restarts + 1):
-            code, text = workers.attempt([*command, *argv, *(again if restart else ())], restart)
-            if workers.signals:
-                return code and 128 + workers.signals[0]
-            if text:
-                tell_error(text)
-            if code in (0, 2):
-                break
-            if restart < max_restarts:
-                attempt = f"{restart + 1} of {max_restarts}"
-                print(f"starting again from the last checkpoint: {attempt}", file=sys.stderr, flush=True)
+        with handling(SIGNALS, workers.pass_on):
+            for restart in range(max_restarts + 1):
+                code, text = workers.attempt([*command, *argv, *(again if restart else ())], restart)
+                if workers.signals:
+                    return code and 128 + workers.signals[0]
+                if text:
+                    tell_error(text)
+                if code in (0, 2):
+                    break
+                if restart < max_restarts:
+                    attempt = f"{restart + 1} of {max_restarts}"
+                    print(f"starting again from the last checkpoint: {attempt}", file=sys.stderr, flush=True)
         return code
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
         nothing = names == {"ranks", LOCK} or (made and names == {"ranks"})  # no run came of it
         if nothing and not any((folder / "ranks").glob("*.error*")):
@@ -126,13 +102,6 @@ def run(
             for p in made:
                 with contextlib.suppress(OSError):  # not empty
                     p.rmdir()
-
-
-def _kill(process: subprocess.Popen, number: int) -> None:
-    """Send a signal to a worker and all that it started."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
 
 
 class Workers:
@@ -155,7 +124,7 @@ class Workers:
     def _send(self, number: int) -> None:
         self.deadline = time.monotonic() + (self.timeout if len(self.signals) == 1 else self.grace)
         for process in self.processes:
-            _kill(process, number)
+            signal_program(process, number)
 
     def attempt(self, command: list[str], restart: int) -> tuple[int, str | None]:
         """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.)"""
@@ -181,7 +150,7 @@ class Workers:
         finally:
             self.started = False
             for process in self.processes:
-                _kill(process, signal.SIGKILL)
+                signal_program(process, signal.SIGKILL)
                 process.wait(30)
         return self._outcome(codes, text) if any(process.returncode for process in self.processes) else (0, None)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +26,8 @@ from gradus.errors import UserError, did_you_mean, need
 from gradus.hardware.tables import table as columns
 from gradus.hardware.units import quantity
 from gradus.measure import machine
-from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import world as worlds
+from gradus.parallel.processes import ended_by_sigterm, run_group, run_program
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile
 
@@ -244,7 +243,7 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
     if launched:
         return _take_part(backend, sizes, world)
     folder = Path(tempfile.mkdtemp(prefix="gradus-collectives-"))  # what they print stays where one of them fails
-    rows = start(n, _take_part, backend, sizes, log=folder / "workers.log")[0]
+    rows = run_group(n, _take_part, backend, sizes, log=folder / "workers.log")[0]
     shutil.rmtree(folder)
     return rows
 
@@ -288,12 +287,7 @@ def _under_mpirun(n: int, words: list[str]) -> int:
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
     command = [mpirun, "-n", str(n), sys.executable, "-m", "gradus", "collectives", "--backend", "mpi", *words]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as started:
-        try:
-            return started.wait()
-        except BaseException:
-            started.terminate()  # mpirun ends its processes
-            raise
+    return run_program(command, environment)[0]
 
 
 def collectives(args) -> int:
@@ -303,7 +297,7 @@ def collectives(args) -> int:
     sizes = SIZES if args.sizes is None else parse_sizes(args.sizes)
     if args.to:
         open(files.writable(Path(args.to)), "a", encoding="utf-8").close()  # before the work: may it be written?
-    with ended_with_this():
+    with ended_by_sigterm():
         if args.backend == "mpi" and worlds.find().launcher == "none":
             n, to = args.processes or 2, ["--to", args.to] if args.to else []
             possible(n, n, max(sizes))

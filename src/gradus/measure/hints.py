@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from gradus import models
 from gradus.measure.trace import AGAIN, IDLE, POINTWISE, PYTHON, WAITING
 from gradus.parallel.apply import has_compiler
 from gradus.parallel.check import fits
@@ -55,7 +56,8 @@ def _attention(recipe, cuda, share, _) -> Iterator[Hint]:
     # what PyTorch has no fast kernel for on a CPU (layers.kernels.naive_is_faster)
     tokens = getattr(recipe.data, "max_len", None) or getattr(recipe.model, "seq_len", None) or recipe.model.n_tokens
     few = layout.precision.endswith("bf16") and tokens <= 256
-    slow = getattr(recipe.model, "dropout", 0) or recipe.model.family == "t5" or few
+    biased = any(stack.beside for stack in models.lookup(recipe.model.family).stacks)  # a trained bias for every block
+    slow = getattr(recipe.model, "dropout", 0) or biased or few
     if part >= 0.1 and layout.attention != "sdpa" and (cuda or not slow):
         text = f"attention takes {part:.0%}, {layout.attention}: PyTorch has it as one fused kernel"
         yield Hint("layout.attention=sdpa", part, text)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 __all__ = [
     "Family", "Stack", "build", "config_of", "convert", "count", "deferred", "families", "load", "load_deferred",
     "load_weights", "locate",
-    "lookup", "register", "save", "to_config_json", "weights",
+    "lookup", "outline", "register", "save", "to_config_json", "weights",
 ]  # fmt: skip
 
 
@@ -77,6 +77,16 @@ def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:
     return Deferred(model, drawn(model, seed))
 
 
+def outline(config: schema.ModelConfig) -> nn.Module:
+    """The model on "meta", to be looked at alone: the next one who asks is given the same. Errors as in `build`."""
+    return _outline(type(config), config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=2)
+def _outline(kind: type[schema.ModelConfig], config: str) -> nn.Module:
+    return build(kind.model_validate_json(config), "meta")
+
+
 def count(config: schema.ModelConfig) -> dict[str, int]:
     """Count the parameters by component, each shared one once, and their `total`. Allocates nothing.
 
@@ -93,7 +103,7 @@ def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
 
     from gradus.layers import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts
 
-    model = build(kind.model_validate_json(config), device="meta")
+    model = outline(kind.model_validate_json(config))
     modules = dict(model.named_modules())
 
     def component(name: str) -> str:

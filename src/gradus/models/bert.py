@@ -106,7 +106,7 @@ class Bert(nn.Module):
         # (batch, 1, 1, seq): the same keys for every head and query
         mask = None if keep is None else keep[:, None, None, :]
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, mask=mask)
         return x
 
     def pooled(self, hidden: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class Family:
         left = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(named)]
         if left:
             yield f"stacks: {', '.join(left)} in none: name them in before, norm, heads or beside"
-        started = {id(p) for p, _ in model.initialisation()}
+        initialisation: Any = model.initialisation
+        started = {id(p) for p, _ in initialisation()}
         if left := [name for name, p in model.named_parameters() if id(p) not in started]:
             yield f"initialisation: nothing for {', '.join(left)}"
 

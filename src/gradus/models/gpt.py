@@ -81,7 +81,8 @@ class GPT(nn.Module):
         positions, mask = decoder_inputs(ids, self.config.seq_len, positions, segments, keep, cache)
         x = self.dropout(self.token_embedding(ids) + self.position_embedding(positions))  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
-            x = block(x, mask, cache is None, None if cache is None else cache.layers[i], positions)
+            layer = None if cache is None else cache.layers[i]
+            x = block(x, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
     def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,

@@ -89,7 +89,8 @@ class Llama(nn.Module):
         rotary = rotary_table(positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling)
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, mask, cache is None, None if cache is None else cache.layers[i], positions)
+            layer = None if cache is None else cache.layers[i]
+            x = block(x, rotary=rotary, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
     def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,

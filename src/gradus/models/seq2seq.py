@@ -151,7 +151,7 @@ class Seq2Seq(nn.Module):
         mask = None if keep is None else keep[:, None, None, :]  # (batch, 1, 1, source_seq)
         x = self.source_embedding(source)
         for block in self.encoder.blocks:
-            x = block(x, mask)
+            x = block(x, mask=mask)
         return self.encoder.norm(x)
 
     def decode_hidden(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, cache: Cache | None = None,
@@ -164,7 +164,10 @@ class Seq2Seq(nn.Module):
         x = self.target_embedding(target, positions)
         for i, block in enumerate(self.decoder.blocks):
             layer = None if cache is None else cache.layers[i]
-            x = block(x, memory, mask, memory_mask, cache is None, layer, positions)
+            x = block(
+                x, memory=memory, mask=mask, memory_mask=memory_mask, causal=cache is None, cache=layer,
+                positions=positions,
+            )  # fmt: skip
         return self.decoder.norm(x)
 
     def decode(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, select: Tensor | None = None,

@@ -130,7 +130,7 @@ class T5(nn.Module):
         mask = None if keep is None else keep[:, None, None, :]  # (batch, 1, 1, source_seq)
         x = stack.dropout(self.embedding(source))
         for block in stack.blocks:
-            x = block(x, bias, mask)
+            x = block(x, bias=bias, mask=mask)
         return stack.dropout(stack.norm(x))
 
     def decode_hidden(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, cache: Cache | None = None,
@@ -150,7 +150,10 @@ class T5(nn.Module):
         x = stack.dropout(self.embedding(target))
         for i, block in enumerate(stack.blocks):
             layer = None if cache is None else cache.layers[i]
-            x = block(x, bias, mask, cache is None, memory, memory_mask, layer, positions)
+            x = block(
+                x, bias=bias, mask=mask, causal=cache is None, memory=memory, memory_mask=memory_mask, cache=layer,
+                positions=positions,
+            )  # fmt: skip
         return stack.dropout(stack.norm(x))
 
     def decode(self, target: Tensor, memory: Tensor, keep: Tensor | None = None, *, select: Tensor | None = None,

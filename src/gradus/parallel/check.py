@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib import import_module
 
 from gradus.errors import UserError, divisors, either
+from gradus.parallel.fits import AXES
 from gradus.recipe.axes import DATA, needed, sizes
 from gradus.recipe.conflicts import LAYOUT, conflicts
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
@@ -82,9 +82,9 @@ def fits(config: ModelConfig, layout: Layout) -> Iterator[str]:
     """Whether a layout can be applied to a model: what the table of recipe.conflicts says, and the axes' own sizes."""
     for p in conflicts({"model": config, "layout": layout}, rows=LAYOUT):
         yield f"{p.path}: {p.text}"
-    for axis in ("context", "expert", "tensor", "pipeline"):
+    for axis, problems in AXES.items():
         if getattr(layout, axis) > 1:
-            yield from import_module(f"gradus.parallel.{axis}").problems(config, layout)
+            yield from problems(config, layout)
 
 
 def validate(recipe: Recipe, n_processes: int) -> None:

@@ -32,29 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradus import models, torch_private
 from gradus.data.collate import IGNORE
-from gradus.errors import divisors, either
 from gradus.layers import Attention, Block, attention_mask, check_length, get_kernel, kernels
-from gradus.recipe.schema import Layout, ModelConfig
+from gradus.recipe.schema import Layout
 from gradus.torch_private import all_gather, all_to_all
-
-
-def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Every reason why this model cannot be trained with this layout.context, one line each."""
-    n = layout.context
-    if reason := models.lookup(model.family).whole_sequence:
-        others = ", ".join(family.name for family in models.families() if not family.whole_sequence)
-        yield f"layout.context={n}: {reason}; layout.context is for {others}. Set layout.context=1."
-    elif layout.context_method == "ulysses":
-        heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
-        here = [m for m in divisors(kv_heads) if kv_heads % (m * layout.tensor) == 0]
-        if n not in here:
-            named = f"model.n_heads={heads}" if kv_heads == heads else f"model.n_kv_heads={kv_heads}"
-            tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
-            fits = f"Use {either(here)}, or" if here else "Use"
-            yield (
-                f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. "
-                f"{fits} layout.context_method=ring."
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,25 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from gradus import torch_private
-from gradus.errors import divisors, either
 from gradus.layers import ExpertLinear, MixtureOfExperts
 from gradus.layers.moe import Experts
-from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig
 from gradus.torch_private import FakeTensor, all_to_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Why this model's experts cannot be split so, one line per reason."""
-    n, n_experts = layout.expert, getattr(model, "n_experts", None)
-    if n_experts is None:
-        able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]
-        more = f"Set layout.expert=1, or, for {either(able)}, model.n_experts={4 * n}, say."
-        yield f"layout.expert={n}: this {model.family} has no experts. {more}"
-    elif n_experts % n:
-        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {either(divisors(n_experts))}."
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

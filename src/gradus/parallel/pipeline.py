@@ -24,7 +24,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -35,55 +35,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradus import models
 from gradus.errors import UserError
+from gradus.parallel.stages import bounds, needed, ranks
 from gradus.recipe.axes import stages_per_process
-from gradus.recipe.schema import Layout, ModelConfig
+from gradus.recipe.schema import Layout
 from gradus.torch_private import send_nothing_ahead, without_hooks
 
 if TYPE_CHECKING:  # it takes half a second, which a plan need not wait for
     from torch.distributed.pipelining import PipelineStage
 
 T = TypeVar("T")
-
-
-def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Every reason why this model cannot be split over this layout.pipeline, one line each."""
-    n = layout.pipeline
-    per_process, family = stages_per_process(layout), models.lookup(model.family)
-    n_blocks = sum(family.n_blocks(model))
-    if n * per_process > n_blocks:
-        yield (
-            f"layout.pipeline={n} with {per_process} stages per process: {n * per_process} stages, and the model has "
-            f"{n_blocks} blocks. Use layout.pipeline={max(1, n_blocks // per_process)} or less"
-            f"{', or layout.schedule=1f1b with layout.stages=1' if per_process > 1 else ''}."
-        )
-    if layout.schedule == "zero_bubble" and len(family.stacks) > 1:
-        yield (
-            "layout.schedule=zero_bubble: it computes the gradients of inputs and of weights in two passes, and "
-            "PyTorch's second one fails where weights enter a stage in several places, as "
-            f"{model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
-        )
-
-
-def bounds(n_blocks: int, n_stages: int) -> list[int]:
-    """The first block of each stage, and the number of all. Rounded up, so that the last stage, which has the head, is
-    never the one with a block more."""
-    return [-(-n_blocks * s // n_stages) for s in range(n_stages + 1)]
-
-
-def needed(layout: Layout, n: int) -> int:
-    """The fewest micro-batches, at least n, that the schedule takes."""
-    p, per_process = layout.pipeline, stages_per_process(layout)
-    if p == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and per_process == 2):
-        return n
-    return max(n, p * per_process) if layout.schedule == "1f1b" else -(-n // p) * p
-
-
-def ranks(layout: Layout) -> list[int]:
-    """The process of the pipeline that has each stage: round the processes, or with two zero-bubble stages down and up
-    again in a V (Qi et al. 2024)."""
-    n, per_process = layout.pipeline, stages_per_process(layout)
-    v_shaped = layout.schedule == "zero_bubble" and per_process == 2
-    return [2 * n - 1 - s if v_shaped and s >= n else s % n for s in range(n * per_process)]
 
 
 # ---------------------------------------------------------------- what stands in the place of other stages' parts
@@ -447,15 +407,15 @@ class Pipeline:
         """Sum the gradients of parameters that several processes hold, over those processes. Once, after the last
         backward pass. Collective."""
         parameters = dict(self.model.named_parameters())
-        for name, ranks in self.tied.items():
-            if self.rank not in ranks or not parameters[name].requires_grad:
+        for name, holders in self.tied.items():
+            if self.rank not in holders or not parameters[name].requires_grad:
                 continue
-            p, (first, *others) = parameters[name], (dist.get_global_rank(self.group, r) for r in ranks)
+            p, (first, *others) = parameters[name], (dist.get_global_rank(self.group, r) for r in holders)
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
             total = grad.contiguous()
-            if self.rank == ranks[0]:
+            if self.rank == holders[0]:
                 part = torch.empty_like(total)
                 for other in others:
                     dist.recv(part, src=other, group=self.group)

@@ -296,15 +296,17 @@ def tail(path: Path) -> list[str]:
 
 # ------------------------------------------------------------ inside a worker
 
-# what gloo, NCCL and the store say when another process is gone or does not come
-_PEERS = re.compile(
-    r"gloo.{0,200}(closed|reset|timed? ?out|refused|broken pipe|connectFullMesh|EOF)|"
-    r"connection (was )?(closed|reset) by|timed out waiting \d+ ?ms|"
-    r"closed by peer|pair closure|connectFullMesh|broken pipe|socket timeout|"
-    r"ncclRemoteError|ncclSystemError|collective operation timeout|"
-    r"NCCL communicator was aborted|failed to recv|recvValue failed|wait timeout after",
-    re.IGNORECASE | re.DOTALL,
+# What libraries say when another process is gone or does not come: nothing but the text tells it from another error.
+# (library, where it was seen, pattern)
+_PEER_TEXTS = (
+    ("gloo", "PyTorch 2.13", r"gloo.{0,200}(closed|reset|timed? ?out|refused|broken pipe|connectFullMesh|EOF)"),
+    ("gloo", "PyTorch 2.13", r"connection (was )?(closed|reset) by|timed out waiting \d+ ?ms"),
+    ("gloo", "PyTorch 2.13", r"closed by peer|pair closure|connectFullMesh|broken pipe|socket timeout"),
+    ("NCCL", "PyTorch 2.13, its source", r"ncclRemoteError|ncclSystemError"),
+    ("NCCL", "PyTorch 2.13, its source", r"collective operation timeout|NCCL communicator was aborted"),
+    ("TCPStore", "PyTorch 2.13", r"failed to recv|recvValue failed|wait timeout after"),
 )
+_PEERS = re.compile("|".join(pattern for *_, pattern in _PEER_TEXTS), re.IGNORECASE | re.DOTALL)
 
 
 def speaks_of_peers(text: str) -> bool:

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,29 +41,10 @@ from torch.distributed.tensor.parallel import (
 from torch.overrides import TorchFunctionMode
 
 from gradus import models, torch_private
-from gradus.errors import divisors, either
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
 from gradus.parallel.replicate import as_one
-from gradus.recipe.schema import Layout, ModelConfig
+from gradus.recipe.schema import Layout
 from gradus.torch_private import FakeTensor
-
-
-def problems(model: ModelConfig, layout: Layout) -> Iterator[str]:
-    """Every reason why this model cannot be split over this layout.tensor, one line each."""
-    n = layout.tensor
-    heads = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", None) or model.n_heads}
-    good = either(divisors(math.gcd(*heads.values())))
-    for name, value in heads.items():
-        if value % n and (name == "n_heads" or value != model.n_heads):
-            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {good}."
-    for name in ("d_ff", "vocab_size", "target_vocab_size"):
-        size = getattr(model, name, None)
-        if size is not None and -(-size // n) * (n - 1) >= size:
-            yield (
-                f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. "
-                "Use a smaller layout.tensor."
-            )
-
 
 # ---------------------------------------------------------------- the model
 

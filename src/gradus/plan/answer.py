@@ -9,25 +9,31 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradus import hardware
 from gradus import recipe as recipes
 from gradus.errors import DataError, UserError, did_you_mean
-from gradus.hardware import Cluster
+from gradus.hardware import Cluster, Device
 from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
-from gradus.plan.roofline import peak
+from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline, note_lines, size
-from gradus.plan.step import HOST_TO_DEVICE, bubble_share, step_time
+from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+
+if TYPE_CHECKING:  # imported where they are needed: --help is instant
+    from gradus.plan.engine import Memory
+    from gradus.tasks.base import Task
+    from gradus.train import resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,71 +69,94 @@ class Answer:
     chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
 
     def value(self, name: str, **conditions) -> float | None:
-        return next((r.value for r in self.rows if r.name == name and all(r.conditions.get(k) == v for k, v in conditions.items())), None)
+        """The first row's of this name and these conditions; None where there is none."""
+        rows = (row for row in self.rows if row.name == name)
+        alike = (row for row in rows if all(row.conditions.get(k) == v for k, v in conditions.items()))
+        return next((row.value for row in alike), None)
 
 
-def pinned(request: Request, made: Answer) -> Request:
-    """The request whose answer is this one again: what the plan chose is given."""
-    if not made.chosen:
+def pinned(request: Request, answer: Answer) -> Request:
+    """The request whose answer is this one again, with the plan's own choice in its overrides."""
+    if not answer.chosen:
         return request
     rest = [o for o in request.overrides if o.partition("=")[0].strip().partition(".")[0] != "layout"]
-    words = [word for word in made.layout_keys.split() if word.startswith("layout.")]
-    return dataclasses.replace(request, overrides=(*rest, *words), on=f"{made.n}x{kind_of(request.on)}")
+    words = [word for word in answer.layout_keys.split() if word.startswith("layout.")]
+    return dataclasses.replace(request, overrides=(*rest, *words), on=f"{answer.n}x{kind_of(request.on)}")
+
+
+class Question(NamedTuple):
+    """A request, opened. counted: whether it names the number of devices. choose: whether the plan is to choose the
+    layout."""
+
+    recipe: Recipe
+    task: Task | None
+    cluster: Cluster | None
+    counted: bool
+    choose: bool
 
 
 def answer(request: Request) -> Answer:
-    """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer, not an error."""
+    """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer,
+    not an error."""
     notes: list[str] = []
-    recipe, task, cluster, counted, choose = asked(request, notes)
-    said, layout = said_keys(request.overrides), None
+    question = asked(request, notes)
+    recipe, task, cluster, counted, choose = question
+    stated, layout = said_keys(request.overrides), None
     find = bool(cluster and request.days and not counted)  # the number of devices
     if find:
         from gradus.plan.search import fewest_in_time
 
-        found = fewest_in_time(recipe, cluster, total_steps(recipe, task), request.days, task, chosen=choose, said=said)
-        cluster, layout = Cluster(cluster.device, found.n), found.layout if choose else None
-        notes.append(f"{found.n:,} is the smallest number of devices, in whole nodes, that finishes in {request.days:g} days")
+        steps = total_steps(recipe, task)
+        fewest = fewest_in_time(recipe, cluster, steps, request.days, task, chosen=choose, said=stated)
+        layout = fewest.layout if choose else None
+        question = question._replace(cluster=Cluster(cluster.device, fewest.n))
+        what = f"{fewest.n:,} is the smallest number of devices, in whole nodes"
+        notes.append(f"{what}, that finishes in {request.days:g} days")
     elif choose and cluster:
         from gradus.plan.search import best_layout
 
-        layout = best_layout(recipe, cluster, task, said)
-    made = _on(request, recipe, task, cluster, layout, notes)
+        layout = best_layout(recipe, cluster, task, stated)
+    answer = _on(request, question, layout, notes)
     if find:
-        made.layout_keys, made.chosen = f"--on {made.n}x{kind_of(request.on)} {made.layout_keys}".strip(), True
-    return made
+        answer.layout_keys = f"--on {answer.n}x{kind_of(request.on)} {answer.layout_keys}".strip()
+        answer.chosen = True
+    return answer
 
 
-def asked(request: Request, notes: list[str]):
-    """(recipe, task, cluster, whether the number of devices was said, whether the plan is to choose the layout). Raises UserError."""
+def asked(request: Request, notes: list[str]) -> Question:
+    """Raises UserError as `answer`. notes receives what was derived."""
     recipe, task, bare = open_recipe(request, notes)
     cluster, counted = _cluster(request)
     if cluster:
-        recipe = _numbers(request, recipe, cluster, bool(bare), notes)
-    return recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS
+        recipe = _with_known_precision(request, recipe, cluster, bool(bare), notes)
+    return Question(recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS)
 
 
-def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout: Layout | None, notes: list[str]) -> Answer:
+def _on(request: Request, question: Question, layout: Layout | None, notes: list[str]) -> Answer:
     """layout: the plan's own choice; None: the recipe's."""
+    recipe, task, cluster, *_ = question
     n = cluster.n if cluster else mesh.needed(recipe.layout)
     planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
     if not layout:
-        _whole_replicas(recipe, n, request.on)
+        _check_whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
-    rows, fits = _rows(request, planned, task, cluster, n, notes)
+    rows, fits = _rows(request, question._replace(recipe=planned), n, notes)
     state = 16 * next(row.value for row in rows if row.name == "parameters/total")
     if layout and layout.param_dtype and state < cluster.device.capacity / 2:
+        dtype = layout.param_dtype
         notes.append(
-            f"a device would hold the whole state, {size(state)}: it is sharded because layout.param_dtype={layout.param_dtype} also computes "
-            f"norms and residuals in {layout.param_dtype}, which is faster than replicas, whose layout.precision keeps them in fp32 (--search)"
+            f"a device would hold the whole state, {size(state)}: it is sharded because layout.param_dtype={dtype} "
+            f"also computes norms and residuals in {dtype}, which is faster than replicas, whose layout.precision "
+            "keeps them in fp32 (--search)"
         )
     if layout:
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
     keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
-    made = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
+    answer = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
     if fits is False:
-        made.advice = _advice(request, made, recipe.layout, task)
-    made.headline = headline(made, request)
-    return made
+        answer.advice = _advice(request, answer, recipe.layout, task)
+    answer.headline = headline(answer, request)
+    return answer
 
 
 # ---------------------------------------------------------------- what is asked
@@ -135,51 +164,61 @@ def _on(request: Request, recipe: Recipe, task, cluster: Cluster | None, layout:
 DAY = 86_400.0
 IMAGENET = 1000  # classes
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
-SPLITS = {"shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer"}  # who sets one sets the layout
+SPLITS = {  # who sets one sets the layout
+    "shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer",
+}  # fmt: skip
 
 
-def _whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
+def _check_whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
     """Raises UserError where n devices are no whole number of what one replica takes."""
     one = mesh.needed(recipe.layout)
     if n % one:
         axes = " × ".join(f"{axis} {k}" for axis, k in mesh.sizes(recipe.layout, one).items() if k > 1)
         device = kind_of(on or "")
-        many = one * max(1, round(n / one))
-        raise UserError(f"layout: {axes} = {one} devices, of which {n} is not a multiple. Use --on {many}x{device}, or other layout.* keys.")
+        instead = f"--on {one * max(1, round(n / one))}x{device}, or other layout.* keys"
+        raise UserError(f"layout: {axes} = {one} devices, of which {n} is not a multiple. Use {instead}.")
 
 
-def open_recipe(request: Request, notes: list[str]):
-    """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a bare model)."""
-    from gradus.plan import hf
+def open_recipe(request: Request, notes: list[str]) -> tuple[Recipe, Task | None, str | None]:
+    """(recipe with every size known, its task where the data could be opened, the preset's or hf: name where it is a
+    bare model). Raises UserError as `answer`."""
     from gradus.train import resolve
 
     name, cluster = _named(request.recipe), _cluster(request)[0] if request.json_file else None
-    here = World(size=cluster.n, local_size=min(cluster.n, cluster.device.node)) if cluster else World()
-    given = resolve.Given(request.json_file, here)
+    world = World(size=cluster.n, local_size=min(cluster.n, cluster.device.node)) if cluster else World()
+    options = resolve.RunContext(request.json_file, world)
     if name.startswith("hf:"):
         _offline_without_a_network()
-    bare = name if name in PRESETS or name in ALIASES or name.startswith("hf:") else None
-    if bare:
-        base = hf.recipe_for(bare, tokens=request.tokens, notes=notes)
-        words = [*request.overrides, *_samples_as_long(request.overrides)]
-        recipe = given.read(lambda extra, notes: recipes.load(bare, words, notes=notes, text=recipes.dump(base), **extra), notes)
-        if recipe.model.init and not bare.startswith("hf:"):
-            from gradus import models
-
-            models.config_of(recipe.model.init)  # or there is nothing to start from
-        if not any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
-            now, then = tokens_a_step(recipe), tokens_a_step(base)
-            if now != then and base.train.steps:  # an override has changed the batch: as many tokens in the whole
-                recipe = _for_tokens(recipe, request.tokens or base.train.steps * then)
-                notes.append(f"a step has {now:,.0f} tokens instead of {then:,.0f}: {recipe.train.steps:,} steps, to keep the total")
-        return recipe, None, bare
-    if not Path(os.path.expanduser(name)).exists() and name not in recipes.names() and not name.endswith((".yaml", ".yml", ".json")):
-        known = [*recipes.names(), *PRESETS, *ALIASES]
-        raise UserError(f"{name}: no such recipe or preset.{did_you_mean(name, known)} gradus recipes and gradus models list them.")
-    recipe, more = resolve.load(name, list(request.overrides), given)
+    if name in PRESETS or name in ALIASES or name.startswith("hf:"):
+        return _bare_recipe(request, name, options, notes), None, name
+    file = Path(os.path.expanduser(name)).exists() or name.endswith((".yaml", ".yml", ".json"))
+    if not file and name not in recipes.names():
+        suggestion = did_you_mean(name, [*recipes.names(), *PRESETS, *ALIASES])
+        raise UserError(f"{name}: no such recipe or preset.{suggestion} gradus recipes and gradus models list them.")
+    recipe, more = resolve.load(name, list(request.overrides), options)
     notes += more
-    recipe, task = _open(recipe, notes)
+    recipe, task = _with_data(recipe, notes)
     return (_for_tokens(recipe, request.tokens) if request.tokens else recipe), task, None
+
+
+def _bare_recipe(request: Request, name: str, options: resolve.RunContext, notes: list[str]) -> Recipe:
+    """name: of a preset, or hf:NAME. options: what the command line gives beside overrides."""
+    from gradus import models
+    from gradus.plan import hf
+
+    base = hf.recipe_for(name, tokens=request.tokens, notes=notes)
+    words, text = [*request.overrides, *_samples_as_long(request.overrides)], recipes.dump(base)
+    recipe = options.load_with(lambda extra, notes: recipes.load(name, words, notes=notes, text=text, **extra), notes)
+    if recipe.model.init and not name.startswith("hf:"):
+        models.config_of(recipe.model.init)  # or there is nothing to start from
+    if any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
+        return recipe
+    now, before = tokens_a_step(recipe), tokens_a_step(base)
+    if now != before and base.train.steps:  # an override has changed the batch: as many tokens in the whole
+        recipe = _for_tokens(recipe, request.tokens or base.train.steps * before)
+        steps = f"{recipe.train.steps:,} steps, to keep the total"
+        notes.append(f"a step has {now:,.0f} tokens instead of {before:,.0f}: {steps}")
+    return recipe
 
 
 def _named(name: str) -> str:
@@ -190,32 +229,35 @@ def _named(name: str) -> str:
 
 def _samples_as_long(overrides) -> list[str]:
     """data.max_len as model.seq_len was set: who gives a preset another length means its samples."""
-    set_to = {key: value for key, _, value in (o.partition("=") for o in overrides)}
-    length = set_to.get("model.seq_len", "")
-    return [f"data.max_len={length}"] if length.isdigit() and "data.max_len" not in set_to and "data" not in set_to else []
+    values = {key: value for key, _, value in (o.partition("=") for o in overrides)}
+    length = values.get("model.seq_len", "")
+    own = "data.max_len" in values or "data" in values
+    return [f"data.max_len={length}"] if length.isdigit() and not own else []
 
 
-def _open(recipe: Recipe, notes: list[str]):
-    """The recipe completed by its data, and its task. Where the data are not at hand, what the recipe says itself has to do; any other
-    mistake in it is told."""
+def _with_data(recipe: Recipe, notes: list[str]) -> tuple[Recipe, Task | None]:
+    """The recipe completed by its data, and its task. Where the data are not at hand, the recipe's own keys have to do;
+    any other mistake in it is an error."""
     from gradus.plan import batches, engine
     from gradus.train import machine
     from gradus.train.session import open_session
 
     _offline_without_a_network()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what cannot be reached is told once, below
-    alone = recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})})
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the note below says what cannot be reached
+    layout = mesh.single_process(recipe.layout).model_copy(update={"device": "cpu"})
     engine.resident_at_start()  # without the data
     start = machine.resident()
     try:
-        session = open_session(alone)
+        session = open_session(recipe.model_copy(update={"layout": layout}))
     except (DataError, OSError) as e:
-        why = str(e).splitlines()[0].rstrip(".")
-        if recipe.model.family == "vit" and recipe.model.n_classes is None:
-            recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"n_classes": IMAGENET})})
-            notes.append(f"the number of classes is not known without the data: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
-        if missing := [f"{key}=N" for key in batches.not_known(recipe)]:
-            raise UserError(f"{why}. Without the data the plan needs {' '.join(missing)}, and for the whole run train.steps=N.") from None
+        why, model = str(e).splitlines()[0].rstrip("."), recipe.model
+        if model.reads == "images" and model.n_classes is None:
+            recipe = recipe.model_copy(update={"model": model.model_copy(update={"n_classes": IMAGENET})})
+            unknown = "the number of classes is not known without the data"
+            notes.append(f"{unknown}: planned with ImageNet's {IMAGENET:,} (model.n_classes)")
+        if missing := " ".join(f"{key}=N" for key in batches.missing_keys(recipe)):
+            needed = f"Without the data the plan needs {missing}, and for the whole run train.steps=N"
+            raise UserError(f"{why}. {needed}.") from None
         notes.append(f"the data could not be opened ({why}): planned for samples of full length")
         return recipe, None
     session.task.opened = max(0, machine.resident() - start)
@@ -223,8 +265,9 @@ def _open(recipe: Recipe, notes: list[str]):
 
 
 def _offline_without_a_network() -> None:
-    """Where the hub's name is not even known here (a compute node, a plane), its library need not try five times."""
-    if "huggingface_hub" in sys.modules or any(os.environ.get(k) for k in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy")):
+    """Where the hub's name does not resolve (a compute node, a plane), its library need not try five times."""
+    settings = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy")
+    if "huggingface_hub" in sys.modules or any(map(os.environ.get, settings)):
         return
     try:
         socket.getaddrinfo("huggingface.co", 443)
@@ -238,17 +281,18 @@ def _for_tokens(recipe: Recipe, tokens: float) -> Recipe:
 
 
 def tokens_a_step(recipe: Recipe) -> float:
-    """Tokens of a step over all devices, padding counted: of an encoder-decoder those of both sides."""
+    """Tokens of a step over all devices, padding counted; both sides' of an encoder-decoder."""
     from gradus.plan.counts import tokens_a_sample
 
     return recipe.batch.tokens or recipe.batch.samples * tokens_a_sample(recipe)
 
 
 def _cluster(request: Request) -> tuple[Cluster | None, bool]:
-    """The hardware asked for, and whether the number of devices was said."""
+    """(the hardware that is asked for, whether the request names the number of devices)."""
     if request.on is None:
         if name := "days" if request.days else "price" if request.price else "":
-            raise UserError(f"--{name}: devices of which kind? Give --on, e.g. --on H100 (gradus hardware lists them).")
+            example = "Give --on, e.g. --on H100 (gradus hardware lists them)"
+            raise UserError(f"--{name}: devices of which kind? {example}.")
         return None, False
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
@@ -259,16 +303,19 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
 
 
-def _numbers(request: Request, recipe: Recipe, cluster: Cluster, bare: bool, notes: list[str]) -> Recipe:
-    """A preset's precision as the device has it; a recipe's own stays, and what the device lacks is said."""
-    peaks, now = cluster.device.peaks, computed_in(recipe.layout)
+def _with_known_precision(
+    request: Request, recipe: Recipe, cluster: Cluster, bare: bool, notes: list[str]
+) -> Recipe:
+    """A preset's precision as the device has it; a recipe's own stays, and a note says what the device lacks."""
+    peaks, now, device = cluster.device.peaks, computed_in(recipe.layout), cluster.device.name
     if now in peaks:
         return recipe
     if bare and not any(o.startswith(("layout.precision=", "layout=")) for o in request.overrides):
-        found = "fp16" if "fp16" in peaks else "fp32"
-        notes.append(f"{cluster.device.name} has no {now}: planned in {found} (layout.precision)")
-        return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"precision": found})})
-    notes.append(f"no peak of {cluster.device.name} in {now} is known: planned with the nearest precision it has, and without an MFU")
+        precision = "fp16" if "fp16" in peaks else "fp32"
+        notes.append(f"{device} has no {now}: planned in {precision} (layout.precision)")
+        return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"precision": precision})})
+    instead = "planned with the nearest precision it has, and without an MFU"
+    notes.append(f"no peak of {device} in {now} is known: {instead}")
     return recipe
 
 
@@ -285,10 +332,11 @@ def total_steps(recipe: Recipe, task=None) -> int:
 # ---------------------------------------------------------------- the answer
 
 
-def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
-    """(every row, whether it fits)."""
+def _rows(request: Request, question: Question, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
+    """(every row, whether it fits). n: processes."""
     from gradus.plan import counts, engine
 
+    recipe, task, cluster, *_ = question
     device = cluster.device if cluster else None
     target = "cuda" if device and device.kind == "gpu" else "cpu"
     rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
@@ -299,159 +347,194 @@ def _rows(request: Request, recipe: Recipe, task, cluster: Cluster | None, n: in
     work = engine.traced_work(recipe, n, target=target, task=task)
     rows += _traffic_rows(work, n)
     if cluster and fits is not False:  # of what does not fit there is no time, no price
-        threads, asked = (device.measured or {}).get("threads"), recipe.layout.threads
-        if device.kind == "cpu" and threads and asked and asked != threads:
-            notes.append(f"measured with --threads {threads}, not with layout.threads={asked}: gradus calibrate --threads {asked}")
-        if "coarse" in (device.measured or {}):
-            notes.append("this machine was measured coarsely, before its first run: expect errors of 15 % and more; gradus calibrate measures it in full")
+        notes += _about_measuring(recipe, device)
         time, more = _time_rows(work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
         if recipe.data.kind == "images" and target == "cuda":
-            rate = work.samples / time.total
-            notes.append(f"reading and decoding images is not planned: the loader must deliver {rate:,.0f} images/s (gradus check measures it)")
-        rows += _budget_rows(request, recipe, task, time, cluster, notes)
+            needed = f"the loader must deliver {work.samples / time.total:,.0f} images/s"
+            notes.append(f"reading and decoding images is not planned: {needed} (gradus check measures it)")
+        rows += _budget_rows(request, question, time, notes)
     return rows, fits
 
 
-def _advice(request: Request, made: Answer, asked: Layout, task) -> list[str]:
-    """What would fit, ready to paste: the nearest other layout, and the device, of the same vendor where one of those does, on which it
-    would as it is, with HEADROOM where one has it. asked: the recipe's layout."""
+def _about_measuring(recipe: Recipe, device: Device) -> Iterator[str]:
+    """Notes on the tables that this machine was measured with."""
+    measured = device.measured or {}
+    threads, wanted = measured.get("threads"), recipe.layout.threads
+    if device.kind == "cpu" and threads and wanted and wanted != threads:
+        again = f"gradus calibrate --threads {wanted}"
+        yield f"measured with --threads {threads}, not with layout.threads={wanted}: {again}"
+    if "coarse" in measured:
+        expect = "expect errors of 15 % and more; gradus calibrate measures it in full"
+        yield f"this machine was measured coarsely, before its first run: {expect}"
+
+
+def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) -> list[str]:
+    """What would fit, ready to paste: the nearest other layout, and the device, of the same vendor where one of those
+    does, on which it would as it is, with HEADROOM where one has it. own: the recipe's layout."""
     from gradus.plan.search import HEADROOM, remedy
 
-    cluster, now, out = made.cluster, made.value("memory/device"), []
+    cluster, needed, advice = answer.cluster, answer.value("memory/device"), []
     device = cluster.device
-    if c := remedy(made.recipe, cluster, task):
+    if c := remedy(answer.recipe, cluster, task):
         on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
-        keys = layout_keys(c.layout, asked, said_keys(request.overrides))
-        out.append(f"{on}{keys}: it fits, {size(c.needed)} per device ({c.needed / device.capacity:.0%})")
-    larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= now]
+        keys = layout_keys(c.layout, own, said_keys(request.overrides))
+        share = f"{size(c.needed)} per device ({c.needed / device.capacity:.0%})"
+        advice.append(f"{on}{keys}: it fits, {share}")
+    larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= needed]
     if larger and device.kind == "gpu":
-        least = min(larger, key=lambda d: (d.vendor != device.vendor, now > HEADROOM * d.capacity, d.capacity))
-        out.append(f"--on {cluster.n}x{least.name} {made.layout_keys}".rstrip() + f": it fits as it is ({now / least.capacity:.0%})")
-    return out
+        least = min(larger, key=lambda d: (d.vendor != device.vendor, needed > HEADROOM * d.capacity, d.capacity))
+        words = f"--on {cluster.n}x{least.name} {answer.layout_keys}".rstrip()
+        advice.append(f"{words}: it fits as it is ({needed / least.capacity:.0%})")
+    return advice
 
 
-def _memory_rows(recipe: Recipe, memory, cluster: Cluster | None, before: int | None) -> list[Row]:
-    """before: as `engine.outside`; None on a GPU."""
-    from gradus.plan import engine
-
-    layout, at = recipe.layout, {"rank": memory.rank, "at": memory.at}
-    common = {"parameters": memory.parameters, "precision": layout.precision, "layout": layout_keys(layout) or "the defaults"}
-    common |= {"samples per step": recipe.batch.samples} if recipe.batch.samples else {"tokens per step": recipe.batch.tokens}
+def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before: int | None) -> list[Row]:
+    """before: as `engine.with_process`; None on a GPU."""
+    layout, peak = recipe.layout, {"rank": memory.rank, "at": memory.at}
+    common = {"parameters": memory.parameters, "precision": layout.precision}
+    common |= {"layout": layout_keys(layout) or "the defaults"}
+    unit, count = ("samples", recipe.batch.samples) if recipe.batch.samples else ("tokens", recipe.batch.tokens)
+    common |= {f"{unit} per step": count}
+    micro_batch = layout.micro_batch or "a device's whole share"
     own = {
         "optimizer": {"optimizer": recipe.optimizer.name},
-        "activations": {"micro-batch": layout.micro_batch or "a device's whole share", "checkpointing": layout.checkpointing},
+        "activations": {"micro-batch": micro_batch, "checkpointing": layout.checkpointing},
     }
     parts, rows = {name: memory.components.get(name, 0) for name in COMPONENTS}, []
     for name, text in COMPONENTS.items():
-        given = {**common, **own.get(name, {}), **({"held, in use or not": memory.held[name]} if name in memory.held else {})}
-        rows.append(known_figure(f"memory/{name}", parts[name], given, formula=f"Σ bytes alive at the peak: {text}", **at))
-    if before is None:
-        given = {"context and kernels": engine.CONTEXT, "cuBLAS workspace": engine.WORKSPACE, "per communicator": engine.COMMUNICATOR}
-        given["communicators"] = round((memory.framework - engine.CONTEXT - engine.WORKSPACE) / engine.COMMUNICATOR)
-        framework = {"inputs": given, "source": "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"}
-    else:
-        framework = {"inputs": memory.outside[1], "formula": memory.outside[0]}
-        framework |= {"source": "this process before the model is built; fitted to the runs of docs/proof.md"}
+        always = {"held, in use or not": memory.held[name]} if name in memory.held else {}
+        inputs, formula = {**common, **own.get(name, {}), **always}, f"Σ bytes alive at the peak: {text}"
+        rows.append(known_figure(f"memory/{name}", parts[name], inputs, formula=formula, **peak))
+    whole = {"reserved": memory.reserved, "framework": memory.framework}
     rows += [
-        known_figure("memory/allocated", memory.allocated, parts, **at),
+        known_figure("memory/allocated", memory.allocated, parts, **peak),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
-        known_figure("memory/framework", memory.framework, **framework),
-        known_figure("memory/device", memory.device_total, {"reserved": memory.reserved, "framework": memory.framework}),
+        known_figure("memory/framework", memory.framework, **_framework(memory, before)),
+        known_figure("memory/device", memory.device_total, whole),
     ]
     if cluster:
-        device = cluster.device
-        given = {"memory": device.memory, "usable": device.usable, "devices that share it": round(device.capacity / cluster.capacity)}
-        rows.append(known_figure("memory/capacity", cluster.capacity, given, source=device.source))
+        device, sharing = cluster.device, round(cluster.device.capacity / cluster.capacity)
+        inputs = {"memory": device.memory, "usable": device.usable, "devices that share it": sharing}
+        rows.append(known_figure("memory/capacity", cluster.capacity, inputs, source=device.source))
     return rows
+
+
+def _framework(memory: Memory, before: int | None) -> dict[str, Any]:
+    """Inputs, formula and source of what a process takes besides tensors."""
+    from gradus.plan import engine
+
+    if before is not None:
+        source = "this process before the model is built; fitted to the runs of docs/proof.md"
+        return {"inputs": memory.outside[1], "formula": memory.outside[0], "source": source}
+    communicators = round((memory.framework - engine.CONTEXT - engine.WORKSPACE) / engine.COMMUNICATOR)
+    inputs = {"context and kernels": engine.CONTEXT, "cuBLAS workspace": engine.WORKSPACE}
+    inputs |= {"per communicator": engine.COMMUNICATOR, "communicators": communicators}
+    source = "typical sizes as published: a context 0.3 to 2 GB, NCCL about 0.5 GB per communicator"
+    return {"inputs": inputs, "source": source}
 
 
 def _traffic_rows(work: Work, n: int) -> list[Row]:
     rows = []
     for axis in dict.fromkeys(t.axis for t in work.transfers if n > 1):
         transfers = [t for t in work.transfers if t.axis == axis]
-        inputs = {f"{t.kind} of {t.group}, {t.phase}, {i}": f"{t.calls:g} calls × {t.payload:,.0f} bytes" for i, t in enumerate(transfers)}
-        conditions = {"calls": sum(t.calls for t in transfers), "kinds": ", ".join(dict.fromkeys(t.kind for t in transfers))}
-        conditions |= {"group": max(t.group for t in transfers)}
-        rows.append(known_figure(f"traffic/{axis}", sum(t.sent for t in transfers), inputs, per="device and step", **conditions))
+        inputs = {
+            f"{t.kind} of {t.group}, {t.phase}, {i}": f"{t.calls:g} calls × {t.payload:,.0f} bytes"
+            for i, t in enumerate(transfers)
+        }
+        calls, kinds = sum(t.calls for t in transfers), ", ".join(dict.fromkeys(t.kind for t in transfers))
+        conditions = {"calls": calls, "kinds": kinds, "group": max(t.group for t in transfers)}
+        sent = sum(t.sent for t in transfers)
+        rows.append(known_figure(f"traffic/{axis}", sent, inputs, per="device and step", **conditions))
     return rows
 
 
-def _time_rows(work: Work, cluster: Cluster, notes: list[str]):
+def _time_rows(work: Work, cluster: Cluster, notes: list[str]) -> tuple[StepTime, list[Row]]:
     time = step_time(work, cluster)
     notes += [note for note in time.notes if note not in notes]
     parts = {part: seconds for part, seconds in time.parts.items() if seconds}
-    rows = [known_figure(f"time/{part}", seconds, _put_in(part, work, cluster), of="step") for part, seconds in parts.items()]
+    rows = [known_figure(f"time/{part}", s, _inputs(part, work, cluster), of="step") for part, s in parts.items()]
     rows.append(known_figure("time/step", time.total, parts, low=time.low, high=time.high))
-    for unit, put_in, n in (("tokens", "tokens", work.tokens), ("samples", "samples", work.samples)):
+    for unit, n in (("tokens", work.tokens), ("samples", work.samples)):
         if n:
-            rows.append(known_figure(f"time/{unit}_per_s", n / time.total, {put_in: n, "seconds": time.total}))
+            rows.append(known_figure(f"time/{unit}_per_s", n / time.total, {unit: n, "seconds": time.total}))
     return time, rows
 
 
-def _put_in(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
+def _inputs(part: str, work: Work, cluster: Cluster) -> dict[str, Any]:
     """The numbers behind one part of the step's time."""
     device, m = cluster.device, work.micro_batches
     bandwidth = {"bandwidth, bytes/s": device.bandwidth}
     kind, _, axis = part.partition("/")
     if kind == "comm":
         transfers = [t for t in work.transfers if t.axis == axis]
-        given = {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers)}
-        for name, link in (("link", device.link), ("network", device.network)):
-            given |= {f"{name}, bytes/s in one direction": link.bandwidth} if link else {}
-    elif kind in ("matmul", "attention", "memory"):
+        links = {"link": device.link, "network": device.network}
+        rates = {f"{name}, bytes/s in one direction": link.bandwidth for name, link in links.items() if link}
+        return {"bytes sent": sum(t.sent for t in transfers), "calls": sum(t.calls for t in transfers), **rates}
+    if kind in ("matmul", "attention", "memory"):
         ops = [op for op in work.micro if op.kind == kind]
-        given = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
-        if kind != "memory":
-            given = {"operations": sum(op.flops * op.count for op in ops) * m, **given}
-            given |= {f"peak in {dtype}, operations/s": peak(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
-            given[AT_PEAK] = sum(op.flops * op.count / peak(device, op.dtype) for op in ops) * m
-    elif kind == "bubble":
-        given = {"schedule": work.schedule, "stages": work.stages, "stages per device": work.virtual, "micro-batches": m}
-        given["share"] = bubble_share(work.schedule, work.stages, work.virtual, m)
-    elif kind == "optimizer":
-        given = {"bytes": sum(op.bytes * op.count for op in work.step), **bandwidth}
-    elif kind == "data":
-        given = {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
-    else:
-        ops, times = (work.micro, m) if kind == "launch" else (work.step, 1)
-        given = {"launches": sum(op.launches * op.count for op in ops) * times}
-    return given
+        inputs = {"bytes": sum(op.bytes * op.count for op in ops) * m, **bandwidth}
+        if kind == "memory":
+            return inputs
+        peaks = {dtype: peak_flops(device, dtype) for dtype in dict.fromkeys(op.dtype for op in ops)}
+        at_peak = sum(op.flops * op.count / peaks[op.dtype] for op in ops) * m
+        of_peaks = {f"peak in {dtype}, operations/s": value for dtype, value in peaks.items()}
+        operations = sum(op.flops * op.count for op in ops) * m
+        return {"operations": operations, **inputs, **of_peaks, AT_PEAK: at_peak}
+    if kind == "bubble":
+        shape = work.schedule, work.stages, work.virtual, m
+        names = ("schedule", "stages", "stages per device", "micro-batches")
+        return dict(zip(names, shape)) | {"share": bubble_share(*shape)}
+    if kind == "optimizer":
+        return {"bytes": sum(op.bytes * op.count for op in work.step), **bandwidth}
+    if kind == "data":
+        return {"bytes": work.data_bytes, "bytes/s": HOST_TO_DEVICE}
+    ops, times = (work.micro, m) if kind == "launch" else (work.step, 1)
+    return {"launches": sum(op.launches * op.count for op in ops) * times}
 
 
 def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Cluster) -> list[Row]:
-    """MFU and HFU of the operations counted, at the device's peak in the numbers that matrix products are computed in; none without one."""
+    """MFU and HFU of the operations counted, at the device's peak in the numbers that matrix products are computed in;
+    none without one."""
     from gradus.plan.counts import utilisation
 
-    numbers, found = computed_in(recipe.layout), {row.name: row.value for row in rows}
+    numbers, values = computed_in(recipe.layout), {row.name: row.value for row in rows}
     if numbers not in cluster.device.peaks:
         return []
-    return [utilisation(name, found[of], seconds, cluster, numbers) for name, of in (("mfu", "flops/model"), ("hfu", "flops/hardware"))]
+    shares = {"mfu": "flops/model", "hfu": "flops/hardware"}
+    return [utilisation(name, values[of], seconds, cluster, numbers) for name, of in shares.items()]
 
 
-def _budget_rows(request: Request, recipe: Recipe, task, time, cluster: Cluster, notes: list[str]) -> list[Row]:
+def _budget_rows(request: Request, question: Question, time: StepTime, notes: list[str]) -> list[Row]:
     seconds = (min(time.low, time.total), time.total, max(time.high, time.total))
     try:
-        steps = total_steps(recipe, task)
+        steps = total_steps(question.recipe, question.task)
     except UserError as e:
         if request.price:
             raise UserError(f"--price: {e}") from None
         steps = None
         notes.append(str(e).replace("without", "how long in total: without", 1))
-    rows = budget(steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts, price=request.price)
-    return [_steps_row(request, recipe, steps), *rows] if steps else [row for row in rows if row.name == "energy/step"]
+    rows = budget(
+        steps=steps or 1, seconds_per_step=seconds, cluster=question.cluster, days=request.days, parts=time.parts,
+        price=request.price,
+    )  # fmt: skip
+    if steps:
+        return [_steps_row(request, question.recipe, steps), *rows]
+    return [row for row in rows if row.name == "energy/step"]
 
 
 def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
+    train, batch = recipe.train, recipe.batch
     if request.tokens:
         formula, source = "tokens / tokens per step (padding counted), rounded up", "--tokens"
-        given = {"tokens": request.tokens, "tokens per step": tokens_a_step(recipe)}
-    elif recipe.train.steps is not None:
-        formula, source, given = "train.steps", "the recipe; of a preset as published", {"train.steps": recipe.train.steps}
+        inputs = {"tokens": request.tokens, "tokens per step": tokens_a_step(recipe)}
+    elif train.steps is not None:
+        formula, source = "train.steps", "the recipe; of a preset as published"
+        inputs = {"train.steps": train.steps}
     else:
         formula, source = "epochs × batches of an epoch", "counted from the data"
-        given = {"train.epochs": recipe.train.epochs, "samples per step": recipe.batch.samples, "tokens per step": recipe.batch.tokens}
-    return figure("budget/steps", steps, "steps", formula, {k: v for k, v in given.items() if v}, source)
+        inputs = {"train.epochs": train.epochs, "samples per step": batch.samples, "tokens per step": batch.tokens}
+    return figure("budget/steps", steps, "steps", formula, {k: v for k, v in inputs.items() if v}, source)
 
 
 # ---------------------------------------------------------------- other questions
@@ -462,7 +545,8 @@ def devices(request: Request, everything: bool = False) -> tuple[list[str], list
     from gradus.plan.devices import devices as ranked
 
     if request.on or request.days:
-        raise UserError("--devices compares all devices of the hardware file, one of each: --on and --days have no effect. Leave them out.")
+        compared = "--devices compares all devices of the hardware file, one of each"
+        raise UserError(f"{compared}: --on and --days have no effect. Leave them out.")
     recipe, task, _ = open_recipe(request, notes := [])
     lines, rows = ranked(recipe, task, whole=request.tokens is not None, everything=everything)
     return [*lines, *note_lines(notes)], rows
@@ -473,11 +557,12 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     from gradus.plan.search import search as of_layouts
 
     if request.days:
-        raise UserError("--search: --days has no effect on it. Leave it out; without --search it says how many devices are needed.")
+        instead = "without --search it says how many devices are needed"
+        raise UserError(f"--search: --days has no effect on it. Leave it out; {instead}.")
     if request.on is None:
         raise UserError("--search: on which hardware? Give --on, e.g. --on 64xH100 (gradus hardware lists them).")
-    said = said_keys(request.overrides)
-    if chosen := sorted(said & SPLITS):
+    stated = said_keys(request.overrides)
+    if chosen := sorted(stated & SPLITS):
         raise UserError(f"--search: it chooses layout.{chosen[0]}. Leave that out; without --search it is used.")
     recipe, task, cluster, *_ = asked(request, notes := [])
     try:
@@ -485,13 +570,16 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    found = of_layouts(recipe, cluster, steps=steps, task=task, said=said, paid=request.price)
-    found.said = said
-    return [*found.lines(), *note_lines(notes)], found.rows()
+    result = of_layouts(recipe, cluster, steps=steps, task=task, said=stated, paid=request.price)
+    result.said = stated
+    return [*result.lines(), *note_lines(notes)], result.rows()
 
 
-def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None) -> tuple[list[str], list[Row]]:
-    """(lines, rows): what using the model takes: weights, cache by batch and length, time a token. Raises UserError as `answer`."""
+def serve(
+    request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None
+) -> tuple[list[str], list[Row]]:
+    """(lines, rows): what using the model takes: weights, cache by batch and length, time per token. Raises UserError
+    as `answer`."""
     from gradus.plan.serving import lines, serving
 
     if request.days or request.tokens:
@@ -501,23 +589,28 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
     try:
         rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, on=cluster)
     except UserError as e:  # by the names of the command line
-        raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: f"--{m[1].replace('seq_len', 'length')}=", str(e))) from None
-    text = lines(request.recipe, rows, cluster, images=recipe.model.family == "vit")
-    return [*text, *note_lines([n for n in notes if not n.startswith("training settings") and "20 per active" not in n])], rows
+        flags = {"seq_len": "--length=", "batch": "--batch=", "bits": "--bits="}
+        raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: flags[m[1]], str(e))) from None
+    of_training = ("training settings", "20 per active")
+    notes = [note for note in notes if not any(text in note for text in of_training)]
+    return [*lines(request.recipe, rows, cluster, recipe.model.reads == "images"), *note_lines(notes)], rows
 
 
 def optimal(request: Request) -> tuple[list[str], list[Row]]:
-    """(lines, rows): how many tokens suit the model, or with tokens how large a model suits them. Raises UserError as `answer`."""
+    """(lines, rows): how many tokens suit the model, or with tokens how large a model suits them. Raises UserError as
+    `answer`."""
     from gradus import models
-    from gradus.plan.serving import optimal as of
-    from gradus.plan.serving import optimal_lines
+    from gradus.plan import serving
 
     if request.on or request.days:
-        raise UserError("--optimal is about a model's size alone: --on and --days have no effect. Leave them out.")
+        alone = "--optimal is about a model's size alone"
+        raise UserError(f"{alone}: --on and --days have no effect. Leave them out.")
     recipe, _, _ = open_recipe(dataclasses.replace(request, tokens=None), [])
-    if recipe.model.family not in ("gpt", "llama"):
-        of_what = "decoders that continue text (gpt, llama)"
-        raise UserError(f"--optimal: the published fits are for {of_what}, not of family {recipe.model.family}.")
+    if models.lookup(recipe.model.family).attention != "causal":
+        decoders = ", ".join(family.name for family in models.families() if family.attention == "causal")
+        fits = f"the published fits are for decoders that continue text ({decoders})"
+        raise UserError(f"--optimal: {fits}, not of family {recipe.model.family}.")
     total = models.count(recipe.model)["total"]
-    rows = of(parameters=total) if request.tokens is None else of(tokens=request.tokens)
-    return optimal_lines(request.recipe, total, request.tokens, rows), rows
+    by = {"parameters": total} if request.tokens is None else {"tokens": request.tokens}
+    rows = serving.optimal(**by)
+    return serving.optimal_lines(request.recipe, total, request.tokens, rows), rows

@@ -1,4 +1,5 @@
-"""What a training run takes in all: time, devices, money, energy and CO2, each as low, expected and high, with what was assumed."""
+"""What a training run takes in all: time, devices, money, energy and CO2, each as low, expected and high, with what
+was assumed."""
 
 from __future__ import annotations
 
@@ -14,30 +15,35 @@ CASES = ("low", "expected", "high")
 HOUR, DAY, KWH = 3600.0, 86_400.0, 3.6e6
 SIGNS = {"USD": "$", "EUR": "€"}
 
-# The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken again, checkpoints.
+# The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken
+# again, checkpoints.
 GOODPUT: Cases = (0.60, 0.89, 0.95)
 GOODPUT_SOURCE = (
-    "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; the range is 0.6 to 0.95"
+    "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; "
+    "the range is 0.6 to 0.95"
 )
 GOODPUT_NODE: Cases = (0.90, 1.0, 1.0)
 GOODPUT_NODE_SOURCE = (
-    "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours (Grattafiori et al. 2024)"
+    "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours "
+    "(Grattafiori et al. 2024)"
 )
 
-# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case is always the limit.
-# The sources of these and of NODE, a node's power over its devices', stand in figures.yaml: energy/step, budget/energy_node.
+# A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case
+# is always the limit. The sources of these and of NODE, a node's power over its devices', stand in figures.yaml:
+# energy/step, budget/energy_node.
 IDLE = 0.22
 BUSY: Cases = (0.76, 0.92, 1.0)
 NODE: Cases = (1.4, 1.5, 1.8)
 
 
 def goodput(cluster: Cluster) -> tuple[Cases, str]:
-    """(low, expected and high, their source): of a node nearly all of the time, of several nodes less."""
-    return (GOODPUT_NODE, GOODPUT_NODE_SOURCE) if cluster.n <= cluster.device.node else (GOODPUT, GOODPUT_SOURCE)
+    """(low, expected and high, their source): nearly all of the time on one node, less on several."""
+    one_node = cluster.n <= cluster.device.node
+    return (GOODPUT_NODE, GOODPUT_NODE_SOURCE) if one_node else (GOODPUT, GOODPUT_SOURCE)
 
 
 def usual_goodput(cluster: Cluster) -> float:
-    """The expected one."""
+    """The expected `goodput`."""
     return goodput(cluster)[0][1]
 
 
@@ -50,20 +56,23 @@ def power(device: Device, busy: float = 1.0) -> Cases | None:
 
 
 def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh: float) -> tuple[float, float]:
-    """(joules, kg CO2-equivalent) as published tables book them: hours × watts × PUE × intensity (Touvron et al. 2023, table 15)."""
+    """(joules, kg CO2-equivalent) as published tables book them: hours × watts × PUE × intensity (Touvron et al. 2023,
+    table 15)."""
     joules = device_hours * HOUR * watts * pue
     return joules, joules / KWH * kg_per_kwh
 
 
 def budget(
-    *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None, parts: dict[str, float] | None = None,
-    price: float | None = None,
+    *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None,
+    parts: dict[str, float] | None = None, price: float | None = None,
 ) -> list[Row]:  # fmt: skip
-    """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain makes it little.
+    """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain
+    makes it little.
 
-    seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part (StepTime.parts), for the
-    part of the time in which the device computes. price: of a device-hour, in place of the quotes. CO2 is of the world's mean grid. What is not known has no row: cost without a price,
-    energy and CO2 without the device's power.
+    seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part
+    (StepTime.parts), for the part of the time in which the device computes. price: of a device-hour, in place of the
+    quotes. CO2 is of the world's mean grid. What is not known has no row: cost without a price, energy and CO2 without
+    the device's power.
     """
     n, (good, good_source) = cluster.n, goodput(cluster)
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
@@ -72,25 +81,29 @@ def budget(
     rows, time = [], tuple(steps * s / g for s, g in zip(step, reversed(good)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
-        given = {"steps": steps, "seconds per step": step[i], "goodput": good[2 - i]}
-        rows.append(known_figure("budget/time", time[i], given, source=good_source, case=case))
-        given = {"devices": n, "seconds": time[i]}
-        rows.append(known_figure("budget/device_hours", hours[i], given, source=good_source, case=case))
+        inputs = {"steps": steps, "seconds per step": step[i], "goodput": good[2 - i]}
+        rows.append(known_figure("budget/time", time[i], inputs, source=good_source, case=case))
+        inputs = {"devices": n, "seconds": time[i]}
+        rows.append(known_figure("budget/device_hours", hours[i], inputs, source=good_source, case=case))
         if days is not None:
-            needed = math.ceil(hours[i] / (days * 24))
-            rows.append(known_figure("budget/devices", needed, {"device-hours": hours[i], "days": days}, case=case))
-    return rows + _cost(hours, hardware.price(cluster.device, paid=price)) + _energy(cluster, step, hours, busy_share(parts))
+            needed, inputs = math.ceil(hours[i] / (days * 24)), {"device-hours": hours[i], "days": days}
+            rows.append(known_figure("budget/devices", needed, inputs, case=case))
+    return rows + _cost(hours, hardware.price(cluster.device, paid=price)) + _energy(cluster, step, hours, parts)
 
 
 def _cost(hours: Cases, price: Price | None) -> list[Row]:
     if price is None:
         return []
-    rows, unit, dated = [], SIGNS.get(price.currency, price.currency), {"date": price.date} if price.date else {}
-    source = f"{price.source}; storage and traffic add 30 to 50 % to real bills"
-    for name, rates in (("cost", (price.expected,) * 3), ("cost_extremes", (price.low, price.expected, price.high))):
-        for case, each, rate in zip(CASES, hours, rates) if name == "cost" or price.low < price.high else ():
-            given = {"device-hours": each, f"{price.currency} per device-hour": rate}
-            rows.append(known_figure(f"budget/{name}", each * rate, given, unit=unit, source=source, case=case, **dated))
+    rates = {"cost": (price.expected,) * 3, "cost_extremes": (price.low, price.expected, price.high)}
+    if price.low >= price.high:
+        del rates["cost_extremes"]
+    unit, dated = SIGNS.get(price.currency, price.currency), {"date": price.date} if price.date else {}
+    more = {"unit": unit, "source": f"{price.source}; storage and traffic add 30 to 50 % to real bills", **dated}
+    rows = []
+    for name, of_name in rates.items():
+        for case, each, rate in zip(CASES, hours, of_name):
+            inputs = {"device-hours": each, f"{price.currency} per device-hour": rate}
+            rows.append(known_figure(f"budget/{name}", each * rate, inputs, case=case, **more))
     return rows
 
 
@@ -98,11 +111,14 @@ def busy_share(parts: dict[str, float] | None) -> float:
     """The part of a step in which the device computes; 1 where it is not known."""
     if not parts or not sum(parts.values()):
         return 1.0
-    return sum(parts.get(part, 0.0) for part in ("matmul", "attention", "memory", "optimizer")) / sum(parts.values())
+    computing = ("matmul", "attention", "memory", "optimizer")
+    return sum(parts.get(part, 0.0) for part in computing) / sum(parts.values())
 
 
-def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Row]:
-    """Device, node and facility apart, then CO2 of the facility's; nothing where the device's power is not known."""
+def _energy(cluster: Cluster, step: Cases, hours: Cases, parts: dict[str, float] | None) -> list[Row]:
+    """Energy of devices, nodes and the building, each by itself, then CO2 of the building's; nothing where the device's
+    power is not known."""
+    busy = busy_share(parts)
     watts = power(cluster.device, busy)
     if watts is None:
         return []
@@ -110,16 +126,17 @@ def _energy(cluster: Cluster, step: Cases, hours: Cases, busy: float) -> list[Ro
     source = f"{grid.name} {grid.year}, location-based: {grid.source}; manufacturing the devices is not included"
     rows = []
     for i, case in enumerate(CASES):
-        given = {"W per device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
+        one = {"W per device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
         devices = hours[i] * HOUR * watts[i]
         node, facility = devices * NODE[i], devices * NODE[i] * factor[i]
-        whole = {"devices": cluster.n, **given, "seconds": step[i]}
+        a_step = {"devices": cluster.n, **one, "seconds": step[i]}
         emitted = {"energy": facility, "kg/kWh": grid.intensity * KWH}
+        in_nodes, in_building = {"energy_device": devices, "node": NODE[i]}, {"energy_node": node, "PUE": factor[i]}
         rows += [
-            known_figure("energy/step", watts[i] * step[i] * cluster.n, whole, case=case, of="devices"),
-            known_figure("budget/energy_device", devices, {**given, "device-hours": hours[i]}, case=case),
-            known_figure("budget/energy_node", node, {"energy_device": devices, "node": NODE[i]}, case=case),
-            known_figure("budget/energy", facility, {"energy_node": node, "PUE": factor[i]}, source=pue_source, case=case),
+            known_figure("energy/step", watts[i] * step[i] * cluster.n, a_step, case=case, of="devices"),
+            known_figure("budget/energy_device", devices, {**one, "device-hours": hours[i]}, case=case),
+            known_figure("budget/energy_node", node, in_nodes, case=case),
+            known_figure("budget/energy", facility, in_building, source=pue_source, case=case),
             known_figure("budget/co2", facility * grid.intensity, emitted, source=source, case=case, grid=grid.name),
         ]
     return rows

@@ -1,6 +1,7 @@
 """Seconds of a collective: latency and bandwidth (alpha-beta; Hockney 1994) on a hierarchy of links.
 
-Within a node ranks talk over its links (NVLink), between nodes each over its share of the network. Nothing here imports torch.
+Within a node ranks communicate over its links (NVLink), between nodes each over its share of the network. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -8,68 +9,75 @@ from __future__ import annotations
 import math
 
 from gradus.hardware import Cluster, Link
-from gradus.plan.roofline import Parameters, family, fitted, parameters
+from gradus.plan.roofline import Parameters, chip_of, fitted, parameters
 from gradus.plan.work import Transfer
 
-NODE_LATENCY = 3e-5  # s, of a collective within a node where none was measured: between A100's 2 and 8 ranks (nccl-tests)
-MEASURED: dict | None = None  # while parameters are fitted: latency and bandwidth by chip and size of the group, in place of the file's
-HOST = Link("host memory", 16e9, 0.8, 1e-5)  # devices of a node without links of their own
+# s of a collective within a node where none was measured: between A100's with 2 and with 8 ranks (nccl-tests)
+NODE_LATENCY = 3e-5
+# while they are fitted: latency and bandwidth by chip and size of the group, in place of the file's
+MEASURED: dict | None = None
+HOST_LINK = Link("host memory", 16e9, 0.8, 1e-5)  # between devices of a node that has no links of its own
 
 
-def passes(kind: str, group: int) -> float:
-    """How often the payload crosses the slowest link: bandwidth-optimal ring (Patarasuk & Yuan 2009)."""
+def ring_factor(kind: str, group: int) -> float:
+    """How often the payload crosses the slowest link in a bandwidth-optimal ring (Patarasuk & Yuan 2009)."""
     part = (group - 1) / group
     return {"all_reduce": 2 * part, "send": 1.0, "broadcast": 1.0}.get(kind, part)
 
 
-def within(kind: str, payload: float, group: int, cluster: Cluster) -> float:
-    """Seconds within a node: measured latency and bandwidth by size of the group where there are any, else the link's own."""
+def intra_node_seconds(kind: str, payload: float, group: int, cluster: Cluster) -> float:
+    """Seconds within a node: by latency and bandwidth measured for the group's size, else by the link's own.
+
+    payload: bytes, as in `collective_seconds`.
+    """
     device = cluster.device
-    link = device.link or device.network or HOST
-    measured = (fitted().get("links", {}) if MEASURED is None else MEASURED).get(family(device))
+    link = device.link or device.network or HOST_LINK
+    measured = (fitted().get("links", {}) if MEASURED is None else MEASURED).get(chip_of(device))
     if measured and kind != "send" and link.name.startswith("NVLink"):
-        sizes = sorted(measured["bandwidth"])
-        size = min(sizes, key=lambda s: abs(s - group))
+        size = min(sorted(measured["bandwidth"]), key=lambda size: abs(size - group))
         latency, bandwidth = measured["latency"][size], measured["bandwidth"][size]
         if kind != "all_reduce":
             latency /= 2
     else:
         latency = link.latency if kind == "send" else max(link.latency, NODE_LATENCY)
         bandwidth = link.bandwidth * link.efficiency
-    return latency + passes(kind, group) * payload / bandwidth
+    return latency + ring_factor(kind, group) * payload / bandwidth
 
 
 def unknown_links(transfers: list[Transfer], cluster: Cluster) -> tuple[str, ...]:
-    """What is to be said of links that the hardware file does not have."""
+    """Notes on links that the transfers use and the hardware file lacks."""
     device, notes = cluster.device, []
     spans = [cluster.link_of(t.group, t.stride) for t in transfers]
+    host = f"{HOST_LINK.name}'s {HOST_LINK.bandwidth / 1e9:g}"
     if any(local > 1 for local, _ in spans) and device.link is None:
-        instead = f"its network's {device.network.bandwidth / 1e9:g}" if device.network else f"{HOST.name}'s {HOST.bandwidth / 1e9:g}"
-        notes.append(f"no link between the devices of a node is known for {device.name}: {instead} GB/s are assumed")
+        assumed = f"its network's {device.network.bandwidth / 1e9:g}" if device.network else host
+        notes.append(f"no link between the devices of a node is known for {device.name}: {assumed} GB/s are assumed")
     if any(nodes > 1 for _, nodes in spans) and device.network is None:
-        instead = f"its link's {device.link.bandwidth / 1e9:g}" if device.link else f"{HOST.name}'s {HOST.bandwidth / 1e9:g}"
-        notes.append(f"no network between nodes is known for {device.name}: {instead} GB/s are assumed")
+        assumed = f"its link's {device.link.bandwidth / 1e9:g}" if device.link else host
+        notes.append(f"no network between nodes is known for {device.name}: {assumed} GB/s are assumed")
     return tuple(notes)
 
 
-def collective_seconds(kind: str, payload: float, group: int, stride: int, cluster: Cluster, fit: Parameters | None = None) -> float:
+def collective_seconds(
+    kind: str, payload: float, group: int, stride: int, cluster: Cluster, fit: Parameters | None = None
+) -> float:
     """Seconds of one collective.
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send. payload: bytes; of gathers and scatters the whole.
-    group: ranks that take part, `stride` apart. A group over several nodes works at the speed of the slower of its two levels, for they
-    run in a pipeline: the ranks of a node share what its network carries.
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send. payload: bytes; of gathers and scatters
+    the whole. group: number of ranks; stride: between neighbours. A group over several nodes works at the speed of the
+    slower of its two levels, as they run in a pipeline: the ranks of a node share what its network carries.
     """
     if group <= 1 or payload <= 0:
         return 0.0
     local, nodes = cluster.link_of(group, stride)
     if nodes <= 1:
-        return within(kind, payload, group, cluster)
+        return intra_node_seconds(kind, payload, group, cluster)
     fit = fit or parameters(cluster.device)[0]
-    network = cluster.device.network or cluster.device.link or HOST
-    rate = network.bandwidth * fit.network
+    network = cluster.device.network or cluster.device.link or HOST_LINK
+    bandwidth = network.bandwidth * fit.network
     if kind == "all_to_all":
-        outside = payload * (nodes - 1) / nodes / rate
+        between = payload * (nodes - 1) / nodes / bandwidth
     else:
-        outside = passes(kind, nodes) * payload / (1 if kind == "send" else local) / rate
-    inside = within(kind, payload, local, cluster) if local > 1 and kind != "send" else 0.0
-    return max(outside, inside) + fit.latency * max(1.0, math.log2(nodes))
+        between = ring_factor(kind, nodes) * payload / (1 if kind == "send" else local) / bandwidth
+    within = intra_node_seconds(kind, payload, local, cluster) if local > 1 and kind != "send" else 0.0
+    return max(between, within) + fit.latency * max(1.0, math.log2(nodes))

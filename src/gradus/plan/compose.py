@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradus.parallel import pipeline
+from gradus.parallel import stages as pipelines
 from gradus.plan.profiles import INDEX, N, Part, Piece, Profile, Weight, representatives
 from gradus.plan.work import Op
 from gradus.recipe.axes import sizes
@@ -197,13 +197,13 @@ def fsdp_widths(layout: Layout, width: int) -> tuple[int, int]:
 
 def stages_of(rank: int, layout: Layout) -> list[int]:
     """The stages of a process of the pipeline."""
-    return [s for s, r in enumerate(pipeline.ranks(layout)) if r == rank]
+    return [s for s, r in enumerate(pipelines.ranks(layout)) if r == rank]
 
 
 def tied_gradients(p: Process) -> Iterator[tuple[float, int]]:
     """(bytes, sends) of gradients of parameters that several processes of the pipeline have: the first adds up and
     gives back."""
-    layout, rank_of = p.recipe.layout, pipeline.ranks(p.recipe.layout)
+    layout, rank_of = p.recipe.layout, pipelines.ranks(p.recipe.layout)
     holders: dict[str, set[int]] = {}
     for s, stage in p.every.items():
         for name in stage.profile.units.get("", {}):

@@ -1,13 +1,16 @@
-"""Parameters by component, and the floating-point operations of a training step, counted from the very module on the meta device.
+"""Parameters by component, and the floating-point operations of a training step, counted from the very module on the
+meta device.
 
-Conventions (one multiply-add is two operations; a look-up in an embedding is none; the output projection counts, tied or not):
+Conventions (one multiply-add is two operations; a look-up in an embedding is none; the output projection counts, tied
+or not):
 
     flops/model            no recomputation, attention's full matrix, no padding (Chowdhery et al. 2022, appendix B)
     flops/model_causal     the same, but half of the scores of causal attention, which is all that they need
-    flops/hardware         what is computed: model operations, what checkpointing computes again, and the scores that a fused
-                           attention's backward pass computes again (Dao et al. 2022, section 3.1); attention's full matrix
+    flops/hardware         what is computed: model operations, what checkpointing computes again, and the scores that a
+                           fused attention's backward pass computes again (Dao et al. 2022, section 3.1); attention's
+                           full matrix
 
-A large model is traced with one block of each kind, which is exact: every block of a stack does the same.
+A large model is traced with one block of each kind, which is exact: blocks of a kind do the same.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.plan import engine
 from gradus.plan.batches import complete, micro_batches
-from gradus.plan.figures import TEXTS, figure, known_figure
+from gradus.plan.figures import known_figure
+from gradus.plan.passes import active_elements
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
 
@@ -32,72 +36,61 @@ HARDWARE = "recomputation included, attention's full matrix"
 
 # ---------------------------------------------------------------- parameters
 
-EXPERTS = "; a feed-forward network of E experts is hE + E of them, of which a token takes top_k"
-
 
 def parameters(config: ModelConfig) -> list[Row]:
-    """Rows parameters/<component> (those of `models.count`), parameters/total, parameters/trainable and, with experts, parameters/active:
-    those that a token meets. Each shared one is counted once. Allocates nothing; 405B takes a second."""
-    counts = models.count(config)
-    texts, experts = _texts(config), getattr(config, "n_experts", None)
-    how = {"formula": texts["parameters"] + (EXPERTS if experts else ""), "inputs": sizes(config), "source": texts["source"]}
-    how["method"] = "counted from the module"
-    rows = [figure(f"parameters/{name}", n, "parameters", **how) for name, n in counts.items()]
-    rows.append(figure("parameters/trainable", counts["total"], "parameters", **{**how, "formula": "all: nothing is frozen"}))
-    if experts:
-        text = f"total - (1 - top_k/E) · parameters of the experts{EXPERTS}"
-        rows.append(figure("parameters/active", active(config, counts["total"]), "parameters", **{**how, "formula": text}))
+    """Rows parameters/<component> (those of `models.count`), parameters/total, parameters/trainable and, with experts,
+    parameters/active: those that a token meets. Each shared one is counted once. Allocates nothing."""
+    counts, inputs = models.count(config), sizes(config)
+    more = {"source": " ".join((type(config).__doc__ or "the module").split()), "method": "counted from the module"}
+    rows = [known_figure(f"parameters/{name}", n, inputs, **more) for name, n in counts.items()]
+    rows.append(known_figure("parameters/trainable", counts["total"], inputs, **more))
+    if getattr(config, "n_experts", None):
+        rows.append(known_figure("parameters/active", active(config), inputs, **more))
     return rows
 
 
-def _texts(config: ModelConfig) -> dict[str, str]:
-    return TEXTS["families"].get(config.family, TEXTS["families"]["any other"])
-
-
-def active(config: ModelConfig, total: int | None = None) -> int:
+def active(config: ModelConfig) -> int:
     """The parameters that a token meets: all, but of the experts only top_k (Jiang et al. 2024, section 2.1)."""
-    total = models.count(config)["total"] if total is None else total
-    experts = getattr(config, "n_experts", None)
-    if not experts:
-        return total
-    from gradus.layers.moe import Experts
+    return sum(active_elements(models.build(config, device="meta")).values())
 
-    model = models.build(config, device="meta")
-    held = sum(p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
-    return total - held // experts * (experts - config.top_k)
+
+SYMBOLS = {
+    "L": "n_layers", "L_d": "n_decoder_layers", "h": "d_model", "a": "n_heads", "k": "n_kv_heads", "f": "d_ff",
+    "V": "vocab_size", "s": "seq_len", "T": "n_token_types", "E": "n_experts", "top_k": "top_k", "P": "patch_size",
+    "c": "n_channels", "image": "image_size", "C": "n_classes", "buckets": "n_buckets",
+}  # fmt: skip
 
 
 def sizes(config: ModelConfig) -> dict[str, Any]:
-    """The numbers that the formulas name: L layers, h width, a heads of d, k key heads, f inner width, V vocabulary, s positions, ..."""
-    names = {"L": "n_layers", "L_d": "n_decoder_layers", "h": "d_model", "a": "n_heads", "k": "n_kv_heads", "f": "d_ff", "V": "vocab_size",
-             "s": "seq_len", "T": "n_token_types", "E": "n_experts", "top_k": "top_k", "P": "patch_size", "c": "n_channels",
-             "image": "image_size", "C": "n_classes", "buckets": "n_buckets"}  # fmt: skip
-    found = {short: getattr(config, name, None) for short, name in names.items()}
-    if found["E"] is None:
-        found["top_k"] = None
-    return {**{k: v for k, v in found.items() if v is not None}, "d": config.head_dim}
+    """The numbers that formulas name: L layers, h width, a heads of d, k key heads, f inner width, V vocabulary, s
+    positions, ..."""
+    values = {symbol: getattr(config, name, None) for symbol, name in SYMBOLS.items()}
+    if values["E"] is None:
+        values["top_k"] = None
+    return {**{symbol: value for symbol, value in values.items() if value is not None}, "d": config.head_dim}
 
 
 # ---------------------------------------------------------------- what a sample is
 
 
 class Shape(NamedTuple):
-    """One training sample as the model sees it, in positions. Of decoders and encoders `source` is the sequence and `target` 0."""
+    """One training sample as the model sees it, in positions. For decoders and encoders `source` is the sequence and
+    `target` 0."""
 
     source: int
     target: int = 0
-    selected: int = 0  # places at which a masked-LM head computes
+    selected: int = 0  # positions at which a masked-LM head computes
 
 
 def sample_of(recipe: Recipe) -> dict[str, Any]:
-    """A micro-batch of one full-length sample, as the recipe's task makes it. Raises UserError for a length that the model has no positions
-    for."""
+    """A micro-batch of one full-length sample, as the recipe's task makes it. Raises UserError for a length that the
+    model has no positions for."""
     one = recipe.batch.model_copy(update={"samples": 1, "tokens": None})
     return micro_batches(recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": one}))[0]
 
 
 def shape_of(recipe: Recipe) -> Shape:
-    """Of a full-length sample. Raises UserError as `sample_of`."""
+    """The shape of a full-length sample. Raises UserError as `sample_of`."""
     batch = sample_of(recipe)
     if "source" in batch:
         return Shape(batch["source"].shape[1], batch["target"].shape[1])
@@ -117,68 +110,79 @@ class Operations(NamedTuple):
 
 
 def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
-    """Of one sample, forward and backward, read off the trace of one block of each kind and the ends. target: "cuda", where attention is
-    fused also with dropout, with a trained bias and for few tokens; "cpu", where it is not then (layers/kernels.py). Raises UserError where
-    the model's configuration is not complete."""
+    """The operations of one sample, forward and backward, read off the trace of one block of each kind and the ends.
+
+    target: "cuda", where attention is fused also with dropout, with a trained bias and for few tokens; "cpu", where it
+    is not then (layers/kernels.py). Raises UserError where the model's configuration is not complete.
+    """
     recipe, batch = complete(recipe), sample_of(recipe)
-    own = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in ("checkpointing", "attention", "chunk", "precision")})
+    kept = ("checkpointing", "attention", "chunk", "precision")
+    layout = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in kept})
     model = inner = causal = hardware = 0.0
-    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, Layout(device="cpu"), batch, "cuda").items():
+    plain = engine.operations_of(recipe, Layout(device="cpu"), batch, "cuda")
+    for (_, kind, name, _, _, flops, _, shape), n in plain.items():
         model += n * (full := engine.products(kind, name, flops, shape, 2, 4))
         inner += n * full * (kind == "attention")
-        causal += n * full * (kind == "attention" and flops < 0.75 * engine.products(kind, name, flops, shape, 2, 5))
-    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, own, batch, target).items():
+        halved = flops < 0.75 * engine.products(kind, name, flops, shape, 2, 5)
+        causal += n * full * (kind == "attention" and halved)
+    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, layout, batch, target).items():
         hardware += n * engine.products(kind, name, flops, shape, 2, 5)
     return Operations(model, hardware, inner, causal)
 
 
 def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
-    """Operations of one optimizer step over all devices: rows flops/model, flops/model_causal (where there is causal attention),
-    flops/hardware, and flops/per_token (of flops/model).
+    """Operations of one optimizer step over all devices: rows flops/model, flops/model_causal (where there is causal
+    attention), flops/hardware, and flops/per_token (of flops/model).
 
-    target: "cuda" or "cpu", see `operations`.
-    Every sample is full length, so that padding counts for none. Raises UserError as `sample_of` and `operations`.
+    target: "cuda" or "cpu", see `operations`. Every sample is full length, so that padding counts for none. Raises
+    UserError as `sample_of` and `operations`.
     """
     shape, config, layout = shape_of(recipe), complete(recipe).model, recipe.layout
     tokens = tokens_a_sample(recipe)
     samples = recipe.batch.samples or recipe.batch.tokens / tokens
-    found = operations(recipe, target=target)
-    model, hardware, causal = (samples * n for n in (found.model, found.hardware, found.causal))
+    one = operations(recipe, target=target)
+    model, hardware, causal = (samples * n for n in (one.model, one.hardware, one.causal))
     how = {"method": "traced with one block of each kind, and multiplied"}
 
     lengths = {"samples": samples, "s": shape.source, "t": shape.target or None, "m": shape.selected or None}
     inputs = {k: v for k, v in {**sizes(config), **lengths}.items() if v is not None}
     if not shape.target and not shape.selected:
-        inputs["N_mm"] = round((found.model - found.attention) / (6 * shape.source))
-    rows = [known_figure("flops/model", model, inputs, formula=_texts(config)["operations"], convention=FULL, **how)]
+        inputs["N_mm"] = round((one.model - one.attention) / (6 * shape.source))
+    rows = [known_figure("flops/model", model, inputs, convention=FULL, **how)]
     if causal:
         inputs = {"flops/model": model, "causal attention": causal}
         rows.append(known_figure("flops/model_causal", model - causal / 2, inputs, convention=CAUSAL, **how))
     inputs = {"flops/model": model, "computed again": hardware - model}
-    conditions = {"convention": HARDWARE, **how, "checkpointing": layout.checkpointing, "attention": layout.attention, "target": target}
-    rows.append(known_figure("flops/hardware", hardware, inputs, **conditions))
+    settings = {"checkpointing": layout.checkpointing, "attention": layout.attention, "target": target}
+    rows.append(known_figure("flops/hardware", hardware, inputs, convention=HARDWARE, **how, **settings))
     inputs = {"flops/model": model, "tokens": samples * tokens}
-    return [*rows, known_figure("flops/per_token", found.model / tokens, inputs, convention=FULL)]
+    return [*rows, known_figure("flops/per_token", one.model / tokens, inputs, convention=FULL)]
 
 
 def tokens_a_sample(recipe: Recipe) -> int:
-    """Tokens of a full-length sample, both sides' of an encoder-decoder; of an image its patches. Raises UserError as `sample_of`."""
+    """Tokens of a full-length sample, both sides' of an encoder-decoder; patches of an image. Raises UserError as
+    `sample_of`."""
     return sample_of(recipe)["n_tokens"]
 
 
 # ---------------------------------------------------------------- utilisation
 
 
-def utilisation(name: Literal["mfu", "hfu"], operations: float, seconds: float, cluster: Cluster, dtype: str) -> Row:
-    """time/mfu: model operations of a step / (seconds · devices · dense peak of `dtype`) (Chowdhery et al. 2022, section 4.1); time/hfu:
-    the same of the operations that are computed, recomputation included.
+def utilisation(
+    name: Literal["mfu", "hfu"], operations: float, seconds: float, cluster: Cluster, dtype: str
+) -> Row:
+    """time/mfu: model operations of a step / (seconds · devices · dense peak of `dtype`) (Chowdhery et al. 2022,
+    section 4.1); time/hfu: the same of the operations that are computed, recomputation included.
 
-    The convention of the operations stands in the row's conditions. Raises UserError where the device has no peak for that dtype.
+    The convention of the operations stands in the row's conditions. Raises UserError where the device has no peak for
+    that dtype.
     """
     what, convention = ("model", FULL) if name == "mfu" else ("hardware", HARDWARE)
     device = cluster.device
     if dtype not in device.peaks:
-        raise UserError(f"{device.name}: its peak in {dtype} is not known, so utilisation cannot be given.{did_you_mean(dtype, device.peaks)}")
-    peak = device.peaks[dtype]
-    inputs = {f"flops/{what}": operations, "seconds": seconds, "devices": cluster.n, f"dense peak in {dtype} (FLOP/s)": peak}
-    return known_figure(f"time/{name}", operations / (seconds * cluster.n * peak), inputs, convention=convention, dtype=dtype)
+        unknown = f"its peak in {dtype} is not known, so utilisation cannot be given"
+        raise UserError(f"{device.name}: {unknown}.{did_you_mean(dtype, device.peaks)}")
+    peak, of_peak = device.peaks[dtype], f"dense peak in {dtype} (FLOP/s)"
+    inputs = {f"flops/{what}": operations, "seconds": seconds, "devices": cluster.n, of_peak: peak}
+    share = operations / (seconds * cluster.n * peak)
+    return known_figure(f"time/{name}", share, inputs, convention=convention, dtype=dtype)

@@ -25,14 +25,13 @@ import torch
 from gradus import __version__, files, limits, models
 from gradus.errors import UserError
 from gradus.parallel import check
-from gradus.parallel import pipeline as pipelines
+from gradus.parallel import stages as pipelines
 from gradus.plan import batches as making
 from gradus.plan import compose, profiles, traffic
 from gradus.plan import peak as peaks
 from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
-from gradus.plan.trace import Target
-from gradus.plan.work import Op, Work, op_of, transfer_of
+from gradus.plan.work import Op, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
@@ -82,7 +81,7 @@ def code(*more: str) -> str:
     """Of all that a profile depends on: the model, the layout, the step, how they are traced; and of further rooms."""
     root = Path(__file__).parents[1]
     rooms = [path for room in (*TRACED_ROOMS, *more) for path in sorted((root / room).glob("*.[py]*")) if path.is_file()]
-    own = [root / "plan" / f"{name}.py" for name in ("trace", "profiles", "batches")]
+    own = [root / "plan" / f"{name}.py" for name in ("trace", "tracing", "profiles", "batches")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
 
 
@@ -107,7 +106,9 @@ def profile_of(
             raise ValueError("the text is not what was written")
         profile = profiles.from_json(json.loads(text))
     except (OSError, ValueError, UserError):  # absent, torn or changed
-        profile = profiles.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
+        from gradus.plan import tracing  # half a second, which what is kept need not wait for
+
+        profile = tracing.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps(profiles.to_json(profile))

@@ -14,15 +14,16 @@ TEXTS = yaml.safe_load((importlib.resources.files("gradus.plan") / "figures.yaml
 
 
 def figure(
-    name: str, value: float | str, unit: str = "", formula: str = "", inputs: dict[str, Any] | None = None, source: str = "",
-    **conditions: Any,
+    name: str, value: float | str, unit: str = "", formula: str = "", inputs: dict[str, Any] | None = None,
+    source: str = "", **conditions: Any,
 ) -> Row:  # fmt: skip
-    """A predicted row. formula, inputs (name → number put in) and source are what `--explain` shows."""
+    """A predicted row. formula, inputs (name → number) and source are what `--explain` shows."""
     how = {"formula": formula, "inputs": inputs or {}, "source": source}
     return Row(name, value, unit, None, {"kind": "predicted", **conditions, "how": {k: v for k, v in how.items() if v}})
 
 
 def known_figure(name: str, value: float | str, inputs: dict[str, Any], **more: Any) -> Row:
-    """A figure whose unit, formula and source stand in figures.yaml, by its name or its group's. more: what does not, and conditions."""
+    """A figure whose unit, formula and source stand in figures.yaml, by its name or its group's. more: what does not,
+    and conditions."""
     known = TEXTS["figures"].get(name) or TEXTS["figures"][name.rpartition("/")[0]]
     return figure(name, value, inputs=inputs, **{**known, **more})

@@ -1,7 +1,9 @@
-"""A bare model as something to plan: a preset's name or a Hugging Face config.json → a configuration of ours → a whole recipe.
+"""A bare model as something to plan: a preset's name or a Hugging Face config.json → a configuration of ours → a whole
+recipe.
 
-A config.json maps (recipe/hf.yaml) where our module has as many parameters and operations as theirs; what else differs (an activation, a rescaled
-rotary angle, several dropouts) is told in the notes. Where even the parameters would differ, it is refused with the field's name.
+A config.json maps (recipe/hf.yaml) where our module has as many parameters and operations as theirs; notes say what
+else differs (an activation, a rescaled rotary angle, several dropouts). Where even the parameters would differ, it is
+refused with the field's name.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from gradus.models import weights
 from gradus.models.weights import others
 from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.recipe.schema import MODELS, ModelConfig, Recipe
 
 # ---------------------------------------------------------------- config.json → a configuration
 
@@ -31,12 +34,14 @@ class Read(NamedTuple):
 
 
 def read_hf(name: str) -> Read:
-    """The configuration of `hf:NAME`, a local folder (Hugging Face's or Meta's layout, or a run) or a hub name, of which only config.json
-    is fetched. Raises UserError for what is not there, and, naming the field, for what does not map onto a family."""
-    where = name.removeprefix("hf:")
-    if not where:
-        raise UserError("hf: what comes after it is missing. Give a local folder or a hub name, e.g. hf:openai-community/gpt2")
-    path = models.locate(where, weights_too=False)
+    """The configuration of `hf:NAME`, a local folder (Hugging Face's or Meta's layout, or a run) or a hub name, of
+    which only config.json is fetched. Raises UserError for what is not there, and, naming the field, for what does not
+    map onto a family."""
+    source = name.removeprefix("hf:")
+    if not source:
+        example = "Give a local folder or a hub name, e.g. hf:openai-community/gpt2"
+        raise UserError(f"hf: what comes after it is missing. {example}")
+    path = models.locate(source, weights_too=False)
     file = path / "config.json"
     hf = weights.read_json(file) if file.is_file() else {"gradus": True}
     if "gradus" in hf or str(hf.get("model_type")).startswith("gradus"):
@@ -55,40 +60,25 @@ def read_hf(name: str) -> Read:
 
 
 def _map(hf: dict[str, Any], kind: str) -> Read:
+    """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
-    missing = [field for field in entry.get("needs", ()) if hf.get(entry.get("default", {}).get(field, field)) is None]
-    if missing:
-        raise UserError(f"{', '.join(missing)}: missing, and the model cannot be planned without")
-    for field, (only, why) in entry.get("only", {}).items():
-        wanted = hf[only] if isinstance(only, str) else only
-        if hf.get(field, wanted) != wanted:
-            raise UserError(f"{field}={hf[field]} is not supported: {why}. Only {field}={wanted} is")
-    for field, value in entry.get("default", {}).items():
-        if hf.get(field) is None:
-            hf[field] = hf.get(value, value) if isinstance(value, str) else value
-    first, *alike = entry.get("equal", [None])
-    planned = {field: [hf.get(first, 0.1)] for field in alike} | entry.get("planned", {})
-    if entry["family"] == "t5" and str(hf.get("feed_forward_proj")).startswith("gated-"):
-        planned["feed_forward_proj"] = ["gated-gelu", "gated-gelu_new"]
-    for field, known in planned.items():
-        if hf.get(field) is not None and hf[field] not in known:
-            notes.append(f"{field}={hf[field]} planned as {known[0]}")
-            hf[field] = known[0]
-    theirs = (hf.get("architectures") or list(entry.get("heads", {}).values()) or [""])[0]
-    if "heads" in entry:
-        _heads(hf, theirs, entry["heads"])
-    if (entry["family"], theirs[-5:]) == ("llama", "Model"):
-        notes.append("planned with the output projection that training needs")
-    if theirs == "ViTModel":
-        notes.append("the pooler, which neither a classifier nor the features read, is left out")
-    if entry["family"] == "llama":
-        _window_and_angles(hf, kind, notes)
-    elif kind == "opt":
-        usable, hf["n_positions"] = hf["max_position_embeddings"], hf["max_position_embeddings"] + 2
-        notes.append(f"{usable + 2} positions as stored, of which {usable} are used")
-    elif entry["family"] == "bert" and kind != "bert":
-        usable = hf["max_position_embeddings"] - hf.get("pad_token_id", 1) - 1
-        notes.append(f"{hf['max_position_embeddings']} positions as stored, of which {usable} are used")
+    _check_fields(hf, entry)
+    notes += _replaced(hf, entry)
+    heads = entry.get("heads", {})
+    architecture = (hf.get("architectures") or list(heads.values()) or [""])[0]
+    if heads:
+        hf["architectures"] = [_head(architecture, heads)]
+    notes += [note for ending, note in entry.get("headless", {}).items() if architecture.endswith(ending)]
+    if "rotary" in entry:
+        notes += _window_and_angles(hf, entry["rotary"])
+    stored = hf.get("max_position_embeddings")
+    if "added_positions" in entry:
+        usable, stored = stored, stored + entry["added_positions"]
+        hf["n_positions"] = stored
+    elif "padded_positions" in entry:
+        usable = stored - hf.get("pad_token_id", 1) - 1
+    if usable is not None:
+        notes.append(f"{stored} positions as stored, of which {usable} are used")
     for field, names in entry.get("rename", {}).items():
         hf |= dict.fromkeys([names] if isinstance(names, str) else names, hf[field])
     hf["model_type"] = entry.get("as", kind)
@@ -96,25 +86,56 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
     return Read(config, [*notes, *([entry["note"]] if "note" in entry else [])], usable, kind)
 
 
-def _heads(hf: dict[str, Any], theirs: str, heads: dict[str, str]) -> None:
-    """Their architecture, by its ending, as the one that the family's reader knows."""
-    ending = next((end for end in heads if theirs.endswith(end)), None)
+def _check_fields(hf: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Raises UserError for a field that is missing, or whose parameters are not ours; puts in what an absent one means.
+    """
+    default = entry.get("default", {})
+    missing = [field for field in entry.get("needs", ()) if hf.get(default.get(field, field)) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: missing, and the model cannot be planned without")
+    for field, (only, why) in entry.get("only", {}).items():
+        wanted = hf[only] if isinstance(only, str) else only
+        if hf.get(field, wanted) != wanted:
+            raise UserError(f"{field}={hf[field]} is not supported: {why}. Only {field}={wanted} is")
+    for field, value in default.items():
+        if hf.get(field) is None:
+            hf[field] = hf.get(value, value) if isinstance(value, str) else value
+
+
+def _replaced(hf: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:
+    """Puts in what stands for values that change neither parameters nor operations: a note for each."""
+    first, *equal = entry.get("equal", [None])
+    planned = {field: [hf.get(first, 0.1)] for field in equal} | entry.get("planned", {})
+    for field, known in entry.get("variants", {}).items():
+        if str(hf.get(field)).startswith(known[0].partition("-")[0] + "-"):
+            planned[field] = known
+    for field, known in planned.items():
+        if hf.get(field) is not None and hf[field] not in known:
+            yield f"{field}={hf[field]} planned as {known[0]}"
+            hf[field] = known[0]
+
+
+def _head(architecture: str, heads: dict[str, str]) -> str:
+    """The architecture, by its ending, that the family's reader knows."""
+    ending = next((end for end in heads if architecture.endswith(end)), None)
     if ending is None:
-        raise UserError(f"architectures={theirs} is not supported: the head differs. Known: {', '.join('...' + end for end in heads)}")
-    hf["architectures"] = [heads[ending]]
+        known = ", ".join("..." + end for end in heads)
+        raise UserError(f"architectures={architecture} is not supported: the head differs. Known: {known}")
+    return heads[ending]
 
 
-def _window_and_angles(hf: dict[str, Any], kind: str, notes: list[str]) -> None:
-    """Of the Llamas: a window of attention limits the length; a way to rescale rotary positions that is not ours is left out."""
+def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
+    """A window of attention limits the length; a way to rescale rotary positions that is not among `types` is left out.
+    """
     window = hf.pop("sliding_window", None)
-    used = hf.get("use_sliding_window", kind != "qwen2")  # Qwen2 names a window that it may not use
-    if window and window < hf.get("max_position_embeddings", 2048) and used:
-        notes.append(f"sliding_window={window} can be planned, not trained: up to {window} tokens, where the window changes nothing")
+    if window and window < hf.get("max_position_embeddings", 2048) and hf.get("use_sliding_window", True):
+        limit = f"up to {window} tokens, where the window changes nothing"
+        yield f"sliding_window={window} can be planned, not trained: {limit}"
         hf["max_position_embeddings"] = window
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     how = rope.get("rope_type") or rope.get("type") or "default"
-    if how not in ("default", "llama3") or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
-        notes.append(f"rotary positions of type {how} planned as plain ones")
+    if how not in types or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
+        yield f"rotary positions of type {how} planned as plain ones"
         hf.pop("rope_parameters", None)
         hf["rope_scaling"] = None
 
@@ -123,29 +144,43 @@ def _window_and_angles(hf: dict[str, Any], kind: str, notes: list[str]) -> None:
 
 
 def published(config: ModelConfig) -> dict[str, Any]:
-    """How the preset that config names was trained (recipe/runs.yaml), or the model of its family that is nearest in parameters."""
-    family = "bert classifier" if getattr(config, "head", None) == "classification" and config.family == "bert" else config.family
+    """How the preset that config names was trained (recipe/runs.yaml), or the model of its family that is nearest in
+    parameters; of a family without any, another that learns the same task from the same kind of data.
+
+    Raises UserError where no model did that.
+    """
+
+    def learned_alike(run: dict[str, Any]) -> bool:
+        task = run["task"]["name"]
+        return config.learns.get(task) == MODELS[run["family"]].learns[task]
+
+    every, classifies = presets.runs(), getattr(config, "head", None) == "classification"
+    runs = [run for run in every if run["family"] == config.family] or list(filter(learned_alike, every))
+    runs = [run for run in runs if (run["task"]["name"] == "classification") == classifies] or runs
+    if not runs:
+        raise UserError(f"model.family={config.family}: no published training is like its own. Give a recipe.")
     name = presets.ALIASES.get(config.preset or "", config.preset)
-    runs = [run for run in presets.runs() if run["family"] == family]
     run = next((run for run in runs if name in run.get("sizes", {})), runs[0])
     sizes = run.get("sizes", {})
     if sizes and name not in sizes:
         total = models.count(config)["total"]
-        name, run = min(sizes, key=lambda size: abs(math.log(sizes[size]["parameters"] / total))), {**run, "tokens": None}
+        name = min(sizes, key=lambda size: abs(math.log(sizes[size]["parameters"] / total)))
+        run = {**run, "tokens": None}
     run = {**run, **sizes.get(name, {})}
     return {**run, "source": run["source"].format(size=name)}
 
 
-TEXT, TOKENIZER, IMAGES = "path/to/text", "path/to/tokenizer", "path/to/images"  # stand for what a bare model does not say
+# stand for what a bare model does not say
+TEXT, TOKENIZER, IMAGES = "path/to/text", "path/to/tokenizer", "path/to/images"
 
 
 def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: list[str] | None = None) -> Recipe:
     """A whole recipe for a bare model: a configuration, a preset's name, or hf:NAME.
 
-    The family's pre-training task, and settings as published for that size (`published`; notes receives their source): samples a step,
-    length, optimizer, schedule, steps; bf16 mixed precision. tokens: to train on, in place of the published number; where none is
-    published, 20 a parameter that a token meets (Hoffmann et al. 2022). Data and tokenizer are placeholders. Raises UserError as
-    `read_hf`, and for an unknown preset.
+    The family's pre-training task, and settings as published for that size (`published`; notes receives their source):
+    samples per step, length, optimizer, schedule, steps; bf16 mixed precision. tokens: to train on, in place of the
+    published number; where none is published, 20 for each parameter that a token meets (Hoffmann et al. 2022). Data and
+    tokenizer are placeholders. Raises UserError as `read_hf` and `published`, and for an unknown preset.
     """
     notes = [] if notes is None else notes
     name, tokenizer, usable = model, TOKENIZER, None
@@ -168,8 +203,8 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
     raw = {
         "name": name,
         "model": _model(config, notes),
-        **_task_and_data(config, length),
-        **({} if config.family == "vit" else {"tokenizer": {"kind": "file", "path": tokenizer}}),
+        **_task_and_data(config, run["task"], length),
+        **({} if config.reads == "images" else {"tokenizer": {"kind": "file", "path": tokenizer}}),
         "optimizer": {**run["optimizer"], "lr": run["lr"]},
         "batch": {"samples": samples},
         "layout": {"precision": "bf16", "micro_batch": _micro_batch(config, length, samples)},
@@ -184,7 +219,8 @@ def _how_long(recipe: Recipe, run: dict[str, Any], tokens: float | None, notes: 
     wanted = tokens or run.get("tokens")
     if wanted is None and steps is None:
         wanted = 20 * active(recipe.model)
-        notes.append(f"{wanted:.3g} tokens, 20 per active parameter (Hoffmann et al. 2022): how many were trained on is not published")
+        source = "20 per active parameter (Hoffmann et al. 2022): how many were trained on is not published"
+        notes.append(f"{wanted:.3g} tokens, {source}")
     if wanted is not None:
         steps = math.ceil(wanted / a_step)
     number, unit = re.fullmatch(r"(\d+)( tokens)?", str(run["warmup"])).groups()
@@ -196,29 +232,24 @@ def _how_long(recipe: Recipe, run: dict[str, Any], tokens: float | None, notes: 
 
 def _model(config: ModelConfig, notes: list[str]) -> dict[str, Any]:
     section = {**config.model_dump(exclude_none=True), **({"init": None} if config.init else {})}
-    if config.family == "vit" and config.n_classes is None:
+    if config.reads == "images" and config.n_classes is None:
         section["n_classes"] = 1000
         notes.append("config.json has no classes: planned with ImageNet's 1,000 (model.n_classes)")
-    if config.family == "bert" and config.head == "none":
+    if getattr(config, "head", None) == "none":
         section |= {"head": "pretraining", "pooler": True}
     return section
 
 
-def _task_and_data(config: ModelConfig, length: int | None) -> dict[str, Any]:
-    head = getattr(config, "head", None)
-    text = {"kind": "text", "path": TEXT, "max_len": length}
-    if config.family == "vit":
-        return {"task": {"name": "classification"}, "data": {"kind": "images", "path": IMAGES}}
-    if config.family == "seq2seq":
-        return {"task": {"name": "translation", "label_smoothing": 0.1}, "data": {**text, "kind": "pairs"}}
-    if config.family == "bert" and head == "classification":
-        return {"task": {"name": "classification"}, "data": {**text, "kind": "labelled"}}
-    if config.family == "bert":
-        return {"task": {"name": "masked_lm", "next_sentence": head != "masked_lm"}, "data": text}
-    return {"task": {"name": "span_corruption" if config.family == "t5" else "causal_lm"}, "data": text}
+def _task_and_data(config: ModelConfig, task: dict[str, Any], length: int | None) -> dict[str, Any]:
+    kind = config.learns[task["name"]]
+    if task["name"] == "masked_lm":
+        task = {**task, "next_sentence": getattr(config, "head", None) != "masked_lm"}
+    data = {"path": IMAGES} if kind == "images" else {"path": TEXT, "max_len": length}
+    return {"task": task, "data": {"kind": kind, **data}}
 
 
 def _micro_batch(config: ModelConfig, length: int | None, samples: int) -> int:
-    """A power of two that keeps samples · places · width near 2²³: 1 for the largest, 8 for GPT-2 small. A start; the search chooses."""
-    places = length or (config.image_size // config.patch_size) ** 2
-    return min(2 ** max(0, int(math.log2(max(1, 2**23 / (places * config.d_model))))), samples)
+    """A power of two that keeps samples · tokens · width near 2²³: 1 for the largest models, 8 for one of 124 million
+    parameters. A start; the search chooses."""
+    each = (length or config.n_tokens) * config.d_model
+    return min(2 ** max(0, int(math.log2(max(1, 2**23 / each)))), samples)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradus.parallel import pipeline
 from gradus.plan.compose import (
     Stage,
     fsdp_widths,

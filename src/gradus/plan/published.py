@@ -1,6 +1,7 @@
 """How far the plan's times are off what others published: the table that was kept when the parameters were fitted.
 
-`gradus plan --accuracy` prints it; `python benchmarks/groundtruth.py POINTS.json` scores any file of points, and fits the parameters.
+`gradus plan --accuracy` prints it; `python benchmarks/groundtruth.py POINTS.json` scores any file of points, and fits
+the parameters.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradus.errors import UserError
-from gradus.hardware.tables import table as columns_of
+from gradus.hardware.tables import table
 from gradus.plan.roofline import fitted
 
 EXPLAINED = (
-    "Errors in percent. inside: points within the interval that the plan states (80 % expected). skill: 1 - error / mean error of a "
-    "constant utilisation (or value) that was fitted to the other models.",
-    "What this means: parameters were fitted without what was left out, but the formulas were chosen with all points in view.",
+    "Errors in percent. inside: points within the interval that the plan states (80 % expected). skill: 1 - error / "
+    "mean error of a constant utilisation (or value) that was fitted to the other models.",
+    "What this means: parameters were fitted without what was left out, but the formulas were chosen with all points "
+    "in view.",
 )
 SHOWN = ("n", "mean", "median", "max", "bias", "inside", "skill")  # columns of the table; the file has more
 
@@ -28,12 +30,15 @@ def lines(path: str | None = None) -> Iterator[str]:
     yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
     yield from EXPLAINED
     for label in ("model", "source"):
-        table = dict(file.get(f"without its {label}", {}))
-        columns = table.pop("columns", [])
-        rows = [[group, *(_cell(name, row[columns.index(name)]) for name in SHOWN)] for group, row in table.items()] if columns else []
-        yield from ("", *columns_of([f"each point, its {label} left out", *SHOWN], rows, set(range(1, 8))))
+        scores = dict(file.get(f"without its {label}", {}))
+        columns = scores.pop("columns", [])
+        places = {name: columns.index(name) for name in SHOWN} if columns else {}
+        rows = [[group, *(_cell(name, row[i]) for name, i in places.items())] for group, row in scores.items()]
+        head = [f"each point, its {label} left out", *SHOWN]
+        yield from ("", *table(head, rows if columns else [], set(range(1, 8))))
     yield ""
-    yield from (f"not predicted: {n:4d}  {why}" for why, n in sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1]))
+    uncovered = sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1])
+    yield from (f"not predicted: {n:4d}  {why}" for why, n in uncovered)
 
 
 def _cell(column: str, value: float | None) -> str:

@@ -31,7 +31,6 @@ from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.profiles import Part, block_kinds
 from gradus.plan.step import StepTime, step_time
-from gradus.plan.trace import collecting
 from gradus.recipe.axes import DATA, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
@@ -346,6 +345,8 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
         good, large = ([space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large"))
         return good, [dataclasses.replace(c, time=None) for c in large]
     enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
+    from gradus.plan.trace import collecting
+
     with collecting():
         for c in contest(space, enough):
             (good if c.time else large).append(c)

@@ -1,4 +1,5 @@
-"""The plan as text: the answer that a person reads in ten seconds, then its components, and the explanation of any figure."""
+"""The plan as text: the answer that a person reads in ten seconds, then its components, and the explanation of any
+figure."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gradus import models
 from gradus.errors import UserError, colour, did_you_mean
 from gradus.hardware.tables import WIDTH, fold
 from gradus.parallel.mesh import sizes
@@ -32,13 +34,15 @@ if TYPE_CHECKING:
 
 
 UNITS = {  # a row's unit → (from how many on, how many make one, its name), the largest first
-    "bytes": [(0.9995 * n, n, name) for n, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))],
+    "bytes": [(0.9995 * 10**n, 10**n, name) for n, name in zip(range(15, -1, -3), ("PB", "TB", "GB", "MB", "kB", "B"))],
     "s": (
-        (2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"), (0.9995, 1, "s"), (0, 1e-3, "ms"),
+        (2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"),
+        (0.9995, 1, "s"), (0, 1e-3, "ms"),
     ),
     "kg": ((1e3, 1e3, "t"), (1, 1, "kg"), (0, 1e-3, "g")),
-    "J": ((3.6e12, 3.6e12, "GWh"), (3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (3.6e3, 3.6e3, "Wh"), (0, 1, "J")),  # money is counted so
-    "prefix": [(n, n, name) for n, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))],
+    # money is counted so
+    "J": ((3.6e12, 3.6e12, "GWh"), (3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (3.6e3, 3.6e3, "Wh"), (0, 1, "J")),
+    "prefix": [(10**n, 10**n, name) for n, name in zip(range(18, -1, -3), (*"EPTGMk", ""))],
 }  # fmt: skip
 
 
@@ -62,7 +66,9 @@ def duration(seconds: float) -> str:
 def money(amount: float, currency: str) -> str:
     """Cents where they matter: $0.0066, $13.44, $2,130, $1.85 million."""
     sign = SIGNS.get(currency, currency if len(currency) == 1 else f"{currency} ")
-    return f"{sign}{rate(amount)}" if amount >= 100 else f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"
+    if amount >= 100:
+        return f"{sign}{rate(amount)}"
+    return f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"
 
 
 def rate(n: float) -> str:
@@ -99,34 +105,48 @@ def value_text(row: Row) -> str:
 
 
 def headline(answer: Answer, request: Request) -> list[str]:
-    """What it is, does it fit, how long, how much: a line each, each figure with what drives it. What does not fit has no time or cost."""
-    r, n = answer.recipe, answer.n
+    """What it is, whether it fits, how long it takes, what it costs: a line each, each figure with what drives it. What
+    does not fit has no time or cost."""
+    lines = [_what(answer, request), _memory(answer)]
+    if answer.fits is False:
+        nothing = "no layout of this model fits on up to 1,024 times as many of these devices"
+        advice = answer.advice or [f"{nothing}: use shorter samples, or a smaller model"]
+        return lines + [f"try       {line}" for line in advice]
+    return lines + _how_long(answer) + _deadline(answer, request) + _how_much(answer)
+
+
+def _what(answer: Answer, request: Request) -> str:
+    layout, n = answer.recipe.layout, answer.n
     on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
-    split = sizes(r.layout, n)
-    axes = " × ".join(f"{axis} {k}" for axis, k in split.items() if k > 1)
-    checkpointing = f"checkpointing {r.layout.checkpointing}" * (r.layout.checkpointing != "none")
-    numbers = f"param_dtype {r.layout.param_dtype}" if r.layout.shard > 1 and r.layout.param_dtype else computed_in(r.layout)
-    state = "optimizer sharded" * (r.layout.shard_optimizer and split["replicate"] > 1)
-    how = ", ".join(filter(None, (axes, state, numbers, checkpointing)))
+    split = sizes(layout, n)
+    gathered = f"param_dtype {layout.param_dtype}" if layout.shard > 1 and layout.param_dtype else ""
+    how = [
+        " × ".join(f"{axis} {k}" for axis, k in split.items() if k > 1),
+        "optimizer sharded" * (layout.shard_optimizer and split["replicate"] > 1),
+        gathered or computed_in(layout),
+        f"checkpointing {layout.checkpointing}" * (layout.checkpointing != "none"),
+    ]
     active = f" ({active:,} active)" if (active := answer.value("parameters/active")) else ""
-    lines = [f"{request.recipe}: {answer.value('parameters/total'):,} parameters{active}, on {on} ({how})"]
+    parameters = f"{answer.value('parameters/total'):,} parameters{active}"
+    return f"{request.recipe}: {parameters}, on {on} ({', '.join(filter(None, how))})"
+
+
+def _memory(answer: Answer) -> str:
     parts = {row.name.partition("/")[2]: row.value for row in answer.rows if row.name.startswith("memory/")}
     on_cpu = not answer.cluster or answer.cluster.device.kind == "cpu"
-    tensors, each = parts["allocated"], "process" if on_cpu else "device"
-    apart = ("allocated", "reserved", "device", "capacity", *(["framework"] if on_cpu else []))
-    main = sorted((k for k in parts if k not in apart), key=lambda k: -parts[k])
-    most = ", ".join(f"{k} {parts[k] / (tensors if on_cpu else parts['device']):.0%}" for k in main[:2] if parts[k])
+    tensors, device, each = parts["allocated"], parts["device"], "process" if on_cpu else "device"
+    whole = ("allocated", "reserved", "device", "capacity", *(["framework"] if on_cpu else []))
+    largest = sorted((part for part in parts if part not in whole), key=lambda part: -parts[part])[:2]
+    total = tensors if on_cpu else device
+    most = ", ".join(f"{part} {parts[part] / total:.0%}" for part in largest if parts[part])
     if answer.fits is None:
-        lines.append(f"memory    tensors {size(tensors)} per device at the peak ({most}); as a process on a CPU {size(parts['device'])}")
-    else:
-        share, most = parts["device"] / parts["capacity"], f"tensors {size(tensors)}: {most}" if on_cpu else most
-        over = "" if answer.fits else f", {size(parts['device'] - parts['capacity'])} too much"
-        verdict = "fits" if answer.fits else "NO FIT"
-        lines.append(f"{verdict:9} {size(parts['device'])} of {size(parts['capacity'])} per {each} ({share:.0%}{over}; {most})")
-    if answer.fits is False:
-        nothing = "no layout of this model fits on up to 1,024 times as many of these devices: use shorter samples, or a smaller model"
-        return lines + [f"try       {line}" for line in answer.advice or [nothing]]
-    return lines + _how_long(answer) + _deadline(answer, request) + _how_much(answer)
+        process = f"as a process on a CPU {size(device)}"
+        return f"memory    tensors {size(tensors)} per device at the peak ({most}); {process}"
+    capacity = parts["capacity"]
+    most = f"tensors {size(tensors)}: {most}" if on_cpu else most
+    over = "" if answer.fits else f", {size(device - capacity)} too much"
+    share = f"{device / capacity:.0%}{over}; {most}"
+    return f"{'fits' if answer.fits else 'NO FIT':9} {size(device)} of {size(capacity)} per {each} ({share})"
 
 
 def _cases(rows: Iterable[Row], name: str) -> dict[str, Row]:
@@ -135,46 +155,56 @@ def _cases(rows: Iterable[Row], name: str) -> dict[str, Row]:
 
 def _interval(cases: dict[str, Row]) -> str:
     text = value_text(cases["expected"])
-    return text + (_between(text, value_text(cases["low"]), value_text(cases["high"])) if "low" in cases and "high" in cases else "")
+    if "low" not in cases or "high" not in cases:
+        return text
+    return text + _between(text, value_text(cases["low"]), value_text(cases["high"]))
 
 
 def _between(text: str, low: str, high: str) -> str:
-    """' [30 .. 47]' where all three have one unit, else each with its own; money always: '[$142 million .. $1.65 billion]'."""
+    """' [30 .. 47]' where all three have one unit, else each with its own; money always: '[$142 million .. $1.65
+    billion]'."""
     unit = "" if not text[:1].isdigit() else text.partition(" ")[2]
-    low, high = (x.removesuffix(f" {unit}") if unit and all(y.endswith(f" {unit}") for y in (low, high)) else x for x in (low, high))
+    if unit and all(end.endswith(f" {unit}") for end in (low, high)):
+        low, high = (end.removesuffix(f" {unit}") for end in (low, high))
     return f" [{low} .. {high}]"
 
 
 def _how_long(answer: Answer) -> list[str]:
-    step = _cases(answer.rows, "time/step").get("expected")
+    step, config = _cases(answer.rows, "time/step").get("expected"), answer.recipe.model
     if step is None:
-        return ["how long  not known: give --on DEVICE (gradus hardware), or calibrate this machine once (gradus calibrate)"]
-    images, tokens, mfu = answer.recipe.model.family == "vit", answer.value("time/tokens_per_s"), answer.value("time/mfu")
-    each = "images" if images else "tokens" if tokens else "samples"
-    sides = " of source and target" * (each == "tokens" and answer.recipe.model.family in ("seq2seq", "t5"))
-    speed = f"{rate(tokens if each == 'tokens' else answer.value('time/samples_per_s'))} {each}/s{sides}"
+        calibrate = "calibrate this machine once (gradus calibrate)"
+        return [f"how long  not known: give --on DEVICE (gradus hardware), or {calibrate}"]
+    tokens, mfu = answer.value("time/tokens_per_s"), answer.value("time/mfu")
+    each = "images" if config.reads == "images" else "tokens" if tokens else "samples"
+    two_sided = each == "tokens" and models.lookup(config.family).attention == "cross"
+    per_second = tokens if each == "tokens" else answer.value("time/samples_per_s")
+    speed = f"{rate(per_second)} {each}/s{' of source and target' * two_sided}"
     driver = (f"MFU {mfu:.0%}; " if mfu else "") + _limit(answer.rows, step.value)
     cases = _cases(answer.rows, "budget/time")
     whole = f"{_interval(cases)} for {answer.value('budget/steps'):,.0f} steps; " if cases else ""
-    text, low, high = (duration(seconds) for seconds in (step.value, step.conditions["low"], step.conditions["high"]))
+    text, low, high = map(duration, (step.value, step.conditions["low"], step.conditions["high"]))
     return [f"how long  {whole}{text}{_between(text, low, high)} per step, {speed} ({driver})"]
 
 
-LIMITS = {  # parts of a step → what limits it where they take most; others are communication along an axis of the layout
-    "matmul": "matrix products", "attention": "fused attention", "memory": "memory-bound operations", "launch": "kernel launches",
-    "bubble": "pipeline bubble", "optimizer": "the optimizer's step", "data": "copies of the batch", "host": "waiting for the host or the slowest node",
+# Parts of a step → what limits it where they take most; others are communication along an axis of the layout.
+LIMITS = {
+    "matmul": "matrix products", "attention": "fused attention", "memory": "memory-bound operations",
+    "launch": "kernel launches", "bubble": "pipeline bubble", "optimizer": "the optimizer's step",
+    "data": "copies of the batch", "host": "waiting for the host or the slowest node",
     "comm/shard": "FSDP's gathers and sums", "comm/replicate": "sums of gradients",
 }  # fmt: skip
 THIN = 0.4  # of the peak: large products reach twice as much
 
 
 def _limit(rows: list[Row], step: float) -> str:
-    """'limited by matrix products at 66% of the peak, 57% of a step': the part that takes most; of products also what they reach."""
+    """'limited by matrix products at 66% of the peak, 57% of a step': the part that takes most, and for products what
+    they reach."""
     most = max((row for row in rows if row.conditions.get("of") == "step"), key=lambda row: row.value)
     part = most.name.removeprefix("time/")
     text = LIMITS.get(part, f"communication along {part.removeprefix('comm/')}")
     if ideal := most.conditions["how"]["inputs"].get(AT_PEAK):
-        text += f"{' too thin:' if part == 'matmul' and ideal < THIN * most.value else ' at'} {ideal / most.value:.0%} of the peak"
+        thin = part == "matmul" and ideal < THIN * most.value
+        text += f"{' too thin:' if thin else ' at'} {ideal / most.value:.0%} of the peak"
     return f"limited by {text}, {most.value / step:.0%} of a step"
 
 
@@ -183,36 +213,51 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
     if not (request.days and cases and needed):
         return []
     expected, high = (cases[case].value for case in ("expected", "high"))
-    by = f"met by {answer.n:,} × {answer.cluster.device.name}"
-    if expected <= request.days * DAY:
-        by += "" if high <= request.days * DAY else f" as expected, not at the high end of the interval ({duration(high)})"
-    else:
+    by, limit = f"met by {answer.n:,} × {answer.cluster.device.name}", request.days * DAY
+    if expected > limit:
         by = f"NOT {by}; {needed['expected'].value:,} or more would (leave the number out of --on to have it found)"
+    elif high > limit:
+        by += f" as expected, not at the high end of the interval ({duration(high)})"
     return [f"deadline  {request.days:g} days: {by}"]
 
 
 def _how_much(answer: Answer) -> list[str]:
-    """Each total with what was put in for it, from low to high: '$3 [$2 .. $5] at $2 per device-hour (quoted: $0.9 to $5)'."""
-    cost, listed, hours, energy, co2 = (_cases(answer.rows, f"budget/{name}") for name in ("cost", "cost_extremes", "device_hours", "energy", "co2"))
-    found = []
+    """Each total with the inputs behind it, from low to high: '$3 [$2 .. $5] at $2 per device-hour (quoted: $0.9 to
+    $5)'."""
+    names = ("cost", "cost_extremes", "device_hours", "energy", "co2")
+    cost, listed, hours, energy, co2 = (_cases(answer.rows, f"budget/{name}") for name in names)
+    totals = []
     if cost:
-        price, quoted = (_put_in(cases, " per device-hour", lambda v: money(v, cost["low"].unit)) if cases else "" for cases in (cost, listed))
-        found.append(f"{_interval(cost)} at {price} per device-hour{f' (quoted: {quoted})' * bool(quoted)}")
+        price, quoted = (_prices(cases, cost["low"].unit) for cases in (cost, listed))
+        quoted = f" (quoted: {quoted})" if quoted else ""
+        totals.append(f"{_interval(cost)} at {price} per device-hour{quoted}")
     elif hours:
         device = answer.cluster.device.name
-        found.append(f"no price of {device} is known (--price; your prices: gradus hardware {device})")
+        totals.append(f"no price of {device} is known (--price; your prices: gradus hardware {device})")
     if hours:
-        found.append(value_text(hours["expected"]))
+        totals.append(value_text(hours["expected"]))
     if energy:
-        watts, node = _put_in(_cases(answer.rows, "budget/energy_device"), "W per device"), _cases(answer.rows, "budget/energy_node")
-        found.append(f"{_interval(energy)} ({watts} W per device, × {_put_in(node, 'node')} for its node, PUE {_put_in(energy, 'PUE')})")
-        found.append(f"{_interval(co2)} CO2 ({co2['expected'].conditions['grid']}: {_put_in(co2, 'kg/kWh')} kg/kWh)")
-    return [f"how much  {'; '.join(found)}"] if found else []
+        devices, node = _cases(answer.rows, "budget/energy_device"), _cases(answer.rows, "budget/energy_node")
+        watts, pue = _inputs(devices, "W per device"), _inputs(energy, "PUE")
+        factors = f"{watts} W per device, × {_inputs(node, 'node')} for its node, PUE {pue}"
+        intensity = f"{co2['expected'].conditions['grid']}: {_inputs(co2, 'kg/kWh')} kg/kWh"
+        totals += [f"{_interval(energy)} ({factors})", f"{_interval(co2)} CO2 ({intensity})"]
+    return [f"how much  {'; '.join(totals)}"] if totals else []
 
 
-def _put_in(cases: dict[str, Row], key: str, text: Callable[[float], str] = lambda v: f"{v:,.0f}" if v >= 999.5 else f"{v:.3g}") -> str:
-    inputs = [cases[case].conditions["how"]["inputs"] for case in ("low", "high")]
-    return " to ".join(dict.fromkeys(text(value) for given in inputs for name, value in given.items() if name.endswith(key)))
+def _prices(cases: dict[str, Row], currency: str) -> str:
+    return _inputs(cases, " per device-hour", lambda amount: money(amount, currency)) if cases else ""
+
+
+def _short(n: float) -> str:
+    return f"{n:,.0f}" if n >= 999.5 else f"{n:.3g}"
+
+
+def _inputs(cases: dict[str, Row], ending: str, text: Callable[[float], str] = _short) -> str:
+    """The inputs whose names end so, of the low case and, where it differs, of the high one."""
+    both = [cases[case].conditions["how"]["inputs"].items() for case in ("low", "high")]
+    texts = (text(value) for inputs in both for name, value in inputs if name.endswith(ending))
+    return " to ".join(dict.fromkeys(texts))
 
 
 HEIGHT = 24  # lines of a terminal that holds the first screen
@@ -221,19 +266,22 @@ LEGEND = "--explain NAME: the explanation of a figure, e.g. --explain memory/act
 
 
 def brackets(device: Device, rows: Iterable[Row] = ()) -> str:
-    """What the intervals are of: see `step.interval`; and of totals among the rows, what they have beyond steps × step time."""
+    """What the intervals are of: see `step.interval`; and what totals among the rows have beyond steps × step time."""
     table = fitted()["without its source"]
     n = table["steps (all)"][table["columns"].index("n")]
-    own = "; Gradus's own step has not run on a GPU" if device.measured is None else " on GPUs; operations: measured here"
-    goodput = [1 - row.conditions["how"]["inputs"]["goodput"] for row in _cases(rows, "budget/time").values()]
-    lost = f". Lost time in totals: {goodput[1]:.0%} [{goodput[0]:.0%} .. {goodput[2]:.0%}]" if goodput else ""
+    own = " on GPUs; operations: measured here"
+    if device.measured is None:
+        own = "; Gradus's own step has not run on a GPU"
+    lost = [1 - row.conditions["how"]["inputs"]["goodput"] for row in _cases(rows, "budget/time").values()]
+    lost = f". Lost time in totals: {lost[1]:.0%} [{lost[0]:.0%} .. {lost[2]:.0%}]" if lost else ""
     return f"[low .. high]: 80 % interval, from {n} published runs of other software{own}{lost}"
 
 
 def screen(answer: Answer, everything: bool = False) -> list[str]:
     """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group."""
     head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
-    timed = [brackets(answer.cluster.device, answer.rows)] if any(row.name == "time/step" for row in answer.rows) else []
+    has_time = any(row.name == "time/step" for row in answer.rows)
+    timed = [brackets(answer.cluster.device, answer.rows)] if has_time else []
     if not everything:
         return first_screen(head, answer.notes, [*(text for line in timed for text in fold(line, 2)), MORE])
     lines = [text for line in head for text in fold(line, 10)]
@@ -256,15 +304,20 @@ def note_lines(notes: list[str]) -> list[str]:
 
 
 def first_screen(head: list[str], notes: list[str], last: list[str]) -> list[str]:
-    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many as have room."""
+    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many
+    as there is room for."""
     lines = [text for line in head for text in fold(line, 10)]
     room = HEIGHT - len(lines) - len(last) - 1
-    ways = (notes, [re.split(r"(?<!\bal)\. (?=[A-Z])|; ", " ".join(note.split()))[0] for note in notes])
-    shown = next((said for way in ways if len(said := [t for note in way for t in fold(f"note: {note}", 6)]) <= room), None)
-    if shown is None:
+    first_sentences = [re.split(r"(?<!\bal)\. (?=[A-Z])|; ", " ".join(note.split()))[0] for note in notes]
+    for texts in (notes, first_sentences):
+        shown = [line for text in texts for line in fold(f"note: {text}", 6)]
+        if len(shown) <= room:
+            break
+    else:
         shown = [textwrap.shorten(f"note: {note}", WIDTH, placeholder=" ...") for note in notes]
         if len(shown) > room:
-            shown = [*shown[: max(0, room - 1)], f"note: {len(notes) - max(0, room - 1)} more (--all)"][: max(0, room)]
+            few = max(0, room - 1)
+            shown = [*shown[:few], f"note: {len(notes) - few} more (--all)"][: max(0, room)]
     return [*lines, *([""] if shown else []), *shown, *last]
 
 
@@ -274,20 +327,20 @@ def components(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         groups.setdefault(row.name.partition("/")[0], {}).setdefault(row.name, []).append(row)
     for group, figures in groups.items():
-        shown = [of for of in figures.values() if any(isinstance(r.value, str) or r.value for r in of)]
+        shown = [same for same in figures.values() if any(isinstance(r.value, str) or r.value for r in same)]
         yield from ("", group) if shown else ()
-        for of in shown:
-            cases = _cases(of, of[0].name)
-            text = _interval(cases) if "expected" in cases else value_text(of[0])
-            yield f"  {of[0].name.partition('/')[2]:24} {text}{_aside(of[0])}"
+        for same in shown:
+            cases = _cases(same, same[0].name)
+            text = _interval(cases) if "expected" in cases else value_text(same[0])
+            yield f"  {same[0].name.partition('/')[2]:24} {text}{_aside(same[0])}"
 
 
 def _aside(row: Row) -> str:
     c = row.conditions
     if row.name.startswith("traffic/"):
         return f"  in {c['calls']:,.0f} calls ({c['kinds']}) of up to {c['group']:,}"
-    said = c.get("convention") or ABOUT.get(row.name)
-    return f"  ({said})" if said else ""
+    about = c.get("convention") or ABOUT.get(row.name)
+    return f"  ({about})" if about else ""
 
 
 ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | TEXTS["about"]
@@ -295,16 +348,18 @@ ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | TEXTS["a
 
 # ---------------------------------------------------------------- while it takes long
 
-SILENCE, AGAIN = 2.0, {True: 1.0, False: 30.0}  # s until the first line, then until the next, on a terminal and elsewhere
+SILENCE = 2.0  # s until the first line
+AGAIN = {True: 1.0, False: 30.0}  # then until the next, on a terminal and elsewhere
 
 
 @contextlib.contextmanager
 def progress(name: str, rows_only: bool) -> Iterator[None]:
-    """A plan that takes long says so on standard error: a terminal's line is drawn again and removed at the end, elsewhere a line follows now
-    and then. rows_only: on a terminal alone."""
+    """A plan that takes long says so on standard error: a terminal's line is drawn again and removed at the end,
+    elsewhere a line follows now and then. rows_only: on a terminal alone."""
     from gradus.plan import engine
 
-    ended, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    ended, began = threading.Event(), time.monotonic()
+    live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     start, end = ("\r\x1b[K", "") if live else ("", "\n")
 
     def tell() -> None:
@@ -331,11 +386,12 @@ def progress(name: str, rows_only: bool) -> Iterator[None]:
 
 
 def named(rows: list[Row], name: str) -> list[Row]:
-    """Those called so, with or without their group. Raises UserError where there are none."""
-    found = [row for row in rows if row.name == name] or [row for row in rows if row.name.partition("/")[2] == name]
-    if not found:
-        raise UserError(f"--explain={name}: the plan has no such figure.{did_you_mean(name, sorted({r.name for r in rows}))}")
-    return found
+    """The rows of this name, with or without its group. Raises UserError where there are none."""
+    same = [row for row in rows if row.name == name] or [row for row in rows if row.name.partition("/")[2] == name]
+    if not same:
+        suggestion = did_you_mean(name, sorted({row.name for row in rows}))
+        raise UserError(f"--explain={name}: the plan has no such figure.{suggestion}")
+    return same
 
 
 def plain(n: Any) -> str:
@@ -354,8 +410,8 @@ def explain(rows: list[Row], name: str) -> Iterator[str]:
         how: dict[str, Any] = row.conditions.get("how", {})
         if "formula" in how:
             yield f"  formula: {how['formula']}"
-        for key, put_in in how.get("inputs", {}).items():
-            yield f"  {key} = {plain(put_in)}"
+        for key, value in how.get("inputs", {}).items():
+            yield f"  {key} = {plain(value)}"
         if "source" in how:
             yield f"  source: {how['source']}"
         rest = {k: v for k, v in row.conditions.items() if k not in ("how", "kind", "case")}

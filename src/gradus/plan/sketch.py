@@ -15,8 +15,7 @@ import numpy as np
 
 from gradus import models
 from gradus.hardware import Cluster, Device
-from gradus.parallel.pipeline import bounds, needed
-from gradus.plan import engine
+from gradus.parallel.stages import bounds, needed
 from gradus.plan.compose import fsdp_widths, sharded_over, stages_of
 from gradus.plan.engine import MicroBatches
 from gradus.plan.profiles import INDEX, MiB, N, Part, Profile, Stretch, Weight
@@ -52,7 +51,7 @@ class Section:
     def seconds(self, cluster: Cluster) -> Sums:
         """Of its operations, on a device of the cluster."""
         if self.priced is None or self.priced[0] is not cluster.device:
-            self.priced = cluster.device, Sums().of(self.ops, cluster, parameters(cluster.device)[0])
+            self.priced = cluster.device, Sums().add_ops(self.ops, cluster, parameters(cluster.device)[0])
         return self.priced[1]
 
     def with_samples(self, factor: float, rows: set[int]) -> Section:
@@ -275,7 +274,7 @@ class Rough:
         layout, m = self.layout, self.micro
         total = Sums()
         for section, many in self.held:
-            total.add(section.seconds(cluster), many, apart=section not in self.sketch.blocks)  # the others wait for what the ends do
+            total.add(section.seconds(cluster), many, stage_only=section not in self.sketch.blocks)  # the others wait for what the ends do
         dtype = "bf16" if self.sketch.pure else "fp32"
         ops = [Op("memory", "add", dtype, "backward", 0.0, self.copies(), (), 1, 0)]
         replicas = sizes(layout, self.n)["replicate"] if layout.shard_optimizer else 1
@@ -285,4 +284,4 @@ class Rough:
             virtual=stages_per_process(layout), schedule=layout.schedule, samples=self.given.samples, tokens=self.given.tokens,
             data_bytes=self.given.nbytes,
         )  # fmt: skip
-        return step_time(work, cluster, known=total)
+        return step_time(work, cluster, more=total)

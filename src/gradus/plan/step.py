@@ -1,4 +1,4 @@
-"""Seconds of one training step: operations by the roofline, the bubble of the pipeline, communication that nothing hides, the host."""
+"""Seconds of one training step: operations by the roofline, the pipeline's bubble, exposed communication, the host."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import math
 
 from gradus.hardware import Cluster
 from gradus.plan.collectives import collective_seconds, unknown_links
-from gradus.plan.roofline import Parameters, chained, fitted, op_seconds, parameters
+from gradus.plan.roofline import Parameters, fitted, fusible, op_seconds, parameters
 from gradus.plan.work import Op, Transfer, Work
 
-HOST_TO_DEVICE = 12e9  # bytes/s, from pinned memory over PCIe 4 (nominal 31e9 one way; what copies of batches reach)
+HOST_TO_DEVICE = 12e9  # bytes/s that copies of batches from pinned memory reach over PCIe 4 (nominal 31e9 one way)
 
 
 @dataclasses.dataclass
 class StepTime:
-    """Seconds of a step by part: matmul, attention, memory, launch (the device waits for the host), bubble, optimizer, data, host (the
-    same in the optimizer's step, and waiting for the slowest node), comm/<axis> (exposed only). low and high: see `interval`."""
+    """Seconds of a step by part.
+
+    parts: matmul, attention, memory, launch (the device waits for the host), bubble, optimizer, data, host (the same in
+    the optimizer's step, and waiting for the slowest node), comm/<axis> (exposed only). low and high: see `interval`.
+    """
 
     parts: dict[str, float]
     low: float
@@ -29,8 +32,11 @@ class StepTime:
 
 
 def bubble_share(schedule: str, stages: int, virtual: int, micro_batches: int) -> float:
-    """Idle time of a pipeline by the time of the work: (p-1)/m, divided by v where stages are interleaved (Narayanan et al. 2021); of the
-    zero-bubble schedule H1 a third (Qi et al. 2023, table 2, with equal forward, backward and weight-gradient passes)."""
+    """Idle time of a pipeline by the time of the work.
+
+    It is (p-1)/m, divided by v where stages are interleaved (Narayanan et al. 2021), and a third of it with the
+    zero-bubble schedule H1 (Qi et al. 2023, table 2, with equal forward, backward and weight-gradient passes).
+    """
     if stages <= 1:
         return 0.0
     share = (stages - 1) / max(micro_batches, 1)
@@ -43,95 +49,121 @@ def bubble_share(schedule: str, stages: int, virtual: int, micro_batches: int) -
 
 @dataclasses.dataclass
 class Sums:
-    """Seconds of operations: by kind; by phase, what the device takes and what the host takes to launch; and of those that all stages have."""
+    """Seconds of operations."""
 
-    kinds: dict[str, float] = dataclasses.field(default_factory=dict)
-    phases: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    spread: float = 0.0
+    kinds: dict[str, float] = dataclasses.field(default_factory=dict)  # kind → on the device
+    phases: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # phase → [device, host launching]
+    on_all_stages: float = 0.0  # of operations that every stage of the pipeline has
 
-    def add(self, other: Sums, times: int, apart: bool = False) -> None:
-        """apart: one stage alone does these."""
+    def add(self, other: Sums, times: int, stage_only: bool = False) -> None:
+        """Add `other` so many times. stage_only: a single stage does these."""
         for kind, seconds in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0.0) + seconds * times
         for phase, (device, host) in other.phases.items():
-            found = self.phases.setdefault(phase, [0.0, 0.0])
-            found[0] += device * times
-            found[1] += host * times
-        self.spread += 0.0 if apart else other.spread * times
+            total = self.phases.setdefault(phase, [0.0, 0.0])
+            total[0] += device * times
+            total[1] += host * times
+        self.on_all_stages += 0.0 if stage_only else other.on_all_stages * times
 
-    def of(self, ops: list[Op], cluster: Cluster, fit: Parameters) -> Sums:
-        """With these operations too."""
+    def add_ops(self, ops: list[Op], cluster: Cluster, fit: Parameters) -> Sums:
+        """Add these operations; returns itself."""
         for op in ops:
             seconds = op_seconds(op, cluster.device, fit) * op.count
-            launching = op.launches * op.count * fit.host * (fit.elementwise if chained(op) else 1.0)
+            launching = op.launches * op.count * fit.host * (fit.elementwise if fusible(op) else 1.0)
             self.add(Sums({op.kind: seconds}, {op.phase: [seconds, launching]}, seconds), 1, op.stage_only)
         return self
 
-
-def _hide(hidden: list[tuple[Transfer, float]], room: dict[str, float], fit: Parameters, parts: dict[str, float]) -> None:
-    """Adds what computing does not hide of the transfers, and what it loses beside them: first those of one pass, then those of either."""
-    for able in (("forward",), ("backward",), ("forward", "backward")):
-        among = [(t, seconds) for t, seconds in hidden if (("forward", "backward") if t.hidden_by == "both" else (t.hidden_by,)) == able]
-        total, free = sum(seconds for _, seconds in among), sum(room[phase] for phase in able)
-        covered = min(total, free)
-        for phase in able:
-            room[phase] -= covered * room[phase] / free if free > 0 else 0.0
-        for t, seconds in among:
-            axis = "comm/" + t.axis
-            parts[axis] = parts.get(axis, 0.0) + seconds - (1 - fit.contention) * covered * (seconds / total if total else 0.0)
+    @property
+    def waiting_for_host(self) -> float:
+        """Seconds that the device waits for launches."""
+        return sum(max(0.0, host - device) for device, host in self.phases.values())
 
 
-def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None, known: Sums | None = None) -> StepTime:
+def _add_exposed(
+    hidden: list[tuple[Transfer, float]], free: dict[str, float], fit: Parameters, parts: dict[str, float]
+) -> None:
+    """Add to `parts` what computing does not hide of the transfers, and what contention costs it.
+
+    free: seconds of each phase that can hide communication. Transfers that one pass alone can hide come first, then
+    those that either can.
+    """
+    for phases in (("forward",), ("backward",), ("forward", "backward")):
+        group = []
+        for transfer, seconds in hidden:
+            hidden_by = ("forward", "backward") if transfer.hidden_by == "both" else (transfer.hidden_by,)
+            if hidden_by == phases:
+                group.append((transfer, seconds))
+        total, available = sum(seconds for _, seconds in group), sum(free[phase] for phase in phases)
+        covered = min(total, available)
+        for phase in phases:
+            free[phase] -= covered * free[phase] / available if available > 0 else 0.0
+        for transfer, seconds in group:
+            axis, share = "comm/" + transfer.axis, seconds / total if total else 0.0
+            parts[axis] = parts.get(axis, 0.0) + seconds - (1 - fit.contention) * covered * share
+
+
+def _add_transfers(
+    work: Work, cluster: Cluster, fit: Parameters, phases: dict[str, list[float]]
+) -> tuple[dict[tuple[str, bool], float], list[tuple[Transfer, float]]]:
+    """Add to `phases` the transfers that a micro-batch waits for.
+
+    Returns ((axis, whether once per step) → seconds waited, per step or per micro-batch; transfers that computing can
+    hide, each with its seconds per step).
+    """
+    micro = max(work.micro_batches, 1)
+    waited: dict[tuple[str, bool], float] = {}
+    hidden = []
+    for t in work.transfers:
+        seconds = t.calls * collective_seconds(t.kind, t.payload, t.group, t.stride, cluster, fit)
+        if t.hidden_by:
+            hidden.append((t, seconds))
+            continue
+        if t.kind != "send":
+            seconds += t.calls * fit.wait
+        once = t.phase == "optimizer"
+        if not once:
+            seconds /= micro
+            phase = phases.setdefault(t.phase, [0.0, 0.0])
+            phase[0] += seconds
+            phase[1] += t.calls / micro * fit.host
+        waited[t.axis, once] = waited.get((t.axis, once), 0.0) + seconds
+    return waited, hidden
+
+
+def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None, more: Sums | None = None) -> StepTime:
     """Seconds of one optimizer step of `work` on `cluster`, and an interval.
 
-    A micro-batch takes, phase by phase, the longer of what the device does (operations and the collectives it waits for) and of what the
-    host launches. The pipeline's bubble, and the stages' waiting for one another, follow. Collectives with `hidden_by` run beside the
-    computing of those phases; what is longer is exposed, and the computing meanwhile is slower by `contention`. known: of operations of a
-    micro-batch besides those of `work`.
+    A micro-batch takes, phase by phase, the longer of what the device does (operations and the collectives it waits
+    for) and of what the host launches. The pipeline's bubble, and the stages' waiting for one another, follow.
+    Collectives with `hidden_by` overlap the computing of those phases; the rest is exposed, and the computing meanwhile
+    is slower by `contention`. more: operations of a micro-batch besides those of `work`; they are added up in place.
     """
     notes: tuple[str, ...] = ()
     if fit is None:
         fit, notes = parameters(cluster.device, work.software)
         notes += unknown_links(work.transfers, cluster)
-    measured = cluster.device.measured is not None
+    measured = cluster.device.measured is not None  # tables hold the host's time too
     m = max(work.micro_batches, 1)
-    micro = (known or Sums()).of(work.micro, cluster, fit)
-    phases = micro.phases
-    waited: dict[str, float] = {}  # by axis, of a micro-batch
-    hidden = []
-    for transfer in work.transfers:
-        seconds = transfer.calls * collective_seconds(transfer.kind, transfer.payload, transfer.group, transfer.stride, cluster, fit)
-        if not transfer.hidden_by and transfer.kind != "send":
-            seconds += transfer.calls * fit.wait
-        if transfer.hidden_by:
-            hidden.append((transfer, seconds))
-        elif transfer.phase == "optimizer":
-            waited["/" + transfer.axis] = waited.get("/" + transfer.axis, 0.0) + seconds  # once a step
-        else:
-            waited[transfer.axis] = waited.get(transfer.axis, 0.0) + seconds / m
-            phase = phases.setdefault(transfer.phase, [0.0, 0.0])
-            phase[0] += seconds / m
-            phase[1] += transfer.calls / m * fit.host
-    behind = 0.0 if measured else sum(max(0.0, host - device) for device, host in phases.values())
-    one = sum(device for device, _ in phases.values()) + behind  # seconds of a micro-batch
-    body = micro.spread + behind + sum(v for k, v in waited.items() if not k.startswith("/"))  # without embedding and head
+    micro = (more or Sums()).add_ops(work.micro, cluster, fit)
+    waited, hidden = _add_transfers(work, cluster, fit, micro.phases)
+    launch = 0.0 if measured else micro.waiting_for_host
+    one = sum(device for device, _ in micro.phases.values()) + launch  # seconds of a micro-batch
+    # without embedding and head
+    blocks = micro.on_all_stages + launch + sum(seconds for (_, once), seconds in waited.items() if not once)
 
     parts = {kind: micro.kinds.get(kind, 0.0) * m for kind in ("matmul", "attention", "memory")}
-    parts["launch"] = behind * m
-    for axis, seconds in waited.items():
-        parts["comm/" + axis.lstrip("/")] = parts.get("comm/" + axis.lstrip("/"), 0.0) + (seconds if axis.startswith("/") else seconds * m)
-    parts["bubble"] = bubble_share(work.schedule, work.stages, work.virtual, m) * m * min(one, body)
+    parts["launch"] = launch * m
+    for (axis, once), seconds in waited.items():
+        parts["comm/" + axis] = parts.get("comm/" + axis, 0.0) + (seconds if once else seconds * m)
+    parts["bubble"] = bubble_share(work.schedule, work.stages, work.virtual, m) * m * min(one, blocks)
 
-    computing = {phase: device * m for phase, (device, _) in phases.items()}
-    computing["forward"] = computing.get("forward", 0.0)
-    computing["backward"] = computing.get("backward", 0.0) + computing.pop("recompute", 0.0)
-    _hide(hidden, {phase: seconds * fit.overlap for phase, seconds in computing.items()}, fit, parts)
+    computing = {"forward": 0.0, "backward": 0.0} | {phase: device * m for phase, (device, _) in micro.phases.items()}
+    computing["backward"] += computing.pop("recompute", 0.0)
+    _add_exposed(hidden, {phase: seconds * fit.overlap for phase, seconds in computing.items()}, fit, parts)
 
-    stepped = Sums().of(work.step, cluster, fit)
-    parts["optimizer"] = sum(stepped.kinds.values())
-    parts["host"] = 0.0
-    if not measured:
-        parts["host"] += sum(max(0.0, host - device) for device, host in stepped.phases.values())
+    step = Sums().add_ops(work.step, cluster, fit)
+    parts["optimizer"] = sum(step.kinds.values())
+    parts["host"] = 0.0 if measured else step.waiting_for_host
     parts["data"] = 0.0 if cluster.device.kind == "cpu" else work.data_bytes / HOST_TO_DEVICE
     nodes = -(-cluster.n // cluster.device.node)
     if nodes > 1 and fit.straggle:
@@ -141,10 +173,13 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None, known
     return StepTime(parts, total * low, total * high, notes)
 
 
-def interval(work: Work, foreign: bool = False) -> tuple[float, float]:
-    """Factors of the expected time between which 80 % of the published runs lie, each predicted with its source left out; the widest of
-    Gradus, no step of which was measured on a GPU, and of a software that none of them used. A fifth more each way where the device's
-    parameters are another's (`foreign`)."""
+def interval(work: Work, other_device: bool = False) -> tuple[float, float]:
+    """Factors of the expected time between which 80 % of the published runs lie, each predicted without its source.
+
+    Gradus, no step of which was measured on a GPU, and a software that none of the runs used take the widest. The
+    interval is a fifth wider each way where the device's parameters are another's (`other_device`).
+    """
     table = fitted().get("intervals") or {"none": (0.75, 1.35)}
-    low, high = table.get(work.software) or (min(v[0] for v in table.values()), max(v[1] for v in table.values()))
-    return (low * 0.8, high * 1.2) if foreign else (low, high)
+    widest = min(low for low, _ in table.values()), max(high for _, high in table.values())
+    low, high = table.get(work.software) or widest
+    return (low * 0.8, high * 1.2) if other_device else (low, high)

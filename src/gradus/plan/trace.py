@@ -1,11 +1,12 @@
-"""The training step itself, stepped under fake tensors: the very module, optimizer, precision, checkpointing and layout that train.
+"""The training step, stepped under fake tensors: the module, optimizer, precision, checkpointing and layout that train.
 
-Nothing is computed and nothing travels: only shapes. What is recorded is every allocation and release of tensor memory, every operation
-and every collective of the second optimizer step (the first makes the optimizer's state).
+Nothing is computed and nothing is sent: fake tensors have shapes only. The trace records every allocation and release
+of tensor memory, and every operation and collective of the second optimizer step (the first one creates the
+optimizer's state).
 
-On a GPU a step differs from a CPU's in what autocast computes in fp32 and in which attention kernel runs; `target="cuda"` has both, on
-fake CPU tensors (`_cuda_rules`). What operators allocate for themselves while they run is not seen: cuBLAS's and cuDNN's workspaces, for
-example, are part of the framework's constant.
+On a GPU autocast computes other functions in fp32 than on a CPU, and other attention kernels run; `target="cuda"`
+traces both on fake CPU tensors (`_cuda_rules`). A trace does not see what operators allocate for themselves while they
+run: the workspaces of cuBLAS and cuDNN, for example, are part of the framework's constant.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,8 @@ from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
-from gradus.plan import batches as making
-from gradus.plan.work import COMPONENTS, Work, op_of, transfer_of
+from gradus.plan import batches
+from gradus.plan.work import COMPONENTS, Target, Work, op_of, transfer_of
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.torch_private import (
@@ -54,52 +55,51 @@ from gradus.torch_private import (
 from gradus.train.precision import Precision
 from gradus.train.step import Stepper
 
-Target = Literal["cpu", "cuda"]
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 @dataclasses.dataclass
 class Traced:
-    """One optimizer step of one rank. Bytes are those of tensors; an allocator's rounding is not in them."""
+    """One optimizer step of one rank. Bytes are those of tensors, without an allocator's rounding."""
 
     memory: dict[str, int]  # component → bytes at the peak; they sum to `peak`
     peak: int
-    at: str  # what was going on at the peak: forward, loss, backward, recompute, optimizer
-    held: dict[str, int]  # weights, gradients, optimizer: all that this rank holds of them, live at the peak or not
+    peak_phase: str  # forward, loss, backward, recompute or optimizer
+    state: dict[str, int]  # weights, gradients, optimizer: all bytes that this rank keeps, alive at the peak or not
     work: Work
     parameters: int  # of the whole model
     timeline: Timeline
     start: int  # the event with which the step begins
-    ops: dict[tuple, float]  # what was counted: (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
+    ops: dict[tuple, float]  # (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
     transfers: dict[tuple, float]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
-    pure: bool  # whether weights are in half
-    batch: int  # bytes of the micro-batches
+    pure: bool  # whether weights are in half precision
+    batch_bytes: int  # of all micro-batches
 
 
 # ---------------------------------------------------------------- memory
 
 
 @dataclasses.dataclass
-class Stored:
+class Allocation:
     """One piece of memory, from its allocation to its release."""
 
     nbytes: int
-    born: int  # index of the event
+    allocated_at: int  # index of the event
     phase: str
-    name: str  # the operation that made it
-    died: int | None = None
-    tag: str = ""  # component, where it is known from where it comes
+    name: str  # the operator that allocated it
+    freed_at: int | None = None
+    tag: str = ""  # component, where its origin tells it
 
 
 class Timeline:
     """Every allocation and release, in order."""
 
     def __init__(self):
-        self.stored: dict[int, Stored] = {}  # alive, by address of the storage
-        self.watched: dict[int, weakref.ref] = {}
-        self.all: list[Stored] = []
-        self.events: list[tuple[Stored, int]] = []  # (what, change in bytes)
-        self.phases: list[tuple[int, str]] = [(0, "build")]  # (event from which on, phase)
+        self.alive: dict[int, Allocation] = {}  # by address of the storage
+        self.finalizers: dict[int, weakref.ref] = {}
+        self.allocations: list[Allocation] = []
+        self.events: list[tuple[Allocation, int]] = []  # (allocation, change in bytes)
+        self.phases: list[tuple[int, str]] = [(0, "build")]  # (first event, phase)
 
     @property
     def phase(self) -> str:
@@ -109,84 +109,85 @@ class Timeline:
         if phase != self.phase:
             self.phases.append((len(self.events), phase))
 
-    def see(self, tensor: Tensor, name: str, tag: str = "") -> Stored:
-        """The memory behind a plain tensor; new memory is an allocation."""
+    def record(self, tensor: Tensor, name: str, tag: str = "") -> Allocation:
+        """Return the memory behind a plain tensor; memory not seen before is recorded as an allocation by `name`."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
-        found = self.stored.get(key)
-        if found is None:
-            found = self._born(storage, key, storage.nbytes(), name)
+        allocation = self.alive.get(key)
+        if allocation is None:
+            allocation = self._allocate(storage, key, storage.nbytes(), name)
         if tag:
-            found.tag = tag
-        return found
+            allocation.tag = tag
+        return allocation
 
-    def _born(self, storage: torch.UntypedStorage, key: int, nbytes: int, name: str) -> Stored:
-        new = Stored(nbytes, len(self.events), self.phase, name)
-        self.stored[key] = new
-        self.watched[key] = weakref.ref(storage, lambda _, key=key: self._died(key))
-        self.all.append(new)
+    def _allocate(self, storage: torch.UntypedStorage, key: int, nbytes: int, name: str) -> Allocation:
+        new = Allocation(nbytes, len(self.events), self.phase, name)
+        self.alive[key] = new
+        self.finalizers[key] = weakref.ref(storage, lambda _, key=key: self._free(key))
+        self.allocations.append(new)
         self.events.append((new, nbytes))
         return new
 
-    def _died(self, key: int) -> None:
-        self.watched.pop(key, None)
-        gone = self.stored.pop(key, None)
-        if gone is not None:
-            gone.died = len(self.events)
-            self.events.append((gone, -gone.nbytes))
-
-    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """FSDP gives memory back, and takes it again, by resizing what stays the same object."""
-        key = storage_id(storage)
-        old = self.stored.get(key)
+    def _free(self, key: int) -> None:
+        self.finalizers.pop(key, None)
+        old = self.alive.pop(key, None)
         if old is not None:
-            self._died(key)
-        new = self._born(storage, key, nbytes, "resize_")
-        new.tag = "gathered"
+            old.freed_at = len(self.events)
+            self.events.append((old, -old.nbytes))
 
-    def since(self, event: int) -> tuple[int, int]:
-        """(bytes at the peak, event just after which it is), from an event on."""
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Record that FSDP frees or reallocates gathered weights by resizing their storage in place."""
+        key = storage_id(storage)
+        self._free(key)
+        self._allocate(storage, key, nbytes, "resize_").tag = "gathered"
+
+    def peak_since(self, event: int) -> tuple[int, int]:
+        """(bytes at the peak, the event that reaches it), from `event` on."""
         now = sum(change for _, change in self.events[:event])
-        peak, at = now, event - 1
+        peak, peak_event = now, event - 1
         for i, (_, change) in enumerate(self.events[event:], event):
             now += change
             if now > peak:
-                peak, at = now, i
-        return peak, at
+                peak, peak_event = now, i
+        return peak, peak_event
 
     def phase_at(self, event: int) -> str:
         return next(name for start, name in reversed(self.phases) if start <= event)
 
-    def live(self, event: int) -> Iterator[Stored]:
+    def alive_after(self, event: int) -> Iterator[Allocation]:
         """What is allocated just after an event."""
-        return (s for s in self.all if s.born <= event and (s.died is None or s.died > event))
+        return (a for a in self.allocations if a.allocated_at <= event and (a.freed_at is None or a.freed_at > event))
 
     def components(self, event: int) -> dict[str, int]:
         """Component → bytes just after an event."""
         ends = self.forward_ends()
-        found = dict.fromkeys(COMPONENTS, 0)
-        for s in self.live(event):
-            found[s.tag or self.by_life(s, ends)] += s.nbytes
-        return found
+        totals = dict.fromkeys(COMPONENTS, 0)
+        for a in self.alive_after(event):
+            totals[a.tag or self.component_by_lifetime(a, ends)] += a.nbytes
+        return totals
 
     def forward_ends(self) -> list[int]:
-        """The events at which backward passes take over from forward passes."""
+        """The events at which a backward pass follows a forward pass."""
         pairs = zip(self.phases[1:], self.phases)
         return [start for (start, phase), (_, before) in pairs if before in ("forward", "loss") and phase == "backward"]
 
-    def by_life(self, s: Stored, ends: list[int]) -> str:
-        """What the forward pass made and the backward pass still finds is an activation, the rest passes by."""
-        if s.phase not in ("forward", "loss"):
+    def component_by_lifetime(self, a: Allocation, ends: list[int]) -> str:
+        """Memory that a forward pass allocates and the backward pass still needs is an activation, all else transient.
+
+        ends: `forward_ends()`.
+        """
+        if a.phase not in ("forward", "loss"):
             return "transient"
-        i = bisect.bisect_left(ends, s.born)
-        return "activations" if i < len(ends) and (s.died is None or s.died >= ends[i]) else "transient"
+        i = bisect.bisect_left(ends, a.allocated_at)
+        lives_on = i < len(ends) and (a.freed_at is None or a.freed_at >= ends[i])
+        return "activations" if lives_on else "transient"
 
 
 # ---------------------------------------------------------------- operations
 
 
-def _shape_of(name: str, args: tuple, outputs: list[Tensor]) -> tuple[str, tuple[int, ...], float] | None:
-    """(kind, shape as of work.Op, operations) of matrix products and convolutions; None for all else."""
+def _product_of(name: str, args: tuple, outputs: list[Tensor]) -> tuple[str, tuple[int, ...], float] | None:
+    """(kind, shape as in work.Op, operations) of matrix products and convolutions; None for all else."""
     if name in ("mm", "addmm"):
         a, b = args[-2:] if name == "mm" else args[1:3]
         m, k, n = *a.shape, b.shape[1]
@@ -212,21 +213,25 @@ def _shape_of(name: str, args: tuple, outputs: list[Tensor]) -> tuple[str, tuple
 
 
 def _convolution(x: Tensor, w: Tensor, y: Tensor, transposed: bool, groups: int) -> tuple[str, tuple[int, ...], float]:
-    """As _shape_of: at every place of its output (of its input, if it is transposed) a product with the weights. Where a group has a single
-    channel it is no product of matrices, and takes as long as its memory."""
-    each = x if transposed else y
-    places, n, k = each.numel() // each.shape[1], w.shape[0] // groups, w[0].numel()
+    """As `_product_of`: a product with the weights at every position of the output (of the input, if it is transposed).
+
+    Where a group has a single channel there is no matrix product, and memory limits the time.
+    """
+    grid = x if transposed else y
+    positions, n, k = grid.numel() // grid.shape[1], w.shape[0] // groups, w[0].numel()
     kind = "memory" if groups > 1 and 1 in (n, w.shape[1]) else "matmul"
-    return kind, (groups, places, *((k, n) if transposed else (n, k))), 2 * places * w.numel()
+    return kind, (groups, positions, *((k, n) if transposed else (n, k))), 2 * positions * w.numel()
 
 
 def _attention(function: Any, args: tuple, kwargs: dict) -> tuple[tuple[int, ...], float]:
-    """(shape as of work.Op, operations) of a kernel of attention, forwards or backwards, each argument found by its name in the operator's
-    schema: the kernels order theirs differently."""
+    """(shape as in work.Op, operations) of an attention kernel, forward or backward.
+
+    Each argument is looked up by its name in the operator's schema, as the kernels differ in their order.
+    """
     q, k, v = (_argument(function, name, args, kwargs) for name in ("query", "key", "value"))
     batch, heads, queries, dim = q.shape
     scores = 2 * batch * heads * queries * k.shape[2]
-    # forwards two products; backwards five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
+    # forward two products; backward five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
     flops = scores * (3 * dim + 2 * v.shape[3] if schema(function).name.endswith("backward") else dim + v.shape[3])
     causal = _argument(function, "is_causal", args, kwargs)
     return (batch, heads, queries, k.shape[2], dim), flops / 2 if causal else float(flops)
@@ -239,8 +244,16 @@ def _argument(function: Any, name: str, args: tuple, kwargs: dict) -> Any:
     raise AssertionError(f"{function} has no argument {name}")
 
 
-_TRAVELS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_COUNTED = ("aten", "gradus", "fsdp")  # others only ask (prim::device) or mark; FSDP's own copy what is gathered into place
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_COUNTED_NAMESPACES = ("aten", "gradus", "fsdp")  # FSDP copies what it gathers; others only ask (prim::device) or mark
+_NOT_COUNTED = {
+    "_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach",
+    "alias", "device",
+}  # fmt: skip
+
+# Python's collector frees reference cycles (DTensor's wrappers are some) after a number of allocations. A trace runs it
+# at these operators alone, so that every trace of a step is the same.
+_COLLECTED_AT = {"mm", "addmm", "bmm", "convolution", "convolution_backward"}
 
 
 @functools.cache
@@ -250,155 +263,155 @@ def _names(function: Any) -> tuple[str, str]:
     return namespace, name
 
 
-_FREE = {"_unsafe_view", "wait_tensor", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "alias", "device"}
-
-
-# Python frees what refers to itself (DTensor's wrappers do) when its collector runs, after so many objects. So that a trace is the same
-# every time, it runs at these operators here, and else not.
-_COLLECTS = {"mm", "addmm", "bmm", "convolution", "convolution_backward"}
-
-
-_entered: tuple[tuple[int, int], contextlib.ExitStack, World] | None = None  # (processes, rank) and their world
+_current: tuple[tuple[int, int], contextlib.ExitStack, World] | None = None  # ((processes, rank), its stack, its world)
 
 
 def _enter_world(n: int, rank: int) -> World:
-    global _entered
-    if _entered is None or _entered[0] != (n, rank):
+    global _current
+    if _current is None or _current[0] != (n, rank):
         _leave_world()
         stack = contextlib.ExitStack()
-        _entered = (n, rank), stack, stack.enter_context(fake_world(n, rank))
-    return _entered[2]
+        _current = (n, rank), stack, stack.enter_context(fake_world(n, rank))
+    return _current[2]
 
 
 def _leave_world() -> None:
-    global _entered
-    if _entered is not None:
-        _entered[1].close()
-    _entered = None
+    global _current
+    if _current is not None:
+        _current[1].close()
+    _current = None
 
 
-_at_rest = False  # whether what was there before is set aside already
+_is_collecting = False
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[None]:
-    """Around one trace, or several of one recipe with more or fewer layers: what was there before is looked through once, and a world
-    that the next trace has too stays, with what DTensor knows of it."""
-    global _at_rest
-    if _at_rest:
+    """Hold the garbage collector still around one trace or several.
+
+    The collector scans older objects once, and a world that the next trace needs too stays, with DTensor's caches.
+    """
+    global _is_collecting
+    if _is_collecting:
         gc.collect()
         gc.freeze()
         yield
         return
-    was, _at_rest = gc.isenabled(), True
+    was_enabled, _is_collecting = gc.isenabled(), True
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        _at_rest = False
+        _is_collecting = False
         _leave_world()
         gc.unfreeze()
-        if was:
+        if was_enabled:
             gc.enable()
 
 
-class _Unknown(Exception):
-    """An argument whose like cannot be told."""
+class _NotCacheable(Exception):
+    """An argument has no signature."""
 
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_RESULTS_KEPT = 50_000
+_HASHABLE = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CACHE_SIZE = 50_000
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
-class Result:
-    """What an operator makes of arguments of one kind: FakeTensorMode is asked once, as it takes most of a trace's time."""
+class CachedResult:
+    """The result of an operator for arguments of one signature: asking FakeTensorMode takes most of a trace's time."""
 
-    tensors: list[tuple]  # each (shape, strides, dtype, which input's memory or None, offset), or which input it is itself: (i,)
-    kind: type  # of what is returned: Tensor, tuple, list or NoneType
-    counted: tuple | None = None  # (kind, name, dtype, flops, bytes, shape), once it was counted
-    known: bool = False  # whether it was counted
+    tensors: list[tuple]  # each (shape, strides, dtype, input that it views or None, offset), or (input,): itself
+    kind: type  # of the return value: Tensor, tuple, list or NoneType
+    counted: tuple | None = None  # (kind, name, dtype, flops, bytes, shape)
+    is_counted: bool = False
 
-    _all: ClassVar[dict[tuple, Result]] = {}  # (operator, its arguments' shapes) → result; of all traces
+    cache: ClassVar[dict[tuple, CachedResult]] = {}  # (operator, its arguments' shapes) → result; of all traces
 
     @staticmethod
-    def of(out: Any, inputs: list[Tensor], like: tuple, function: Any) -> Result | None:
-        """None where it cannot be made again from shapes alone."""
-        outputs = [out] if isinstance(out, Tensor) else list(out) if type(out) in (tuple, list) else [] if out is None else None
-        if outputs is None or any(type(t) is not FakeTensor or t.requires_grad or t.constant is not None for t in outputs):
+    def of(out: Any, inputs: list[Tensor], geometries: list[tuple], function: Any) -> CachedResult | None:
+        """None where `out` cannot be rebuilt from shapes alone. geometries: of the inputs, before the call."""
+        if isinstance(out, Tensor):
+            outputs = [out]
+        elif out is None or type(out) in (tuple, list):
+            outputs = list(out or ())
+        else:
             return None
-        if any(_like(t) != before for t, before in zip(inputs, like)):
-            return None  # it changed an input's shape
-        memory = {memory_id(t): i for i, t in enumerate(inputs)}
+        if any(type(t) is not FakeTensor or t.requires_grad or t.constant is not None for t in outputs):
+            return None
+        if any(_geometry(t) != before for t, before in zip(inputs, geometries)):
+            return None  # the operator has changed an input's shape
+        owners = {memory_id(t): i for i, t in enumerate(inputs)}
         tensors: list[tuple] = []
         for t in outputs:
             itself = next((i for i, x in enumerate(inputs) if x is t), None)
             storage = t.untyped_storage()
-            of = memory.get(storage_id(storage))
-            if itself is None and of is None:
+            owner = owners.get(storage_id(storage))
+            if itself is None and owner is None:
                 size = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride())) if t.numel() else 0
                 if t.storage_offset() or storage.nbytes() != size * t.element_size() or t.device.type != "cpu":
                     return None
-                memory[storage_id(storage)] = -1  # two that share new memory are not made again
-            if of == -1:
+                owners[storage_id(storage)] = -1  # two outputs that share new memory cannot be rebuilt
+            if owner == -1:
                 return None
-            tensors.append((itself,) if itself is not None else (t.shape, t.stride(), t.dtype, of, t.storage_offset()))
-        return Result(tensors, Tensor if isinstance(out, Tensor) else type(out))
+            described = t.shape, t.stride(), t.dtype, owner, t.storage_offset()
+            tensors.append(described if itself is None else (itself,))
+        return CachedResult(tensors, Tensor if isinstance(out, Tensor) else type(out))
 
-    def make(self, mode: FakeTensorMode, inputs: list[Tensor]) -> Any:
-        made: list[Tensor] = []
+    def rebuild(self, mode: FakeTensorMode, inputs: list[Tensor]) -> Any:
+        outputs: list[Tensor] = []
         for t in self.tensors:
             if len(t) == 1:
-                made.append(inputs[t[0]])
+                outputs.append(inputs[t[0]])
                 continue
-            shape, stride, dtype, of, offset = t
+            shape, stride, dtype, owner, offset = t
+            first_shape, first_stride = (shape, stride) if owner is None else ((0,), (1,))
             with torch_private.without_dispatch():
-                plain = torch.empty_strided(shape if of is None else (0,), stride if of is None else (1,), dtype=dtype, device="meta")
-                if of is not None:
-                    plain.set_(inputs[of].untyped_storage(), offset, shape, stride)
-            made.append(FakeTensor(mode, plain, _CPU))
-        return made[0] if self.kind is Tensor else None if self.kind is type(None) else self.kind(made)
+                plain = torch.empty_strided(first_shape, first_stride, dtype=dtype, device="meta")
+                if owner is not None:
+                    plain.set_(inputs[owner].untyped_storage(), offset, shape, stride)
+            outputs.append(FakeTensor(mode, plain, _CPU))
+        if self.kind is Tensor:
+            return outputs[0]
+        return None if self.kind is type(None) else self.kind(outputs)
 
 
-_CPU = torch.device("cpu")
-
-
-def _like(t: Tensor) -> tuple:
+def _geometry(t: Tensor) -> tuple:
     return t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes()
 
 
-def _signature(values: Any, inputs: list[Tensor], like: list[tuple]) -> tuple:
-    """What tells arguments from others; collects the tensors among them. Raises _Unknown."""
+def _signature(values: Any, inputs: list[Tensor], geometries: list[tuple]) -> tuple:
+    """What distinguishes arguments; appends the tensors among them to `inputs`. Raises _NotCacheable."""
     out: list[Any] = []
     for v in values:
         kind = type(v)
         if kind is FakeTensor:
-            of = v.shape, v.stride(), v.dtype, v.storage_offset(), v.untyped_storage().nbytes()
+            geometry = _geometry(v)
             inputs.append(v)
-            like.append(of)
-            out.append(of)
-        elif kind in _PLAIN:
+            geometries.append(geometry)
+            out.append(geometry)
+        elif kind in _HASHABLE:
             out.append((kind, v))
         elif kind is list or kind is tuple or kind is torch.Size:
-            out.append(_signature(v, inputs, like))
+            out.append(_signature(v, inputs, geometries))
         else:
-            raise _Unknown
+            raise _NotCacheable
     return tuple(out)
 
 
 class Recorder(TorchDispatchMode):
-    """While active, keeps the time line of memory; and while `counting`, operations and collectives."""
+    """Records memory while it is active, and operations and collectives while `counting`."""
 
-    def __init__(self, mesh: Mesh, chosen: dict[int, int], fake: FakeTensorMode | None = None):
+    def __init__(self, mesh: Mesh, true_counts: dict[int, int], fake: FakeTensorMode | None = None):
         super().__init__()
-        self.mesh, self.chosen, self.fake = mesh, chosen, fake
+        self.mesh, self.true_counts, self.fake = mesh, true_counts, fake  # true_counts: of boolean masks, by memory
         self.timeline = Timeline()
         self.counting = False
-        self.share: float = 1  # of a step: of what is done every so many steps
+        self.share: float = 1  # how often it happens per step: 1/k for what is done every k steps
         self.scope = "step"
-        self.causal = False
         self.ops: dict[tuple, float] = {}
         self.transfers: dict[tuple, float] = {}
         self.in_loss = False
@@ -418,13 +431,13 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the wrapper that hides a mode from the compiler takes its time at every operator
+        return False  # nothing is compiled here, and the wrapper that hides a mode from the compiler costs time
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].device  # asked for by every operator
         if any(issubclass(t, DTensor) or torch_private.is_awaited(t) for t in types):
-            return NotImplemented  # what they make of it comes by here again
+            return NotImplemented  # the operators that they call come here
         kwargs = kwargs or {}
         if self.paused:
             return function(*args, **kwargs)
@@ -434,67 +447,70 @@ class Recorder(TorchDispatchMode):
         if name == "wait_tensor":
             return args[0]
         if function is torch.ops.aten.index.Tensor:
-            args = self._selected(args)
-        travels = namespace in _TRAVELS
-        kind = collective(name) if travels else None
-        out, result, inputs = self._result(function, args, kwargs)
+            args = self._select_rows(args)
+        collective_kind = collective(name) if namespace in _COLLECTIVE_NAMESPACES else None
+        out, cached, inputs = self._result(function, args, kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         tag = self._tag(name, inputs, outputs)
-        if name in _COLLECTS:
+        if name in _COLLECTED_AT:
             gc.collect(0)
-        known = {memory_id(t) for t in inputs}
+        input_memory = {memory_id(t) for t in inputs}
         for t in outputs:
-            stored = self.timeline.see(t, name)
-            if memory_id(t) not in known:
-                stored.phase = phase
-                stored.tag = tag or ("communication" if kind else "")
+            allocation = self.timeline.record(t, name)
+            if memory_id(t) not in input_memory:
+                allocation.phase = phase
+                allocation.tag = tag or ("communication" if collective_kind else "")
         if self.counting:
-            if kind is not None:
-                self._transfer(kind, payload_of(kind, args, out), phase, group_among(args, kwargs))
-            elif namespace in _COUNTED:
-                if result is None or not result.known:
+            if collective_kind is not None:
+                payload = payload_of(collective_kind, args, out)
+                self._add_transfer(collective_kind, payload, phase, group_among(args, kwargs))
+            elif namespace in _COUNTED_NAMESPACES:
+                if cached is not None and cached.is_counted:
+                    counted = cached.counted
+                else:
                     plain = name.replace("gelu", "gelu_tanh") if kwargs.get("approximate") == "tanh" else name
                     counted = self._count(plain, function, args, kwargs, inputs, outputs)
-                    if result is not None:
-                        result.counted, result.known = counted, True
-                else:
-                    counted = result.counted
+                    if cached is not None:
+                        cached.counted, cached.is_counted = counted, True
                 if counted is not None:
-                    kind_of, label, dtype, flops, moved, shape = counted
-                    key = (self.scope, kind_of, label, dtype, phase, flops, moved, shape)
+                    kind, label, dtype, flops, nbytes, shape = counted
+                    key = (self.scope, kind, label, dtype, phase, flops, nbytes, shape)
                     self.ops[key] = self.ops.get(key, 0) + self.share
         return out
 
-    def _result(self, function: Any, args: tuple, kwargs: dict) -> tuple[Any, Result | None, list[Tensor]]:
-        """(what the operator gives, the same as it is remembered, the tensors it is given)."""
+    def _result(self, function: Any, args: tuple, kwargs: dict) -> tuple[Any, CachedResult | None, list[Tensor]]:
+        """(the operator's output, its cache entry, its input tensors)."""
         inputs: list[Tensor] = []
-        like: list[tuple] = []
+        geometries: list[tuple] = []
         try:
-            if self.fake is None:  # real tensors: nothing is remembered
-                raise _Unknown
-            key = (function, _signature(args, inputs, like), *kwargs, _signature(kwargs.values(), inputs, like) if kwargs else None)
-        except _Unknown:
+            if self.fake is None:  # real tensors are not cached
+                raise _NotCacheable
+            positional = _signature(args, inputs, geometries)
+            key = (function, positional, *kwargs, _signature(kwargs.values(), inputs, geometries) if kwargs else None)
+        except _NotCacheable:
             return function(*args, **kwargs), None, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        result = Result._all.get(key)
-        if result is not None:
-            return result.make(self.fake, inputs), result, inputs
+        cached = CachedResult.cache.get(key)
+        if cached is not None:
+            return cached.rebuild(self.fake, inputs), cached, inputs
         out = function(*args, **kwargs)
-        result = Result.of(out, inputs, like, function)
-        if result is not None:
-            if len(Result._all) >= _RESULTS_KEPT:
-                Result._all.clear()
-            Result._all[key] = result
-        return out, result, inputs
+        cached = CachedResult.of(out, inputs, geometries, function)
+        if cached is not None:
+            if len(CachedResult.cache) >= _CACHE_SIZE:
+                CachedResult.cache.clear()
+            CachedResult.cache[key] = cached
+        return out, cached, inputs
 
-    def _selected(self, args: tuple) -> tuple:
-        """Indexing by a boolean mask gives as many rows as it holds True: known from before, as fake tensors have no values."""
+    def _select_rows(self, args: tuple) -> tuple:
+        """Replace a boolean mask by indices: it selects as many rows as it holds True.
+
+        The number is counted before the trace (`_fake_batch`), as fake tensors have no values.
+        """
         x, indices = args
         if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
             mask = indices[0]
-            n = self.chosen.get(memory_id(mask))
-            n = mask.numel() if n is None else n  # of the targets that count, by label smoothing: all of them, at most
-            places = [torch.empty(n, dtype=torch.int64, device=x.device) for _ in range(mask.dim())]
-            return x, places
+            n = self.true_counts.get(memory_id(mask))
+            n = mask.numel() if n is None else n  # a mask made in the step, of targets that count: at most all of them
+            return x, [torch.empty(n, dtype=torch.int64, device=x.device) for _ in range(mask.dim())]
         return args
 
     def _tag(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> str:
@@ -504,57 +520,61 @@ class Recorder(TorchDispatchMode):
             return "gathered"  # autocast's copy of a weight
         return ""
 
-    # ------------------------------------------------------------ what is counted
+    # ------------------------------------------------------------ counts
 
-    def _count(self, name: str, function: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]) -> tuple | None:
-        """(kind, name, dtype, flops, bytes, shape)."""
-        if name in _FREE:
+    def _count(
+        self, name: str, function: Any, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> tuple | None:
+        """(kind, name, dtype, flops, bytes, shape); None for what takes no time on a device."""
+        if name in _NOT_COUNTED:
             return None
-        given = {memory_id(t) for t in inputs}
-        if not schema(function).is_mutable and outputs and all(memory_id(t) in given for t in outputs):
+        input_memory = {memory_id(t) for t in inputs}
+        if not schema(function).is_mutable and outputs and all(memory_id(t) in input_memory for t in outputs):
             return None  # a view
-        moved = sum(_moved(t) for t in inputs) + sum(_moved(t) for t in outputs)
-        first = next((t for t in inputs if t.is_floating_point()), None) if inputs else None
+        nbytes = sum(map(_bytes_moved, inputs)) + sum(map(_bytes_moved, outputs))
+        first = next((t for t in inputs if t.is_floating_point()), None)
         dtype = DTYPES.get(first.dtype, "fp32") if first is not None else "fp32"
+        label = name.strip("_")
         if name.startswith(torch_private.ATTENTION_PREFIX):
             shape, flops = _attention(function, args, kwargs)
-            return "attention", name.strip("_"), dtype, flops, moved, shape
-        found = _shape_of(name, args, outputs)
-        if found is None:
-            return "memory", name.strip("_"), dtype, 0.0, moved, ()
-        kind, shape, flops = found
-        return kind, name.strip("_"), dtype, float(flops), moved, shape if kind == "matmul" else ()
+            return "attention", label, dtype, flops, nbytes, shape
+        product = _product_of(name, args, outputs)
+        if product is None:
+            return "memory", label, dtype, 0.0, nbytes, ()
+        kind, shape, flops = product
+        return kind, label, dtype, float(flops), nbytes, shape if kind == "matmul" else ()
 
-    def _transfer(self, kind: str, payload: int, phase: str, group: dist.ProcessGroup | None) -> None:
+    def _add_transfer(self, kind: str, payload: int, phase: str, group: dist.ProcessGroup | None) -> None:
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         axis = axis_of(ranks, self.mesh, kind, payload)
-        if axis == "control":
-            hidden = ""
-        elif axis == "shard" and self.scope == "micro":
+        hidden = ""
+        if axis == "shard" and self.scope == "micro":
             hidden = "forward" if phase in ("forward", "loss") else "backward"
         elif axis == "replicate" and self.scope == "micro":
             hidden = "backward"
-        else:
-            hidden = ""
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        key = (axis, kind, payload, len(ranks), stride, "optimizer" if phase == "build" else "forward" if phase == "loss" else phase, hidden)
+        phase = {"build": "optimizer", "loss": "forward"}.get(phase, phase)
+        key = (axis, kind, payload, len(ranks), stride, phase, hidden)
         self.transfers[key] = self.transfers.get(key, 0) + self.share
 
 
-def _moved(t: Tensor) -> int:
-    """Bytes read or written of a tensor; what is expanded is read once."""
+def _bytes_moved(t: Tensor) -> int:
+    """Bytes read or written of a tensor; an expanded one is read once."""
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
 def axis_of(ranks: tuple[int, ...], mesh: Mesh, kind: str, payload: int) -> str:
-    """The axis of the layout along which these ranks lie. Scalars over any of them (losses, norms, counts) are `control`."""
+    """The axis of the layout along which these ranks lie; `control` for scalars over any ranks (losses, norms, counts).
+
+    payload: bytes.
+    """
     if payload <= 64:
         return "control"
-    wide = [a for a in AXES if mesh.sizes[a] > 1]
-    for k in range(1, len(wide) + 1):
-        for axes in itertools.combinations(wide, k):
+    split = [a for a in AXES if mesh.sizes[a] > 1]
+    for k in range(1, len(split) + 1):
+        for axes in itertools.combinations(split, k):
             if ranks == _ranks(mesh, axes):
-                if axes == ("tensor",) and mesh.sizes["tensor"] > 1 and kind in ("all_gather", "reduce_scatter"):
+                if axes == ("tensor",) and kind in ("all_gather", "reduce_scatter"):
                     return "sequence"
                 return next((a for a in ("shard", "expert", "replicate") if a in axes), axes[0])
     return "control"
@@ -566,40 +586,43 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     for axis in reversed(AXES):
         strides[axis] = stride
         stride *= mesh.sizes[axis]
-    own = mesh.world.rank
-    base = own - sum(mesh.rank(axis) * strides[axis] for axis in axes)
-    places = itertools.product(*(range(mesh.sizes[axis]) for axis in axes))
-    return tuple(sorted(base + sum(i * strides[a] for i, a in zip(place, axes)) for place in places))
+    base = mesh.world.rank - sum(mesh.rank(axis) * strides[axis] for axis in axes)
+    positions = itertools.product(*(range(mesh.sizes[axis]) for axis in axes))
+    return tuple(sorted(base + sum(i * strides[a] for i, a in zip(position, axes)) for position in positions))
 
 
-# ---------------------------------------------------------------- what a GPU does otherwise
+# ---------------------------------------------------------------- how a GPU differs
 
 
 @contextlib.contextmanager
 def _cuda_rules() -> Iterator[None]:
-    """What CUDA's autocast computes in fp32 and a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32), of what our models use; and
-    CUDA's attention kernels: flash without a mask in half precision, else the memory-efficient one; half precision for few keys too. Both
-    keep the output and one fp32 number a query, never the scores, also with dropout or a trained bias. Its dropout keeps which ones, a byte
-    each, where a CPU's keeps factors in the input's own dtype (ATen/native/Dropout.cpp).
+    """Compute under fake CPU tensors as on a GPU, as far as our models go.
 
-    Functions are replaced, and no mode is entered: what a backward pass computes again goes by no mode of Python functions.
+    CUDA's autocast computes in fp32 what a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32). Attention runs in
+    flash kernels without a mask in half precision, else in memory-efficient ones; in half precision for few keys too.
+    Both keep the output and one fp32 number per query, never the scores, also with dropout or a trained bias. Dropout
+    keeps a mask of one byte per element, a CPU's keeps factors in the input's dtype (ATen/native/Dropout.cpp).
+
+    Functions are replaced instead of a mode entered: recomputation in a backward pass bypasses modes of Python
+    functions.
     """
 
-    def in_fp32(function: Callable) -> Callable:
+    def with_fp32_inputs(function: Callable) -> Callable:
+        def widen(y: Any) -> Any:
+            return y.float() if isinstance(y, Tensor) and y.dtype in (torch.bfloat16, torch.float16) else y
+
         @functools.wraps(function)
-        def up(x: Tensor, *args, **kwargs):
+        def in_fp32(x: Tensor, *args, **kwargs):
             if torch.is_autocast_enabled("cpu"):
-                wide = lambda y: y.float() if isinstance(y, Tensor) and y.dtype in (torch.bfloat16, torch.float16) else y  # noqa: E731
-                x, args, kwargs = wide(x), tuple(map(wide, args)), {k: wide(v) for k, v in kwargs.items()}
+                x, args, kwargs = widen(x), tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}
             return function(x, *args, **kwargs)
 
-        return up
+        return in_fp32
 
-    places = [(F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(F, "rms_norm", functools.partial(_cuda_rms_norm, F.rms_norm)))
-        for owner, name in places:
-            stack.enter_context(replaced(owner, name, in_fp32(getattr(owner, name))))
+        for owner, name in ((F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")):
+            stack.enter_context(replaced(owner, name, with_fp32_inputs(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
@@ -608,8 +631,10 @@ def _cuda_rules() -> Iterator[None]:
         yield
 
 
-def _cuda_rms_norm(plain: Callable, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel on a GPU, where input and weight are of one type: LayerNorm's, which keeps its input and a number or two a row."""
+def _cuda_rms_norm(
+    plain: Callable, x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Where input and weight have one dtype, run LayerNorm's kernel, which keeps its input and few numbers a row."""
     if weight is not None and weight.dtype != x.dtype:
         return plain(x, shape, weight, eps)
     return F.layer_norm(x, shape, weight, None, 1e-5)
@@ -622,7 +647,7 @@ def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: boo
 
 
 def _cuda_documents(q: Tensor, k: Tensor, v: Tensor, documents: masks.Documents, scale: float | None) -> Tensor:
-    """flex_attention keeps what flash attention does. All that is causal is counted, as if a row were one document."""
+    """flex_attention keeps what flash attention keeps. Operations are counted as if a row were one causal document."""
     if q.dtype in (torch.bfloat16, torch.float16):
         return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
     return _cuda_attention(q, k, v, is_causal=True, scale=scale)
@@ -642,8 +667,8 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return torch_private.EFFICIENT(q, k, v, attn_mask, wanted, dropout_p, is_causal, scale=scale)[0]
+    keep_logsumexp = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return torch_private.EFFICIENT(q, k, v, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
 
 
 # ---------------------------------------------------------------- the trace
@@ -659,46 +684,51 @@ def trace_recipe(
     micro_batches: list[dict[str, Any]] | None = None,
     watch: Callable[[Recorder, Stepper], Any] | None = None,
 ) -> Traced:
-    """One optimizer step of `rank` of `n` processes. Allocates nothing and needs no other process.
+    """Trace one optimizer step of `rank` of `n` processes. Nothing is allocated and no other process is needed.
 
-    task: with its data opened; without it, the batches are synthetic (`batches.micro_batches`). micro_batches: what this rank is given.
-    Raises UserError for what does not fit together or cannot be traced.
+    task: with its data opened; without it, the batches are synthetic (`batches.micro_batches`). micro_batches: those of
+    this rank, in place of the task's. watch: called before the second step, which is the one that counts. Raises
+    UserError for settings that contradict each other or cannot be traced.
     """
-    recipe = recipe if task is not None else making.complete(recipe)
+    recipe = recipe if task is not None else batches.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
-    if layout.replicate in ("data_parallel",) or layout.transport == "mpi":
-        raise UserError(f"layout.replicate={layout.replicate}, transport={layout.transport}: it cannot be traced. Plan replicate=ddp instead.")
-    given = micro_batches or making.micro_batches(recipe, n, task=task)
-    task = task or making.task_without_data(recipe)
+    if layout.replicate == "data_parallel" or layout.transport == "mpi":
+        setting = f"layout.replicate={layout.replicate}, transport={layout.transport}"
+        raise UserError(f"{setting}: it cannot be traced. Plan replicate=ddp instead.")
+    micro_batches = micro_batches or batches.micro_batches(recipe, n, task=task)
+    task = task or batches.task_without_data(recipe)
     recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"compile": "none", "offload": False})})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(collecting())
+    with collecting():
         mesh = Mesh.make(recipe.layout, _enter_world(n, rank)) if n > 1 else None
-        fake = stack.enter_context(FakeTensorMode())
-        return _trace(recipe, task, mesh, given, target, fake, stack, watch)
+        with FakeTensorMode() as fake:
+            true_counts: dict[int, int] = {}
+            fake_batches = [_fake_batch(b, true_counts) for b in micro_batches]
+            recorder = Recorder(mesh or Mesh.single(), true_counts, fake)
+            with _recording(recorder, target):
+                return _trace(recipe, task, mesh, fake_batches, recorder, watch)
+
+
+@contextlib.contextmanager
+def _recording(recorder: Recorder, target: Target) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_recording_resizes(recorder.timeline))
+        stack.enter_context(_ignoring_dtensor_trials(recorder))
+        if target == "cpu":  # a GPU's generator keeps its state, 16 bytes, on the host
+            stack.enter_context(_recording_rng_states(recorder.timeline))
+        if target == "cuda":
+            stack.enter_context(_cuda_rules())
+        yield
 
 
 def _trace(
-    recipe: Recipe, task: Task, mesh: Mesh | None, given: list[dict], target: Target, fake: FakeTensorMode,
-    stack: contextlib.ExitStack, watch: Callable | None = None,
+    recipe: Recipe, task: Task, mesh: Mesh | None, micro_batches: list[dict], recorder: Recorder, watch: Callable | None
 ) -> Traced:
-    chosen: dict[int, int] = {}
-    batches = [_fake_batch(b, chosen) for b in given]
-    device = torch.device("cpu")
-    recorder = Recorder(mesh or Mesh.single(), chosen, fake)
-    timeline = recorder.timeline
-    stack.enter_context(_resizes(timeline))
-    stack.enter_context(_untried(recorder))
-    if target == "cpu":  # a GPU's generator has its state, 16 bytes, on the host
-        stack.enter_context(_random_states(timeline))
-    if target == "cuda":
-        stack.enter_context(_cuda_rules())
+    timeline, device = recorder.timeline, torch.device("cpu")
     with recorder:
-        for batch in batches:
-            for value in batch.values():
-                if isinstance(value, Tensor):
-                    timeline.see(value, "batch", "activations")
+        tensors = [value for batch in micro_batches for value in batch.values() if isinstance(value, Tensor)]
+        for value in tensors:
+            timeline.record(value, "batch", "activations")
         precision = Precision(recipe.layout.precision, device)
         model = models.build(recipe.model)
         if precision.pure:
@@ -707,119 +737,131 @@ def _trace(
         parallel = apply(model, recipe.layout, mesh, qat=recipe.train.qat)
         parallel.bare.train()
         stepper = Stepper(recipe, task, parallel, device, precision)
-        for p in _tensors(parallel):
-            recorder.weights.add(timeline.see(p, "weight", "weights") and memory_id(p))
+        for p in _local_tensors(parallel):
+            timeline.record(p, "weight", "weights")
+            recorder.weights.add(memory_id(p))
         _instrument(recorder, stepper)
-        counts = _counts(batches)
-        for i in range(2):
-            if i == 1:
-                gc.collect()  # what the first step has left in circles is none of the second's
-            timeline.phases.append((len(timeline.events), "build"))
-            start = len(timeline.events)
-            recorder.counting = i == 1
-            if recorder.counting and watch:
-                watch(recorder, stepper)
-            if i == 0:
-                _first_step(stepper, batches, counts)
-            else:
-                stepper.step(batches, counts)
-            if parallel.local_updates:
-                recorder.share = 1 / parallel.local_updates.every
-                parallel.local_updates.sync()
-                recorder.share = 1
-            stepper.progress.step += 1
-            if i == 0:
-                _tag_state(timeline, stepper)
-    peak, at = timeline.since(start)
-    work = _work(recorder, recipe, parallel, given, stepper)
+        start = _two_steps(recorder, stepper, micro_batches, watch)
+    peak, peak_event = timeline.peak_since(start)
     return Traced(
-        memory=timeline.components(at), peak=peak, at=timeline.phase_at(at), held=_held(stepper, timeline, start), work=work, parameters=parameters,
-        timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers, pure=precision.pure,
-        batch=sum(v.nbytes for b in batches for v in b.values() if isinstance(v, Tensor)),
+        memory=timeline.components(peak_event), peak=peak, peak_phase=timeline.phase_at(peak_event),
+        state=_state_bytes(timeline, start), work=_work_of(recorder, recipe, parallel, micro_batches),
+        parameters=parameters, timeline=timeline, start=start, ops=recorder.ops, transfers=recorder.transfers,
+        pure=precision.pure, batch_bytes=sum(value.nbytes for value in tensors),
     )  # fmt: skip
 
 
-def _fake_batch(batch: dict[str, Any], chosen: dict[int, int]) -> dict[str, Any]:
+def _two_steps(
+    recorder: Recorder, stepper: Stepper, micro_batches: list[dict], watch: Callable[[Recorder, Stepper], Any] | None
+) -> int:
+    """Take the first step, which creates state, and the second, which counts. Returns the second's first event."""
+    timeline, local_updates = recorder.timeline, stepper.parallel.local_updates
+    counts = {kind: sum(b["counts"][kind] for b in micro_batches) for kind in micro_batches[0]["counts"]}
+    for second in (False, True):
+        if second:
+            gc.collect()  # reference cycles of the first step are not the second's
+        timeline.phases.append((len(timeline.events), "build"))
+        start = len(timeline.events)
+        recorder.counting = second
+        if second and watch:
+            watch(recorder, stepper)
+        if second:
+            stepper.step(micro_batches, counts)
+        else:
+            _first_step(stepper, micro_batches, counts)
+        if local_updates:
+            recorder.share = 1 / local_updates.every
+            local_updates.sync()
+            recorder.share = 1
+        stepper.progress.step += 1
+        if not second:
+            _tag_state(timeline, stepper)
+    return start
+
+
+def _fake_batch(batch: dict[str, Any], true_counts: dict[int, int]) -> dict[str, Any]:
+    """The batch with fake tensors; the number of True in its mask `select` is added to `true_counts`."""
     out = {}
     for key, value in batch.items():
         if isinstance(value, Tensor):
             with unset_fake_temporarily():
                 n = int(value.sum()) if value.dtype == torch.bool and key == "select" else None
-            value = torch.empty(value.shape, dtype=value.dtype)  # of its own for every micro-batch
+            value = torch.empty(value.shape, dtype=value.dtype)  # every micro-batch has its own memory
             if n is not None:
-                chosen[memory_id(value)] = n
+                true_counts[memory_id(value)] = n
         out[key] = value
     return out
 
 
-def _counts(batches: list[dict]) -> dict[str, int]:
-    return {kind: sum(b["counts"][kind] for b in batches) for kind in batches[0]["counts"]}
-
-
-def _tensors(parallel: Parallel) -> Iterator[Tensor]:
-    """The plain tensors behind all parameters and buffers that this process holds."""
+def _local_tensors(parallel: Parallel) -> Iterator[Tensor]:
+    """The plain tensors behind all parameters and buffers of this process."""
     model = parallel.part
     for p in itertools.chain(model.parameters(), model.buffers()):
         yield p.to_local() if isinstance(p, DTensor) else p
-    for h in parallel.local_parameters:
-        yield h.local
+    for p in parallel.local_parameters:
+        yield p.local
 
 
 def _tag_state(timeline: Timeline, stepper: Stepper) -> None:
-    """What the step left behind: the optimizer's state, and buckets of gradients."""
-    optimizers = [o for o in (stepper.optimizer, stepper.parallel.local_updates and stepper.parallel.local_updates.outer) if o]
-    for optimizer in optimizers:
+    """Tag the state of the optimizers, and the anchors of local updates."""
+    outer = stepper.parallel.local_updates and stepper.parallel.local_updates.outer
+    for optimizer in filter(None, (stepper.optimizer, outer)):
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    timeline.see(value, "state", "optimizer")
-    if stepper.parallel.local_updates and stepper.parallel.local_updates.outer:
+                    timeline.record(value, "state", "optimizer")
+    if outer:
         for anchor in stepper.parallel.local_updates.anchors:
-            timeline.see(anchor, "anchor", "optimizer")
+            timeline.record(anchor, "anchor", "optimizer")
 
 
-def _held(stepper: Stepper, timeline: Timeline, start: int) -> dict[str, int]:
-    seen: dict[str, dict[int, int]] = {"weights": {}, "optimizer": {}}
-    for s in timeline.stored.values():
-        if s.tag in seen:
-            seen[s.tag][id(s)] = s.nbytes
-    return {k: sum(v.values()) for k, v in seen.items()} | {"gradients": max_gradients(timeline, start)}
+def _state_bytes(timeline: Timeline, start: int) -> dict[str, int]:
+    """Bytes of weights, optimizer state and gradients, the gradients at their most from event `start` on."""
+    totals = {"weights": 0, "optimizer": 0}
+    for a in timeline.alive.values():
+        if a.tag in totals:
+            totals[a.tag] += a.nbytes
+    return totals | {"gradients": max_gradients(timeline, start)}
 
 
 def max_gradients(timeline: Timeline, start: int) -> int:
-    """From an event on."""
-    now = most = sum(change for s, change in timeline.events[:start] if s.tag == "gradients")
-    for s, change in timeline.events[start:]:
-        if s.tag == "gradients":
+    """The most bytes of gradients that are alive at once, from event `start` on."""
+    now = most = sum(change for a, change in timeline.events[:start] if a.tag == "gradients")
+    for a, change in timeline.events[start:]:
+        if a.tag == "gradients":
             now += change
             most = max(most, now)
     return most
 
 
-def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -> None:
-    """What the first step leaves, with as little computing as does: the optimizer's state, a pipeline's buffers, FSDP's own. FSDP makes
-    itself ready while it computes, and is given two micro-batches (the second adds to the gradients); the others none."""
+def _first_step(stepper: Stepper, micro_batches: list[dict], counts: dict[str, int]) -> None:
+    """Create what the first step leaves, with as little computing as possible.
+
+    That is the optimizer's state, a pipeline's buffers and FSDP's own. FSDP sets itself up while it computes and gets
+    two micro-batches (the second one accumulates gradients); the others get none.
+    """
     parallel, layout = stepper.parallel, stepper.recipe.layout
     if parallel.pipeline and (layout.shard > 1 or layout.schedule == "zero_bubble"):
-        stepper.step(batches, counts)
+        stepper.step(micro_batches, counts)
         return
     if layout.shard > 1:
-        stepper.step([batches[0], batches[-1]][: len(batches)], counts)  # also where the last one has another shape
+        # the last one too, as its shape may differ
+        stepper.step([micro_batches[0], micro_batches[-1]][: len(micro_batches)], counts)
         return
     finish = parallel._finish_gradients
 
-    def finish_with_gradients() -> None:
-        for held in parallel.trainable:
-            if held.parameter.grad is None:
-                held.parameter.grad = torch.zeros_like(held.parameter)
+    def finish_zero_gradients() -> None:
+        for p in parallel.trainable:
+            if p.parameter.grad is None:
+                p.parameter.grad = torch.zeros_like(p.parameter)
         finish()
 
     def without_computing(*_) -> Tensor:
-        finish_with_gradients()
+        finish_zero_gradients()
         loss = torch.zeros(())
         return loss if parallel.local_updates else parallel.sum(loss, *DATA, "context", "pipeline")
 
-    def little(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
+    def without_blocks(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
         pipeline = stage.pipeline
         if stage.last:
             return received.sum().float().reshape(1)
@@ -827,16 +869,16 @@ def _first_step(stepper: Stepper, batches: list[dict], counts: dict[str, int]) -
             received = torch.zeros(1, device=pipeline.device, dtype=pipeline.wire, requires_grad=True)
         return received.sum().expand(pipeline.run.capacities[stage.index], pipeline.cutter.d_model).clone()
 
-    with replaced(parallel, "_finish_gradients", finish_with_gradients), replaced(Stage, "forward", little):
+    with replaced(parallel, "_finish_gradients", finish_zero_gradients), replaced(Stage, "forward", without_blocks):
         if parallel.pipeline:
-            stepper.step(batches, counts)
+            stepper.step(micro_batches, counts)
         else:
             with replaced(parallel, "forward_backward", without_computing):
-                stepper.step(batches, counts)
+                stepper.step(micro_batches, counts)
 
 
 def _instrument(recorder: Recorder, stepper: Stepper) -> None:
-    """Tell the recorder where the step stands, without changing it."""
+    """Let the step tell the recorder its scope, its gradients and its logits, without changing what it does."""
     timeline, parallel = recorder.timeline, stepper.parallel
 
     def forward_backward(*args, inner=parallel.forward_backward, **kwargs):
@@ -847,41 +889,41 @@ def _instrument(recorder: Recorder, stepper: Stepper) -> None:
         recorder.scope, recorder.in_loss = "step", False
         timeline.enter("optimizer")
         inner()
-        for held in parallel.local_parameters:
-            for grad in (held.local.grad, held.parameter.grad):
+        for p in parallel.local_parameters:
+            for grad in (p.local.grad, p.parameter.grad):
                 if grad is not None:
                     grad = grad.to_local() if isinstance(grad, DTensor) else grad
-                    timeline.see(grad, "gradient", "gradients")
+                    timeline.record(grad, "gradient", "gradients")
 
     def sync_on(last: bool, inner=parallel.replicas.sync_on):
         for grad in _unsharded_gradients(parallel.bare):
-            timeline.see(grad, "gradient", "gradients")
+            timeline.record(grad, "gradient", "gradients")
         inner(last)
 
     parallel.forward_backward, parallel._finish_gradients, parallel.replicas.sync_on = forward_backward, finish, sync_on
 
-    def gone(_grad: Tensor) -> None:
+    def leave_loss(*_) -> None:
         recorder.in_loss = False
 
-    def leaves(module: nn.Module, args: tuple, output: Any) -> None:
+    def enter_loss(module: nn.Module, args: tuple, output: Any) -> None:
         logits = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for t in logits:
-            timeline.see(t.to_local() if isinstance(t, DTensor) else t, "logits", "logits")
+            timeline.record(t.to_local() if isinstance(t, DTensor) else t, "logits", "logits")
         recorder.in_loss = True
         if logits and logits[0].requires_grad:
-            logits[0].register_hook(gone)
+            logits[0].register_hook(leave_loss)
 
     if parallel.pipeline:
         heads = [s.part.model for s in parallel.pipeline.stages.values() if s.last]
     else:
         heads = [parallel.bare]
     for head in heads:
-        head.register_forward_pre_hook(lambda *_: gone(None))
-        head.register_forward_hook(leaves)
+        head.register_forward_pre_hook(leave_loss)
+        head.register_forward_hook(enter_loss)
 
 
 def _unsharded_gradients(model: nn.Module) -> Iterator[Tensor]:
-    """What FSDP2 keeps whole from one micro-batch to the next, to reduce it once."""
+    """The whole gradients that FSDP2 keeps from one micro-batch to the next, to reduce them once."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -891,78 +933,71 @@ def _unsharded_gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def _resizes(timeline: Timeline) -> Iterator[None]:
-    """Resizing a storage passes by all modes."""
+def _recording_resizes(timeline: Timeline) -> Iterator[None]:
+    """Record the resizing of storages, which bypasses all modes."""
     inner = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         out = inner(storage, nbytes)
-        timeline.resized(storage, nbytes)
+        timeline.resize(storage, nbytes)
         return out
 
-    torch.UntypedStorage.resize_ = resize_
-    try:
+    with replaced(torch.UntypedStorage, "resize_", resize_):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = inner
 
 
 @contextlib.contextmanager
-def _untried(recorder: Recorder) -> Iterator[None]:
-    """What DTensor tries on whole tensors is no part of a step."""
+def _ignoring_dtensor_trials(recorder: Recorder) -> Iterator[None]:
+    """Ignore the operators that DTensor tries on whole tensors: they are no part of a step."""
     owner, name = torch_private.trying_of_dtensor()
     tries = getattr(owner, name)
 
-    def unseen(*args: Any) -> Any:
+    def unrecorded(*args: Any) -> Any:
         before, recorder.paused = recorder.paused, True
         try:
             return tries(*args)
         finally:
             recorder.paused = before
 
-    with replaced(owner, name, unseen):
+    with replaced(owner, name, unrecorded):
         yield
 
 
 @contextlib.contextmanager
-def _random_states(timeline: Timeline) -> Iterator[None]:
-    """Checkpointing keeps the state of the random number generator for every block, and it comes by no mode."""
+def _recording_rng_states(timeline: Timeline) -> Iterator[None]:
+    """Record the generator's states that checkpointing keeps for every block, which bypass all modes."""
     inner = torch.get_rng_state
 
     def get_rng_state() -> Tensor:
         state = inner()
-        timeline.see(state, "get_rng_state")
+        timeline.record(state, "get_rng_state")
         return state
 
-    torch.get_rng_state = torch.random.get_rng_state = get_rng_state
-    try:
+    with replaced(torch, "get_rng_state", get_rng_state), replaced(torch.random, "get_rng_state", get_rng_state):
         yield
-    finally:
-        torch.get_rng_state = torch.random.get_rng_state = inner
 
 
-def _work(recorder: Recorder, recipe: Recipe, parallel: Parallel, given: list[dict], stepper: Stepper) -> Work:
-    n = len(given)
+def _work_of(recorder: Recorder, recipe: Recipe, parallel: Parallel, micro_batches: list[dict]) -> Work:
+    n, layout, pipeline = len(micro_batches), recipe.layout, parallel.pipeline
     micro, step = [], []
     for key, count in recorder.ops.items():
         if key[0] == "micro":
-            micro.append(op_of(key, count / n, tf32=recipe.layout.tf32))
+            micro.append(op_of(key, count / n, tf32=layout.tf32))
         else:
-            step.append(op_of(key, count, tf32=recipe.layout.tf32, phase="optimizer"))
-    transfers = [transfer_of(key, calls) for key, calls in recorder.transfers.items()]
-    mesh = recorder.mesh
-    data = mesh.size("replicate", "expert", "shard")
-    layout = recipe.layout
-    samples = sum(_samples(b) for b in given)
-    tokens = sum(making.size_of(b) if "images" not in b and "image" not in b else b["n_tokens"] for b in given)
-    pipeline = parallel.pipeline
+            step.append(op_of(key, count, tf32=layout.tf32, phase="optimizer"))
+    replicas = recorder.mesh.size("replicate", "expert", "shard")
     return Work(
-        micro=micro, step=step, transfers=transfers, micro_batches=n, stages=layout.pipeline,
-        virtual=len(pipeline.stages) if pipeline else 1, schedule=layout.schedule,
-        samples=samples * data, tokens=tokens * data,
-        data_bytes=sum(v.nbytes for b in given for v in b.values() if isinstance(v, Tensor)),
+        micro=micro, step=step, transfers=[transfer_of(key, calls) for key, calls in recorder.transfers.items()],
+        micro_batches=n, stages=layout.pipeline, virtual=len(pipeline.stages) if pipeline else 1,
+        schedule=layout.schedule, samples=sum(map(_n_samples, micro_batches)) * replicas,
+        tokens=sum(map(_n_tokens, micro_batches)) * replicas,
+        data_bytes=sum(v.nbytes for b in micro_batches for v in b.values() if isinstance(v, Tensor)),
     )  # fmt: skip
 
 
-def _samples(batch: dict) -> int:
+def _n_samples(batch: dict) -> int:
     return len(next(v for v in batch.values() if isinstance(v, Tensor)))
+
+
+def _n_tokens(batch: dict) -> int:
+    return batch["n_tokens"] if "images" in batch or "image" in batch else batches.size_of(batch)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gradus.parallel import pipeline
+from gradus.parallel import stages as pipelines
 from gradus.plan.compose import (
     Stage,
     fsdp_widths,
@@ -45,7 +45,7 @@ def _pipeline(p: Process, stride: Shape) -> Iterator[Transfer]:
     """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds up
     and gives back."""
     layout = p.recipe.layout
-    rank_of = dict(enumerate(pipeline.ranks(layout)))
+    rank_of = dict(enumerate(pipelines.ranks(layout)))
     group, apart = layout.pipeline, stride["pipeline"]
     for s, stage in zip(stages_of(p.rank, layout), p.stages):
         for kind, neighbour in (("forward", s + 1), ("backward", s - 1)):

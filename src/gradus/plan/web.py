@@ -1,14 +1,17 @@
-"""`gradus plan --web`: a small page on this machine that plans as its form is filled in. One HTML file, a JSON interface, nothing else.
+"""`gradus plan --web`: a small page on this machine that plans as its form is filled in. One HTML file, a JSON
+interface, nothing else.
 
 GET /             the page (page.html)
 GET /api/options  what the form offers: recipes, presets, devices, layout keys, and the plan named on the command line
-POST /api/plan    {"recipe", "on", "tokens", "days", "overrides"} → the rows of `gradus plan --json`, each with its value as text
+POST /api/plan    {"recipe", "on", "tokens", "days", "overrides"} → the rows of `gradus plan --json`, each with its
+                  value as text
 POST /api/search, /api/devices, /api/serve (also "batch", "length", "bits"), /api/optimal
                   the same → the lines and the table of `gradus plan --search` and so on
 
-A page of another site must not reach this: the Host header has to be a loopback name or what the server was bound to (a name that was
-made to point here, DNS rebinding, is neither), Origin has to be this page's own, and a POST has to be JSON. Requests name packaged
-recipes, presets and what the command line named; keys that hold paths are refused.
+A page of another site must not reach this: the Host header has to be a loopback name or what the server was bound to (a
+name that was made to point at this machine, DNS rebinding, is neither), Origin has to be this page's own, and a POST
+has to be JSON. Requests name packaged recipes, presets and what the command line named; keys that hold paths are
+refused.
 """
 
 from __future__ import annotations
@@ -38,24 +41,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradus import hardware, limits
 from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
+from gradus.parallel.processes import Fault, Pool
 from gradus.plan import answer as answers
 from gradus.plan.answer import Answer, Request, pinned
 from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
-from gradus.plan.workers import Fault, Workers
 from gradus.recipe.fields import alternatives, fields_of, is_section
-from gradus.recipe.presets import ALIASES, PRESETS
+from gradus.recipe.presets import ALIASES, EXAMPLE, PRESETS
 from gradus.recipe.schema import Layout
 from gradus.rows import Row
 
 # The layout's keys in the form, those that matter most first; what they may be comes from the schema.
 LAYOUT = {
     "precision": "Precision", "micro_batch": "Micro-batch", "checkpointing": "Checkpointing", "shard": "Shard (FSDP)",
-    "tensor": "Tensor parallel", "pipeline": "Pipeline stages", "context": "Context parallel", "expert": "Expert parallel",
+    "tensor": "Tensor parallel", "pipeline": "Pipeline stages", "context": "Context parallel",
+    "expert": "Expert parallel",
     "replicate": "Replicas by", "shard_optimizer": "Shard optimizer (ZeRO-1)", "schedule": "Pipeline schedule",
     "stages": "Stages per process", "sequence_parallel": "Sequence parallel", "vocab_parallel": "Vocabulary parallel",
-    "context_method": "Context method", "reshard": "Reshard after forward", "param_dtype": "Gathered weights' dtype",
-    "reduce_dtype": "Reduced gradients' dtype", "attention": "Attention", "tf32": "TF32", "offload": "Offload to the host",
+    "context_method": "Context method", "reshard": "Reshard after forward",
+    "param_dtype": "Gathered weights' dtype",
+    "reduce_dtype": "Reduced gradients' dtype", "attention": "Attention", "tf32": "TF32",
+    "offload": "Offload to the host",
     "compress": "Compressed gradients",
 }  # fmt: skip
 MAIN_KEYS = 9
@@ -67,6 +73,12 @@ SHOWN = ("model.seq_len", "batch.samples", "batch.tokens", "train.steps", "train
 
 Text = Annotated[str, Field(min_length=1, max_length=limits.TEXT)]
 Finite = Field(gt=0, allow_inf_nan=False)
+Tokens, Days = Annotated[float, Finite, Field(le=limits.TOKENS)], Annotated[float, Finite, Field(le=1e6)]
+
+
+def whole(most: int) -> Any:
+    """A whole number from 1."""
+    return Annotated[int, Field(ge=1, le=most)]
 
 
 class Asked(BaseModel):
@@ -75,30 +87,36 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     recipe: Text = Field(description="recipe: expected a short text")
     on: Text | None = Field(None, description="on: expected a short text")
-    tokens: Annotated[float, Finite, Field(le=limits.TOKENS)] | None = Field(None, description=f"--tokens: must be a positive number, at most {limits.TOKENS:g}")
-    days: Annotated[float, Finite, Field(le=1e6)] | None = Field(None, description="--days: must be a positive number, at most 1,000,000")
-    overrides: list[Text] = Field(
-        [], max_length=limits.OVERRIDES, description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts"
+    tokens: Tokens | None = Field(
+        None, description=f"--tokens: must be a positive number, at most {limits.TOKENS:g}"
     )
+    days: Days | None = Field(None, description="--days: must be a positive number, at most 1,000,000")
+    overrides: list[Text] = Field(
+        [], max_length=limits.OVERRIDES,
+        description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts",
+    )  # fmt: skip
 
 
 class ToServe(Asked):
     """A request's body for /api/serve."""
 
-    batch: Annotated[int, Field(ge=1, le=limits.BATCH)] | None = Field(None, description="--batch: must be a positive whole number")
-    length: Annotated[int, Field(ge=1, le=limits.LENGTH)] | None = Field(None, description="--length: must be a positive whole number")
-    bits: Annotated[int, Field(ge=1, le=32)] | None = Field(None, description="--bits: must be a whole number from 1 to 32")
+    batch: whole(limits.BATCH) | None = Field(None, description="--batch: must be a positive whole number")
+    length: whole(limits.LENGTH) | None = Field(None, description="--length: must be a positive whole number")
+    bits: whole(32) | None = Field(None, description="--bits: must be a whole number from 1 to 32")
 
 
 def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) -> tuple[Request, dict[str, int]]:
-    """The request in a body, and what it says beside it. Raises UserError for whatever is not as `gradus plan` would be asked, or could
-    name a file."""
+    """(the request in a body, its further settings). Raises UserError for whatever is not as `gradus plan` would be
+    asked, or could name a file."""
     try:
         asked = kind.model_validate(body)
     except ValidationError as e:
         key, fields = str((*e.errors()[0]["loc"], "")[0])[: limits.TEXT], kind.model_fields
-        unknown = f"{key}: unknown key of the request.{did_you_mean(key, fields)}" if key else "the request: expected a JSON object."
-        raise UserError(f"{fields[key].description}." if key in fields else unknown) from None
+        if key in fields:
+            raise UserError(f"{fields[key].description}.") from None
+        if key:
+            raise UserError(f"{key}: unknown key of the request.{did_you_mean(key, fields)}") from None
+        raise UserError("the request: expected a JSON object.") from None
     known = [*recipes.names(), *PRESETS, *ALIASES]
     if asked.recipe not in known and not (started and asked.recipe == started.recipe):
         own = f"Your own recipe: start gradus plan {shlex.quote(asked.recipe)} --web"
@@ -114,7 +132,8 @@ def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) ->
 def _names_no_file(override: str) -> None:
     key, _, value = (part.strip() for part in override.partition("="))
     if value[:1] in ("[", "{") and re.search(r"[&*!]", value):
-        raise UserError(f"{key}: YAML's anchors, aliases and tags are not accepted from the page. Write the value out.")
+        refused = "YAML's anchors, aliases and tags are not accepted from the page"
+        raise UserError(f"{key}: {refused}. Write the value out.")
     text = any(str in alternatives(field.annotation) for field in fields_of(key))
     if (text and key != "model.preset") or is_section(key):
         instead = f"Give it on the command line: gradus plan RECIPE {key}=... --web"
@@ -131,16 +150,21 @@ def command(request: Request, *more: str) -> str:
 
 
 def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any]:
-    """What the page shows: the rows of --json, each with its value as text, and what was left to the recipe or to the plan."""
-    made = answer(request)
+    """What the page shows: the rows of --json, each with its value as text, and what was left to the recipe or to the
+    plan."""
+    planned = answer(request)
     keys = [*(f"layout.{key}" for key in LAYOUT), *SHOWN]
-    settings = {path: functools.reduce(lambda tree, key: getattr(tree, key, None), path.split("."), made.recipe) for path in keys}
+    settings = {key: functools.reduce(_attribute, key.split("."), planned.recipe) for key in keys}
     return {
-        "rows": [{**json.loads(row.json()), "text": value_text(row)} for row in made.rows],
-        "headline": made.headline, "notes": made.notes, "fits": made.fits, "devices": made.n,
+        "rows": [{**json.loads(row.json()), "text": value_text(row)} for row in planned.rows],
+        "headline": planned.headline, "notes": planned.notes, "fits": planned.fits, "devices": planned.n,
         "settings": {k: str(v).lower() if isinstance(v, bool) else v for k, v in settings.items() if v is not None},
-        "command": command(pinned(request, made)),
+        "command": command(pinned(request, planned)),
     }  # fmt: skip
+
+
+def _attribute(section: Any, name: str) -> Any:
+    return getattr(section, name, None)
 
 
 def options(started: Request | None) -> dict[str, Any]:
@@ -155,6 +179,7 @@ def options(started: Request | None) -> dict[str, Any]:
     return {
         "recipes": [{"name": name, "about": recipes.header(name)[0]} for name in recipes.names()],
         "presets": presets,
+        "example": EXAMPLE,
         "devices": list(hardware.devices()),
         "layout": keys,
         "start": dataclasses.asdict(started) if started else None,
@@ -162,63 +187,73 @@ def options(started: Request | None) -> dict[str, Any]:
 
 
 CELLS = {  # row → its column
-    "search/memory": "memory per device", "search/step": "time per step", "search/time": "total time", "search/money": "cost of {of}",
-    "device/memory": "memory", "device/step": "time per step", "device/hours": "time per {per}", "device/cost": "cost per {per}",
-    "optimal/parameters": "parameters", "optimal/tokens": "tokens", "optimal/flops": "FLOP", "optimal/tokens_per_parameter": "tokens per parameter",
+    "search/memory": "memory per device", "search/step": "time per step", "search/time": "total time",
+    "search/money": "cost of {of}", "device/memory": "memory", "device/step": "time per step",
+    "device/hours": "time per {per}", "device/cost": "cost per {per}", "optimal/parameters": "parameters",
+    "optimal/tokens": "tokens", "optimal/flops": "FLOP", "optimal/tokens_per_parameter": "tokens per parameter",
     "optimal/loss": "loss",
 }  # fmt: skip
 
 
-def question(request: Request, ask: Callable[..., tuple[list[str], list[Row]]], flag: str, **more: int) -> dict[str, Any]:
-    """What the page shows of another question than the plan: its first lines and notes, and a table of its rows; a line of the table has
-    the settings that the form would take for it, and the numbers of a curve."""
+def question(
+    request: Request, ask: Callable[..., tuple[list[str], list[Row]]], flag: str, **more: int
+) -> dict[str, Any]:
+    """What the page shows of another question than the plan: its first lines and notes, and a table of its rows; a line
+    of the table has the settings that the form would take for it, and the numbers of a curve."""
     lines, rows = ask(request, **more)
-    found: dict[tuple, dict[str, Any]] = {}
+    entries: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         c = row.conditions
         if row.name not in CELLS or c.get("case", "expected") != "expected":
             continue
-        entry = found.setdefault(tuple(c.get(name) for name in ("rank", "device", "fit")), _entry(c, request))
+        entry = entries.setdefault(tuple(c.get(name) for name in ("rank", "device", "fit")), _entry(c, request))
         if entry["cells"].get("precision") == c.get("precision"):  # a device's best comes first, and alone
             entry["cells"][CELLS[row.name].format_map(c)] = value_text(row)
             entry["values"][row.name.partition("/")[2]] = row.value
-    until = 1 if any(entry["best"] for entry in found.values()) else lines.index("") if "" in lines else None  # of a search: what wins is in the table
+    until = lines.index("") if "" in lines else None
+    if any(entry["best"] for entry in entries.values()):
+        until = 1  # of a search: what wins is in the table
     notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
     flags = [flag, *(word for key, value in more.items() for word in (f"--{key}", str(value)))]
-    return {"lines": lines[:until], "notes": notes, "table": list(found.values()), "command": command(request, *flags)}
+    table = list(entries.values())
+    return {"lines": lines[:until], "notes": notes, "table": table, "command": command(request, *flags)}
 
 
 def _entry(c: dict[str, Any], request: Request) -> dict[str, Any]:
     """A line of `question`'s table, without the figures. c: the conditions of a row."""
     best = c.get("best") or []
-    why = ", ".join("fewest devices" if name == "fewest" else name for name in best) or c.get("reason") or "does not fit" * (c.get("fits") is False)
+    wins = ", ".join("fewest devices" if name == "fewest" else name for name in best)
+    why = wins or c.get("reason") or "does not fit" * (c.get("fits") is False)
     on = f"{c['devices']}x{kind_of(request.on or '')}" if "rank" in c else c.get("device")
-    cells = {name: f"{c[name]:,}" if name == "devices" else c[name] for name in ("devices", "device", "precision", "fit") if name in c}
-    return {"keys": c.get("layout"), "on": on, "best": bool(best), "reason": why, "cells": cells, "values": {"devices": c.get("devices")}}
+    cells = {name: c[name] for name in ("devices", "device", "precision", "fit") if name in c}
+    if "devices" in cells:
+        cells["devices"] = f"{c['devices']:,}"
+    values = {"devices": c.get("devices")}
+    return {"keys": c.get("layout"), "on": on, "best": bool(best), "reason": why, "cells": cells, "values": values}
 
 
 # ---------------------------------------------------------------- HTTP
 
 
 class Server(ThreadingHTTPServer):
-    """A thread per connection, of which there are so many at a time. planner: answers in this process, one at a time; None: `plan.answer`
-    does, in others."""
+    """A thread per connection, of which there are so many at a time. planner: answers in this process, one request at a
+    time; None: `plan.answer` does, in others."""
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, started: Request | None, planner: Any):
-        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Workers(), threading.Lock()
-        self.run = self.here if planner else self.workers.run
+        self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Pool(), threading.Lock()
+        self.run = self.run_alone if planner else self.workers.run
         self.address_family = _family(host)
         super().__init__((host, port), Handler)
         self.host, self.started = host, started
         planner = planner or answers
-        self.ways = {"/api/plan": functools.partial(plan, answer=planner.answer)}
+        self.routes = {"/api/plan": functools.partial(plan, answer=planner.answer)}
         for name in ("search", "devices", "serve", "optimal"):
-            self.ways[f"/api/{name}"] = functools.partial(question, ask=getattr(planner, name), flag=f"--{name}")
+            self.routes[f"/api/{name}"] = functools.partial(question, ask=getattr(planner, name), flag=f"--{name}")
         self.page = importlib.resources.files("gradus.plan").joinpath("page.html").read_bytes()
 
-    def here(self, function: Callable, argument: Any, gone: Callable[[], bool]) -> Any:
+    def run_alone(self, function: Callable, argument: Any, gone: Callable[[], bool]) -> Any:
         with self.one:  # tracing has one process-wide fake world
             return None if gone() else function(argument)
 
@@ -274,10 +309,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if not self._from_here():
+        if not self._is_own():
             return
         if path == "/":
-            self._send(200, self.server.page, "text/html; charset=utf-8", **{"Content-Security-Policy": _policy(self.server.page)})
+            policy = {"Content-Security-Policy": _policy(self.server.page)}
+            self._send(200, self.server.page, "text/html; charset=utf-8", **policy)
         elif path == "/api/options":
             self._answer(lambda: options(self.server.started))
         elif path == "/favicon.ico":
@@ -287,10 +323,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, server = self.path.partition("?")[0], self.server
-        if not self._from_here():
+        if not self._is_own():
             return
-        if path not in server.ways:
-            self._refuse(404, f"{path[:limits.TEXT]}: nothing here. POST to {' or '.join(server.ways)}")
+        if path not in server.routes:
+            self._refuse(404, f"{path[:limits.TEXT]}: nothing here. POST to {' or '.join(server.routes)}")
         elif (body := self._body()) is not None:
             self.late.cancel()
             self._answer(lambda: self._planned(path, body))
@@ -298,9 +334,9 @@ class Handler(BaseHTTPRequestHandler):
     def _planned(self, path: str, body: bytes) -> dict[str, Any] | None:
         kind = ToServe if path == "/api/serve" else Asked
         request, more = request_of(limits.parse_json(body, "the request"), self.server.started, kind)
-        return self.server.run(functools.partial(self.server.ways[path], **more), request, self._gone)
+        return self.server.run(functools.partial(self.server.routes[path], **more), request, self._gone)
 
-    def _from_here(self) -> bool:
+    def _is_own(self) -> bool:
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if not _own(host, self.server.host, self.connection.getsockname()[0]):
             self._refuse(403, f"Host {host[:limits.TEXT]}: not this machine. Open {self.server.url}")
@@ -316,11 +352,13 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch(r"[0-9]{1,15}", length) or "Transfer-Encoding" in self.headers:
             return self._refuse(411, "the request: expected its Content-Length.")
-        body = self.rfile.read(min(int(length), 16 * limits.BODY))  # a large one too: the answer is read when all is sent
-        if int(length) > limits.BODY:
-            return self._refuse(413, f"the request: {int(length):,} bytes; at most {limits.BODY:,}.")
-        if len(body) < int(length):
-            return self._refuse(408, f"the request: not all of its {int(length):,} bytes came within {limits.RECEIVING:g} s.")
+        length = int(length)
+        body = self.rfile.read(min(length, 16 * limits.BODY))  # a large one too: the answer is read when all is sent
+        if length > limits.BODY:
+            return self._refuse(413, f"the request: {length:,} bytes; at most {limits.BODY:,}.")
+        if len(body) < length:
+            late = f"not all of its {length:,} bytes came within {limits.RECEIVING:g} s"
+            return self._refuse(408, f"the request: {late}.")
         return body
 
     def _gone(self) -> bool:
@@ -333,7 +371,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, make: Callable[[], dict[str, Any] | None]) -> None:
         """make: None where the form has moved on while this one waited."""
         try:
-            found = make()
+            answer = make()
         except UserError as e:
             return self._refuse(400, str(e))
         except Exception as e:  # a fault of the planner: the page stays usable, the terminal has the trace
@@ -341,8 +379,8 @@ class Handler(BaseHTTPRequestHandler):
                 traceback.print_exc()
             why = str(e) if isinstance(e, Fault) else f"{type(e).__name__}: {e}"
             return self._refuse(500, f"the plan failed ({why}). The terminal that serves this page has the traceback.")
-        if found is not None:
-            self._send(200, json.dumps(found).encode())
+        if answer is not None:
+            self._send(200, json.dumps(answer).encode())
 
     def _refuse(self, status: int, text: str) -> None:
         self._send(status, json.dumps({"error": text}).encode())
@@ -359,15 +397,17 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the form has moved on
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing for every request; what goes wrong is told by `_answer`."""
+        """Nothing for every request: `_answer` prints what goes wrong."""
 
 
 def _own(host: str, bound: str, reached: str) -> bool:
-    """Whether a Host header names this machine: a loopback name, what the server was bound to, or, where that is every address, the one
-    that the connection reached. Any port: it may be forwarded."""
+    """Whether a Host header names this machine: a loopback name, what the server was bound to, or, where that is every
+    address, the one that the connection reached. Any port: it may be forwarded."""
     try:
         name = urlsplit(f"//{host}").hostname if re.fullmatch(r"[A-Za-z0-9.:_\[\]-]{1,255}", host) else None
-        known = {"localhost", bound.lower(), *([reached.removeprefix("::ffff:")] if bound in ("", "0.0.0.0", "::") else [])}
+        known = {"localhost", bound.lower()}
+        if bound in ("", "0.0.0.0", "::"):
+            known.add(reached.removeprefix("::ffff:"))
         return name in known or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
@@ -388,13 +428,15 @@ def _policy(page: bytes) -> str:
 
 
 def open_server(host: str, port: int, started: Request | None, planner: Any = None) -> Server:
-    """A server that listens. planner: see `Server`. Raises UserError where the port is taken or the address is not this machine's."""
+    """A server that listens. planner: see `Server`. Raises UserError where the port is taken or the address is not this
+    machine's."""
     if not 0 <= port <= 65_535:
         raise UserError(f"--port={port}: must be from 0 (any free one) to 65535.")
     try:
         return Server(host, port, started, planner)
     except socket.gaierror:
-        raise UserError(f"--host={host}: not an address of this machine. The default is 127.0.0.1: from this machine only.") from None
+        default = "The default is 127.0.0.1: from this machine only"
+        raise UserError(f"--host={host}: not an address of this machine. {default}.") from None
     except PermissionError:
         raise UserError(f"--port={port}: ports below 1024 need root. Use --port 8000.") from None
     except OSError as e:
@@ -408,8 +450,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def serve(started: Request | None = None, *, host: str = "127.0.0.1", port: int = 8000) -> int:
-    """Serve the page until Ctrl-C; the address is printed. `started`: the plan that the form opens with, whose recipe and settings may
-    name files. Raises UserError where it cannot listen (where the port is taken, a free one is named)."""
+    """Serve the page until Ctrl-C; the address is printed. `started`: the plan that the form opens with, whose recipe
+    and settings may name files. Raises UserError where it cannot listen (where the port is taken, a free one is named).
+    """
     try:
         with open_server(host, port, started) as server:
             print(f"the plan as a page: {server.url}   (Ctrl-C ends)", flush=True)

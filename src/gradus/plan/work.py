@@ -1,6 +1,5 @@
-"""What the parts of the plan tell each other: the work of one training step, as a device does it.
+"""The work of one training step on a device: `engine` composes it from traced profiles, `step` prices it.
 
-`engine` puts it together from what was traced; `step` prices it.
 Units: bytes, floating-point operations, seconds. One multiply-add is two operations.
 """
 
@@ -9,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+Target = Literal["cpu", "cuda"]  # what kind of device a step is planned for
 Kind = Literal["matmul", "attention", "memory"]
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 
-# What live memory is made of at the peak; the same names in the plan, in the measurement and in the report (`memory/<component>`).
+# The components of memory; one set of names in the plan, in the measurement and in the report (`memory/<component>`).
 COMPONENTS = {
     "weights": "parameters and buffers as this device holds them",
     "gradients": "gradients as this device holds them, buckets of DDP included",
@@ -30,39 +30,39 @@ class Op:
     """One kind of operation on one device, `count` times.
 
     shape: of a matmul (batch, m, n, k): `batch` products of m × k by k × n; of attention (batch, heads, queries, keys,
-    head_dim); of memory-bound operations () and what counts is `bytes`.
+    head_dim); of memory-bound operations (), as `bytes` alone counts.
     """
 
     kind: Kind
     name: str  # aten's or a plain name: "addmm", "layer_norm", "adamw"
-    dtype: str  # fp32, tf32, bf16, fp16, fp8: what it is computed in
+    dtype: str  # in which it computes: fp32, tf32, bf16, fp16, fp8
     phase: Phase
     flops: float  # of one; what the device does (a causal kernel that skips half counts half)
     bytes: float  # of one, read and written
     shape: tuple[int, ...] = ()
     count: float = 1
-    launches: float = 1  # kernels one of them takes
-    stage_only: bool = False  # whether one process of a pipeline alone does it
-    # of a matmul, which operand lies transposed, n or t each: nt forward, nn for the input, tn for the weight; "": not known
+    launches: float = 1  # kernels per operation
+    stage_only: bool = False  # a single stage of a pipeline does it
+    # of a matmul: n or t for each operand, t where it is transposed in memory; "": not known
     layout: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Collectives of one kind along one axis of the layout, of one device in one optimizer step: all its micro-batches."""
+    """Collectives of one kind along one axis of the layout, of one device in one optimizer step."""
 
     axis: str  # replicate, shard, tensor, sequence, pipeline, context, expert, control
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send
     payload: float  # bytes of one call; of gathers and scatters the whole that is gathered or scattered
-    calls: float  # a step
+    calls: float  # per step, over all micro-batches
     group: int  # ranks that take part
-    stride: int = 1  # between neighbouring ranks of the group, so that it is known which links they share
+    stride: int = 1  # between neighbouring ranks of the group: it tells which links they share
     phase: Phase = "backward"
-    hidden_by: Literal["", "forward", "backward", "both"] = ""  # the computing it can run beside; "": it is waited for
+    hidden_by: Literal["", "forward", "backward", "both"] = ""  # the computing that can hide it; "": it is exposed
 
     @property
     def sent(self) -> float:
-        """Bytes this device sends in a step, by the bandwidth-optimal ring (Patarasuk & Yuan 2009)."""
+        """Bytes that this device sends per step in a bandwidth-optimal ring (Patarasuk & Yuan 2009)."""
         part = (self.group - 1) / self.group
         return self.payload * self.calls * {"all_reduce": 2 * part, "send": 1.0}.get(self.kind, part)
 
@@ -72,29 +72,33 @@ class Work:
     """One optimizer step of the busiest device: the stage that takes longest."""
 
     micro: list[Op]  # of one micro-batch on this stage
-    step: list[Op]  # once a step: optimizer, norm, clipping
+    step: list[Op]  # once per step: optimizer, norm, clipping
     transfers: list[Transfer]
-    micro_batches: int = 1  # that a device runs in a step
+    micro_batches: int = 1  # of a device, per step
     stages: int = 1  # of the pipeline
-    virtual: int = 1  # stages a device, interleaved
+    virtual: int = 1  # interleaved stages per device
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble
     samples: float = 0  # of the whole step, over all devices
     tokens: float = 0  # of the whole step, over all devices, padding included
-    # of the whole step, over all devices, where a published figure is of them (engine.model_flops): no recompute,
-    # attention's full matrix (Chowdhery et al. 2022)
+    # of the whole step, over all devices, for comparison with published figures (engine.model_flops): without
+    # recomputation, with attention's full matrix (Chowdhery et al. 2022)
     model_flops: float = 0
-    data_bytes: float = 0  # a device's batch, from host to device
-    software: str = "gradus"  # whose fitted parameters hold: gradus, megatron, mosaic
+    data_bytes: float = 0  # of a device's batch, copied from host to device
+    software: str = "gradus"  # the one with fitted parameters: gradus, megatron, mosaic
 
 
 def op_of(key: tuple, count: float, *, tf32: bool = False, phase: str | None = None) -> Op:
-    """What a trace has counted, as Traced.ops. tf32: of a layout that computes fp32 products so. phase: in place of its own."""
-    _, kind, name, dtype, own, flops, moved, shape = key
+    """The operation of a key of `Traced.ops`.
+
+    tf32: the layout computes fp32 products in tf32. phase: in place of the key's own.
+    """
+    _, kind, name, dtype, own_phase, flops, nbytes, shape = key
     dtype = "tf32" if tf32 and dtype == "fp32" and kind == "matmul" else dtype
-    return Op(kind, name, dtype, phase or ("forward" if own == "loss" else own), flops, moved, shape, count)
+    phase = phase or ("forward" if own_phase == "loss" else own_phase)
+    return Op(kind, name, dtype, phase, flops, nbytes, shape, count)
 
 
 def transfer_of(key: tuple, calls: float) -> Transfer:
-    """As Traced.transfers."""
+    """The transfer of a key of `Traced.transfers`."""
     axis, kind, payload, group, stride, phase, hidden = key
     return Transfer(axis, kind, payload, calls, group, stride, phase, hidden)

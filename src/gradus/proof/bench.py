@@ -20,10 +20,10 @@ from torch import nn
 
 from gradus import files, hardware, limits, models
 from gradus.errors import UserError, did_you_mean, either
-from gradus.infer import Place, engines, find
+from gradus.infer import ModelSource, engines, find
 from gradus.infer.checked import verdict
-from gradus.infer.compiled import beside
-from gradus.plan.serving import BYTES, Use, cache_bytes, passes, serving
+from gradus.infer.compiled import other_dtype
+from gradus.plan.serving import BYTES, cache_bytes, serving, usage_of
 from gradus.proof import results
 from gradus.proof.harness import exit_code, run
 from gradus.proof.memory_budget import device_of
@@ -60,7 +60,7 @@ def bench(args: Any) -> Iterator[str]:
     folder = Path(args.to or Path("bench") / Path(args.model).resolve().name)
     rows = run(plan.study, folder, results.quiet if args.json else results.say, more=plan.rows)
     best = next((row for row in rows if row.name == "best"), None)
-    exported = plan.source.made
+    exported = plan.source.export_info
     if best and not exported:
         remember(plan.source, best.conditions["of"])
     if args.json:
@@ -87,10 +87,10 @@ def chosen(text: str, option: str, known: Iterable[str], every: Iterable[str]) -
     return list(every) if words == ["all"] else words
 
 
-def engines_of(source: Place, args: Any) -> tuple[list[EnginePair], dict[str, str]]:
+def engines_of(source: ModelSource, args: Any) -> tuple[list[EnginePair], dict[str, str]]:
     """(those that this model and this machine may have, why others are not: name → reason). Raises UserError where none
     is left."""
-    ways = engines.ways_of(source) if source.made else []
+    ways = engines.ways_of(source) if source.export_info else []
     every = [dict.fromkeys(names) for names in zip(*ways)] or [engines.ENGINES, engines.PRECISIONS]
     names = chosen(args.engines, "--engines", engines.ENGINES, every[0])
     precisions = chosen(args.precisions, "--precisions", engines.PRECISIONS, every[1])
@@ -98,7 +98,7 @@ def engines_of(source: Place, args: Any) -> tuple[list[EnginePair], dict[str, st
     for pair in itertools.starmap(EnginePair, itertools.product(names, precisions)):
         kind = engines.kind(pair.engine)
         try:
-            if not source.made:
+            if not source.export_info:
                 engines.fits(kind, pair.precision, source)
             elif pair not in ways:
                 use = either(f"--engines {name} --precisions {precision}" for name, precision in ways)
@@ -112,7 +112,7 @@ def engines_of(source: Place, args: Any) -> tuple[list[EnginePair], dict[str, st
     return possible, refused
 
 
-def new_tokens(source: Place, args: Any) -> int | None:
+def new_tokens(source: ModelSource, args: Any) -> int | None:
     """Tokens that are written; None where the model writes none. Raises UserError where --new has no effect."""
     if source.family.attention == "both":
         if args.new is not None:
@@ -123,7 +123,7 @@ def new_tokens(source: Place, args: Any) -> int | None:
     return args.new or min(NEW, max(2, longest // 2))
 
 
-def lengths_of(source: Place, args: Any, new: int | None) -> list[int | None]:
+def lengths_of(source: ModelSource, args: Any, new: int | None) -> list[int | None]:
     """The lengths that are read, None for images. Raises UserError for what has no effect, or does not fit the
     model."""
     longest = source.config.longest
@@ -145,7 +145,7 @@ def lengths_of(source: Place, args: Any, new: int | None) -> list[int | None]:
     return lengths
 
 
-def plan_bench(source: Place, args: Any) -> BenchPlan:
+def plan_bench(source: ModelSource, args: Any) -> BenchPlan:
     """Raises UserError."""
     possible, refused = engines_of(source, args)
     new = new_tokens(source, args)
@@ -156,7 +156,7 @@ def plan_bench(source: Place, args: Any) -> BenchPlan:
         raise UserError(f"--accuracy: {no_data}. Leave it out, or give a run folder.")
     of_run = limits.SAMPLES if source.recipe is not None and source.family.attention == "both" else 0
     accuracy = of_run if args.accuracy is None else args.accuracy
-    weights = engines.here(source, *([json.dumps(source.made)] if source.made else []))
+    weights = engines.cache_key(source, *([json.dumps(source.export_info)] if source.export_info else []))
     common = {
         "model": str(source.path.absolute()), "weights": weights, "threads": torch.get_num_threads(), "new": new,
         "asked": bool(args.accuracy),
@@ -196,7 +196,7 @@ def pair_of(c: Configuration) -> EnginePair:
 class BenchPlan:
     """A model, what is measured of it, what is not and why, and the precisions that the user named."""
 
-    source: Place
+    source: ModelSource
     study: Study
     refused: dict[str, str]
     named: set[str]
@@ -228,7 +228,7 @@ def raw_of(samples: Sequence[Sample], name: str) -> list[float]:
     return [seconds for s in samples for seconds in s.ranks[0].raw[name]]
 
 
-def measured_rows(source: Place, c: Configuration, samples: Sequence[Sample]) -> Iterator[Row]:
+def measured_rows(source: ModelSource, c: Configuration, samples: Sequence[Sample]) -> Iterator[Row]:
     latency, new = raw_of(samples, "latency"), c.options["new"]
     seconds = statistics.median(latency)  # of a pass
     n = {"n": len(latency)}
@@ -245,16 +245,17 @@ def measured_rows(source: Place, c: Configuration, samples: Sequence[Sample]) ->
     yield roof(source, c, samples, seconds)
 
 
-def roof(source: Place, c: Configuration, samples: Sequence[Sample], seconds: float) -> Row:
+def roof(source: ModelSource, c: Configuration, samples: Sequence[Sample], seconds: float) -> Row:
     """The least time that reading the weights (and keys and values), or the operations, could take at the speeds that
     were measured in the same processes, as a share of `seconds`, a pass's time; of a model that writes, a token's."""
     options, config, facts = c.options, source.config, samples[0].ranks[0].facts
     bits, new, batch = BITS[options["precision"]], options["new"], options["batch"]
     cross = source.family.attention == "cross"
     n = options["length"] or (config.image_size // config.patch_size) ** 2 + 1
-    tokens = (0 if cross else n) + (new or 0) // 2 if new else n  # in a row, of those written the mean
+    tokens = max(1, (0 if cross else n) + new // 2) if new else n  # in a row, of those written the mean
     stored = facts["computes"][:4] if facts["computes"][:4] in BYTES else "fp32"
-    one = list(passes(Use(config, batch, tokens, n * cross, bits, stored, None, 1)))[-1]
+    usage = usage_of(config, batch, tokens, n * cross)
+    one = usage.decode or usage.prefill
     weights = one.weights * bits / 8
     cache = sum(cache_bytes(config, batch, tokens, source_len=n * cross, precision=stored)) if new else 0
     bandwidth, rate = (statistics.median(s.values[f"roof/{k}"][0] for s in samples) for k in ("bandwidth", "rate"))
@@ -265,7 +266,7 @@ def roof(source: Place, c: Configuration, samples: Sequence[Sample], seconds: fl
     return Row("roof", share, "", None, {"limit": limit, "least": least[limit]})
 
 
-def planned_rows(source: Place, c: Configuration) -> Iterator[Row]:
+def planned_rows(source: ModelSource, c: Configuration) -> Iterator[Row]:
     """The plan of `gradus plan --serve` for the same; times where this machine is calibrated."""
     device = device_of(pick_device("auto"), c.options["threads"])
     for cluster in (device and hardware.Cluster(device, 1), None):  # without a device where its peak is not known
@@ -275,7 +276,7 @@ def planned_rows(source: Place, c: Configuration) -> Iterator[Row]:
             return
 
 
-def serving_figures(source: Place, c: Configuration, cluster: hardware.Cluster | None) -> Values:
+def serving_figures(source: ModelSource, c: Configuration, cluster: hardware.Cluster | None) -> Values:
     """Raises UserError where the plan cannot be made."""
     options, new = c.options, c.options["new"]
     precision, bits, batch = options["precision"], BITS[options["precision"]], options["batch"]
@@ -289,7 +290,7 @@ def serving_figures(source: Place, c: Configuration, cluster: hardware.Cluster |
     last = plan(options["length"] + new - 1) if new and source.family.attention == "causal" else prompt
     figures: Values = {"size/weights": (prompt["weights"], "bytes")}
     if options["engine"] == "compiled" and bits <= 8:
-        rest = BYTES[beside(precision, pick_device("auto"))]
+        rest = BYTES[other_dtype(precision, pick_device("auto"))]
         figures["size/weights"] = (in_integers(source.config, bits, rest), "bytes")
     if "forward_time" in prompt:
         figures["latency/median"] = (prompt["forward_time"], "s")
@@ -329,7 +330,7 @@ def fastest(plan: BenchPlan, samples: dict[str, list[Sample]]) -> dict[str, Engi
         singles = [c.name for c in plan.study.configurations if pair_of(c) == pair and c.options["batch"] == 1]
         if not singles or not of_pair or not all(name in latency for name in singles):
             continue
-        exported = plan.source.made  # checked when it was written
+        exported = plan.source.export_info  # checked when it was written
         if exported or is_accurate(pair, of_pair[0], base and base[0], plan.named):
             scores[pair] = statistics.mean(math.log(latency[name]) for name in singles)
     order = sorted(scores, key=scores.get)
@@ -353,7 +354,7 @@ def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: se
     return metric is not None and (base.values[metric][0] - sample.values[metric][0]) * QUALITY[metric] <= POINT
 
 
-def remember(source: Place, best: dict[str, EnginePair]) -> None:
+def remember(source: ModelSource, best: dict[str, EnginePair]) -> None:
     """Keep the best pairs for `--engine auto`."""
     file = engines.best_at(source)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ from gradus.proof.calibration_points import (
 )
 from gradus.proof.memory_budget import coarse_name, device_of
 from gradus.proof.timing import BUSY, OtherPrograms
-from gradus.recipe import schema
+from gradus.recipe import presets, schema
 from gradus.train import machine
 from gradus.train.precision import Precision, pick_device
 from gradus.train.session import Session
@@ -239,11 +239,7 @@ TINY_REST = {
 
 
 def tiny_steps(device: torch.device) -> Iterator[TinyStep]:
-    for model, task in (
-        ({"family": "gpt"}, {"name": "causal_lm"}),
-        ({"family": "llama"}, {"name": "causal_lm"}),
-        ({"family": "seq2seq", "dropout": 0.1}, {"name": "copy", "n_symbols": 32, "length": 8}),
-    ):
+    for model, task in presets.TINY:
         for precision in ("fp32", "bf16"):
             sections = {
                 "model": model | TINY_MODEL,

@@ -28,9 +28,9 @@ from gradus.hardware.tables import fold
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
-from gradus.measure.workers import uninterrupted
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
+from gradus.parallel.processes import uninterrupted
 from gradus.patch import replaced
 from gradus.plan.batches import task_without_data
 from gradus.proof.memory_budget import changed, suggested_fix

@@ -38,7 +38,7 @@ class EngineRuns:
         name, precision = options["engine"], options["precision"]
         kind = engines.kind(name)
         if issubclass(kind, exported.GraphEngine):
-            exported.found(self.source, kind, precision)  # exports once: no part of the time that loading takes
+            exported.cached_folder(self.source, kind, precision)  # exports once: no part of the time of loading
         began = time.perf_counter()
         self.engine = engines.open(self.source, name, precision)
         self.load_seconds, self.samples = time.perf_counter() - began, 0
@@ -92,7 +92,8 @@ class EngineRuns:
         }
         timed.facts |= {"computes": computes, "cache_bytes": roofs.last_cache() if device.type == "cpu" else 0}
         self.measure_energy(timed)
-        if window.round == 1 and self.options["check"] and not self.source.made:  # an export's check is kept with it
+        exported_before = bool(self.source.export_info)  # an export's check is kept with it
+        if window.round == 1 and self.options["check"] and not exported_before:
             self.check(timed)
         if window.round == 1 and self.options["accuracy"]:
             self.measure_accuracy(timed)

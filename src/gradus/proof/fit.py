@@ -12,9 +12,9 @@ from typing import Any
 from gradus import limits
 from gradus.errors import UserError
 from gradus.hardware.units import quantity
-from gradus.measure.workers import start
 from gradus.parallel import check
 from gradus.parallel.mesh import needed
+from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.plan import batches
 from gradus.plan.engine import Memory
@@ -128,7 +128,7 @@ def measured_step(recipe: Recipe, folder: str, world: World) -> dict[str, float]
 def run_in_processes(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[str, float] | str:
     """The largest value of all processes, by name; where they did not come to an end, why."""
     try:
-        by_rank = start(n, function, recipe, folder, log=Path(folder) / "log")
+        by_rank = run_group(n, function, recipe, folder, log=Path(folder) / "log")
     except UserError as e:
         return str(e)
     return {key: max(values[key] for values in by_rank) for key in by_rank[0]}

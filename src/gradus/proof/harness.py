@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from gradus.errors import UserError
-from gradus.measure.workers import ended_with_this, start
 from gradus.parallel import check
 from gradus.parallel.mesh import single_process
+from gradus.parallel.processes import ended_by_sigterm, run_group
 from gradus.parallel.world import World
 from gradus.plan.show import duration, size
 from gradus.proof import runs
@@ -66,7 +66,7 @@ def measure(study: Study, c: Configuration, number: int, folder: Path) -> Sample
     )
     file, _, function = c.runner.rpartition(":")
     runner = [RUNNERS[c.runner]] if c.runner in RUNNERS else [own_steps, file, function]
-    ranks = start(c.processes, *runner, c.recipe, c.options, window, log=folder / "workers.log")
+    ranks = run_group(c.processes, *runner, c.recipe, c.options, window, log=folder / "workers.log")
     return Sample(number, ranks, elapsed=time.monotonic() - began)
 
 
@@ -94,7 +94,7 @@ def planned(
         try:
             case = case_of(open_for(c.recipe, c.processes), local_processes=c.processes)
             if case.budget.target == "cpu":
-                resident = resident or start(1, resident_bytes, c.recipe, log=folder / "workers.log")[0]
+                resident = resident or run_group(1, resident_bytes, c.recipe, log=folder / "workers.log")[0]
                 case.budget.resident = resident
             with Planner() as planner:
                 prediction = planner.plan(case)
@@ -197,7 +197,7 @@ def measure_missing(study: Study, folder: Path, say: Say, names: set[str], more:
     def is_missing(k: int, c: Configuration) -> bool:
         return not store.has(c, k) and not store.too_slow(study, c)
 
-    with contextlib.closing(store.file), ended_with_this():
+    with contextlib.closing(store.file), ended_by_sigterm():
         for i, (k, c) in enumerate(todo, 1):
             if is_missing(k, c):
                 sample = _sample(study, c, k, folder)

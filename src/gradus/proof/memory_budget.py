@@ -13,8 +13,8 @@ import torch
 from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.measure.workers import uninterrupted
 from gradus.parallel.mesh import DATA, sizes
+from gradus.parallel.processes import uninterrupted
 from gradus.plan.engine import Memory, plan_memory
 from gradus.plan.show import size
 from gradus.recipe.schema import Recipe

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradus.errors import UserError
 from gradus.hardware import Cluster
+from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
 from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
@@ -22,7 +23,6 @@ from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.plan.workers import Fault, Worker
 from gradus.proof.memory_budget import MemoryBudget, budget_of, data_parallel_size, suggested_fix
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -93,12 +93,12 @@ def predict(case: Case) -> Predicted:
     same_plan = step and one_process and shapes(largest) == shapes(case.micro_batches)
     memory = step[0] if same_plan else budget.memory(recipe)
     need = memory.device_total
-    batch = batches.described(largest) + (f", rank {memory.rank}" if memory.rank else "")
+    batch = batches.describe_largest(largest) + (f", rank {memory.rank}" if memory.rank else "")
     rows = rows_of_largest(memory, budget, batch)
     whole = f"reserved {size(memory.reserved)}, device" if budget.target == "cuda" else "process"
     line = f"plan: tensors {size(memory.allocated)}, {whole} {size(need)} of {size(budget.available)}"
     if step:
-        shape = batches.described(case.micro_batches)
+        shape = batches.describe_largest(case.micro_batches)
         if step[0].allocated != memory.allocated:
             line += f" with the largest batch ({batch}); tensors {size(step[0].allocated)}"
             line += f" in step {case.step} ({shape}), which is measured"
@@ -167,7 +167,7 @@ def predict_step(case: Case) -> tuple[Memory, Work]:
     blocks = recipe.model.n_layers + (getattr(recipe.model, "n_decoder_layers", None) or 0)
     if blocks * len(micro_batches) <= WHOLE:
         t = trace_recipe(recipe, n, 0, target=target, task=task, micro_batches=micro_batches)
-        memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.at, t.held, t.parameters, [])
+        memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.peak_phase, t.state, t.parameters, [])
         return memory if target == "cuda" else engine.with_process(memory, budget.resident, recipe.layout), t.work
     first = engine.processes(recipe, n, target, task, micro_batches)[0]
     memory = engine.memory_of([first], budget.resident)

@@ -20,7 +20,7 @@ from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
 from gradus.parallel import world as worlds
-from gradus.plan.workers import Fault
+from gradus.parallel.processes import Fault
 from gradus.proof.calibrate import calibrate_once
 from gradus.proof.pairs import LABELS, errors_table, pairs_of_run, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of

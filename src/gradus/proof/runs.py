@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
+from gradus.parallel.processes import run_program
 from gradus.proof.runners import whole_rounds
 from gradus.proof.study import Values
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
-from gradus.train.signals import SIGNALS
 
 SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compared step by step
 OF_SUMMARY = {  # in summary.json → (row, unit); of a list the largest counts
@@ -44,7 +41,7 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> Run
     words = command(recipe, processes, seed, folder)
     sent_before = loopback_bytes()
     try:
-        code, errors = run_to_end(words)
+        code, errors = run_program(words, capture=True, stopping="stopping: the training saves itself first")
     except FileNotFoundError:
         raise UserError(f"no {words[0]} here: layout.transport=mpi needs it") from None
     if code:
@@ -72,34 +69,6 @@ def command(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> l
     if recipe.layout.transport == "mpi":
         return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(processes), *words]
     return [*words, "--processes", str(processes)] if processes > 1 else words
-
-
-def run_to_end(words: list[str]) -> tuple[int, str]:
-    """(exit code, standard error) of a program. Signals that ask for a stop go on to it and its end is waited for,
-    however long it saves; then they hold for this process: KeyboardInterrupt, SystemExit."""
-    signals: list[int] = []
-    process = None
-
-    def pass_on(number: int, frame: object) -> None:
-        signals.append(number)
-        if process is not None:
-            process.send_signal(number)
-        if len(signals) == 1:
-            print("\nstopping: the training saves itself first", file=sys.stderr, flush=True)
-
-    handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    try:  # in a session of its own, so that Ctrl-C reaches it once
-        process = subprocess.Popen(words, **pipes, start_new_session=True)
-        if signals:  # in between
-            process.send_signal(signals[0])
-        errors = process.communicate()[1]
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if signals:
-        raise KeyboardInterrupt if signals[0] == signal.SIGINT else SystemExit(128 + signals[0])
-    return process.returncode, errors
 
 
 def read_figures(folder: Path) -> RunFigures:

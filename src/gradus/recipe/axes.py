@@ -14,9 +14,9 @@ def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
     """Axis → processes along it. What the named axes leave over is `replicate`, so the product is n_processes.
     n_processes must be a multiple of `needed(layout)`; parallel.check tells the user where it is not."""
     named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
-    taken = needed(layout)
-    assert n_processes % taken == 0, f"{taken} does not divide {n_processes}"
-    return {axis: n_processes // taken if axis == "replicate" else named[axis] for axis in AXES}
+    replica = needed(layout)
+    assert n_processes % replica == 0, f"{replica} does not divide {n_processes}"
+    return {axis: n_processes // replica if axis == "replicate" else named[axis] for axis in AXES}
 
 
 def needed(layout: Layout) -> int:

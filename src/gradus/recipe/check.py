@@ -15,6 +15,12 @@ from typing import Any
 from gradus.recipe.conflicts import Problem, conflicts
 from gradus.recipe.schema import MODELS, TASKS, Section
 
+# Derived values: the key → the value that it is clamped to where a later layer lowers its limit.
+CLAMPED: dict[str, Callable[[int], int]] = {
+    "schedule.warmup_steps": lambda steps: max(1, steps // 10),  # of train.steps or schedule.end_step
+    "layout.micro_batch": lambda samples: samples,  # of batch.samples
+}
+
 
 def learners(task: str) -> dict[str, list[str]]:
     """Kind of data → the families that learn this task from it."""
@@ -28,12 +34,12 @@ def learners(task: str) -> dict[str, list[str]]:
 def problems(sections: Mapping[str, Any], stated: Collection[str], sizes_known: bool = True) -> list[Problem]:
     """What is wrong between the sections that are there. stated: the keys somebody wrote, which must take effect."""
     known = {**sections, **({"sizes": sections["model"]} if sizes_known and "model" in sections else {})}
-    found = []
+    wrong: list[Problem] = []
     for check in CHECKS:
-        wanted = inspect.signature(check).parameters
-        if all(name in known for name in wanted):
-            found += check(**{name: known[name] for name in wanted})
-    return [*found, *conflicts(sections, stated)]
+        arguments = inspect.signature(check).parameters
+        if all(name in known for name in arguments):
+            wrong += check(**{name: known[name] for name in arguments})
+    return [*wrong, *conflicts(sections, stated)]
 
 
 def changed(sections: Mapping[str, Any]) -> set[str]:
@@ -148,10 +154,10 @@ def _warmup(schedule, train) -> Iterator[Problem]:
     key = "schedule.end_step" if schedule.end_step else "train.steps"
     end = schedule.end_step or train.steps
     if schedule.name != "noam" and end and schedule.warmup_steps >= end:
-        tenth = max(1, end // 10)
+        tenth = CLAMPED["schedule.warmup_steps"](end)
         text = f"is {schedule.warmup_steps}, not below {key}={end}. "
         text += f"Set schedule.warmup_steps={tenth}, say, or a larger {key}."
-        yield Problem("schedule.warmup_steps", text, (key,), void=True, instead=tenth)
+        yield Problem("schedule.warmup_steps", text, (key,), instead=tenth)
 
 
 def _batch(batch, data, sizes) -> Iterator[Problem]:
@@ -169,7 +175,8 @@ def _batch(batch, data, sizes) -> Iterator[Problem]:
 def _micro_batch(batch, layout) -> Iterator[Problem]:
     if layout.micro_batch and batch.samples and layout.micro_batch > batch.samples:
         text = f"{layout.micro_batch} is more than batch.samples={batch.samples}. Set at most {batch.samples}."
-        yield Problem("layout.micro_batch", text, ("batch.samples",))
+        instead = CLAMPED["layout.micro_batch"](batch.samples)
+        yield Problem("layout.micro_batch", text, ("batch.samples",), instead=instead)
 
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (

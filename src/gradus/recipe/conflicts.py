@@ -1,14 +1,13 @@
-"""What in a recipe cannot be combined: one table.
+"""One table: what in a recipe cannot be combined.
 
 It is read when a recipe is loaded (`recipe.check`), when its layout is checked and applied (`parallel.check`,
 `parallel.apply`), by the search over layouts (`plan.search`), and it is the table of docs/layouts.md. Whether numbers
-divide one another is no matter of this table: `parallel.check` and the files of the axes say that.
+divide one another, `parallel.check` and the files of the axes check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 from gradus.recipe.schema import Recipe, Section
@@ -23,8 +22,8 @@ DEPENDENT = {
 
 
 class Problem(NamedTuple):
-    """path: the dotted key. others: the keys that it is in conflict with. void: it takes no effect beside them, and is
-    left out, or set to `instead`, where one of them was switched in a higher place than the one that says it."""
+    """A key that is wrong. path: its dotted name. others: the keys that contradict it. void: it takes no effect beside
+    them, and is left out where a later layer sets one of them. instead: the value that it is then clamped to."""
 
     path: str
     text: str
@@ -54,19 +53,15 @@ class Condition:
         except (LookupError, AttributeError):
             return False
         if self.values is not None:
-            return (_word(value) in self.values) != self.negated
+            return (word(value) in self.values) != self.negated
         if stated is not None:
             return self.path in stated
-        owner = type(sections[self.section]) if self.key else Recipe
-        return value != _default(owner, self.key or self.section)
+        owner: type[Section] = type(sections[self.section]) if self.key else Recipe
+        return value != owner.model_fields[self.key or self.section].default
 
 
-@cache
-def _default(owner: type[Section], key: str) -> Any:
-    return owner.model_fields[key].default
-
-
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """A value as after `key=`."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -89,8 +84,8 @@ class Row:
             conditions = next((one for one in self.others if all(c.holds(sections) for c in one)), None)
             if conditions is not None:
                 value, last = conditions[-1].value(sections), conditions[-1].path
-                beside = last if isinstance(value, Section) else f"{last}={_word(value)}"
-                text = self.text.replace("{}", beside).replace("{value}", _word(value))
+                other = last if isinstance(value, Section) else f"{last}={word(value)}"
+                text = self.text.replace("{}", other).replace("{value}", word(value))
                 yield Problem(key.path, text, tuple(c.path for c in conditions), self.void)
 
 

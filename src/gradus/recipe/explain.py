@@ -18,7 +18,7 @@ from gradus.recipe.fields import (
     unknown_key,
 )
 from gradus.recipe.schema import Recipe
-from gradus.recipe.text import get, show
+from gradus.recipe.text import get_key, show
 
 
 def needs(section: str) -> str:
@@ -26,7 +26,7 @@ def needs(section: str) -> str:
     if kind and discriminator(section):
         return f"It needs {section}.{kind}: {', '.join(knows)}."
     classes = classes_of(section)
-    return f"It has the keys {', '.join(classes[None].model_fields)}." if classes else ""
+    return f"It has the keys {', '.join(classes[''].model_fields)}." if classes else ""
 
 
 def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
@@ -35,7 +35,7 @@ def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
     if kind == "union_tag_not_found":
         return Problem(f"{section}.{key}", f"missing. Give one of {', '.join(classes_of(section))}.")
     if kind == "union_tag_invalid":
-        tag = get(raw, f"{section}.{key}")
+        tag = get_key(raw, f"{section}.{key}")
         return Problem(f"{section}.{key}", f"no such {section}: {show(tag)}.{did_you_mean(tag, classes_of(section))}")
     owner, path, field = owner_of(section, raw), section, Recipe.model_fields[section]
     for part in loc[1:] if key else loc:
@@ -47,7 +47,7 @@ def explain(section: str, error: Any, raw: dict[str, Any]) -> Problem:
         owner = next(iter(classes_inside(field.annotation)), None)
     if kind == "value_error":
         return Problem(path, f"{error['ctx']['error']}.")
-    return Problem(path, _wrong_value(error, field, get(raw, path)))
+    return Problem(path, _wrong_value(error, field, get_key(raw, path)))
 
 
 def _wrong_value(error: Any, field: Any, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The schema, looked at: sections, their kinds, their keys, what a key takes, and which key was meant."""
+"""Questions to the schema: sections, their kinds, their keys, what values a key takes, and which key was meant."""
 
 from __future__ import annotations
 
@@ -58,23 +58,24 @@ def classes_inside(annotation: Any) -> list[type[Section]]:
 
 
 def discriminator(section: str) -> str | None:
-    return Recipe.model_fields[section].discriminator
+    key = Recipe.model_fields[section].discriminator
+    return key if isinstance(key, str) else None
 
 
 @cache
-def classes_of(section: str) -> dict[str | None, type[Section]]:
-    """Kind -> class, for a section with kinds; {None: class} for another."""
+def classes_of(section: str) -> dict[str, type[Section]]:
+    """Kind -> class, for a section with kinds; {"": class} for another."""
     key = discriminator(section)
     classes = classes_inside(Recipe.model_fields[section].annotation)
-    return {c.model_fields[key].default if key else None: c for c in classes}
+    return {c.model_fields[key].default if key else "": c for c in classes}
 
 
 @cache
 def kinds_of(section: str) -> tuple[str | None, dict[str, set[str]]]:
     """(the key that says the kind, kind -> known keys); (None, {}) for a section without kinds."""
     if section in DEPENDENT:
-        key, knows = DEPENDENT[section]
-        return key, {kind: {key, *keys} for kind, keys in knows.items()}
+        kind_key, knows = DEPENDENT[section]
+        return kind_key, {kind: {kind_key, *keys} for kind, keys in knows.items()}
     key = discriminator(section)
     return key, {kind: set(c.model_fields) for kind, c in classes_of(section).items()} if key else {}
 
@@ -103,8 +104,8 @@ def elsewhere(word: str) -> str | None:
 def owner_of(section: str, raw: dict[str, Any]) -> type[Section] | None:
     """The class that a section of a recipe has, None where it does not say its kind."""
     key, stated = discriminator(section), raw.get(section)
-    kind = stated.get(key) if key and isinstance(stated, dict) else None
-    return classes_of(section).get(kind) if kind is None or isinstance(kind, str) else None
+    kind = stated.get(key) if key and isinstance(stated, dict) else ""
+    return classes_of(section).get(kind) if isinstance(kind, str) else None
 
 
 def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] | None = None) -> Problem:
@@ -120,11 +121,12 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
             return Problem(path, text, (f"{section}.{kind}",), void=True)
     places = []
     for other in [s for s in Recipe.model_fields if s != section and key != kinds_of(s)[0]]:
-        kind = owner_of(other, raw)  # of the kind it has in this recipe
-        if any(key in c.model_fields for c in ([kind] if kind else classes_of(other).values())):
+        of_its_kind = owner_of(other, raw)
+        if any(key in c.model_fields for c in ([of_its_kind] if of_its_kind else classes_of(other).values())):
             places.append(f"{other}.{key}")
     places += [key] if above and is_section(key) else []
-    places = places or list(filter(None, [elsewhere(key)]))
+    if not places and (ours := elsewhere(key)):
+        places = [ours]
     if places:
         return Problem(path, f"unknown key. It is {' or '.join(places)}.")
     known, sections = list(owner.model_fields if owner else Recipe.model_fields), list(Recipe.model_fields)[:0:-1]
@@ -149,7 +151,7 @@ def unsettable(path: str) -> bool:
 
 
 def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """What a key takes, in words."""
+    """The values that a key takes, in words."""
     marks = list(metadata)
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)

@@ -15,7 +15,7 @@ from gradus.errors import UserError, nearest
 from gradus.recipe.conflicts import DEPENDENT
 from gradus.recipe.fields import classes_inside, classes_of, discriminator, elsewhere, expected, is_section, kinds_of
 from gradus.recipe.schema import Recipe, Section
-from gradus.recipe.text import said
+from gradus.recipe.text import show_override
 
 WIDTH = 100  # columns
 
@@ -25,16 +25,16 @@ def _comments(module: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the comment at the end of the field's line."""
     source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    comment_at = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     fields = [(c.name, line) for c in classes for line in c.body if isinstance(line, ast.AnnAssign)]
-    return {(name, line.target.id): at.get(line.end_lineno, "") for name, line in fields}
+    return {(name, ast.unparse(line.target)): comment_at.get(line.end_lineno or 0, "") for name, line in fields}
 
 
 def meaning(owner: type[Section], key: str) -> str:
     """What a key means; a class that only changes a default has it from the one above it."""
-    found = (_comments(c.__module__).get((c.__name__, key)) for c in owner.__mro__ if issubclass(c, Section))
-    return next(filter(None, found), "").replace("None:", "null:")
+    comments = (_comments(c.__module__).get((c.__name__, key)) for c in owner.__mro__ if issubclass(c, Section))
+    return next(filter(None, comments), "").replace("None:", "null:")
 
 
 def entries(path: str, owner: type[Section], only: set[str] | None = None) -> Iterator[tuple[str, str, str]]:
@@ -44,7 +44,7 @@ def entries(path: str, owner: type[Section], only: set[str] | None = None) -> It
             continue
         name = f"{path}.{key}" if path else key
         inside = classes_inside(field.annotation)
-        default = "required" if field.is_required() else said(field.default)
+        default = "required" if field.is_required() else show_override(field.default)
         kind = expected(field.annotation, field.metadata)
         yield name, default, f"{kind}: {meaning(owner, key)}{_of_kinds(path, key)}"
         for c in inside:
@@ -61,7 +61,7 @@ def groups(section: str) -> Iterator[tuple[str, str, list[tuple[str, str, str]]]
     """(title, what it is, entries): of a section with kinds first what all of them share, then each kind's own."""
     classes, kind = classes_of(section), discriminator(section)
     if kind is None:
-        yield section, _doc(classes[None]), list(entries(section, classes[None]))
+        yield section, _doc(classes[""]), list(entries(section, classes[""]))
         return
     listed = {name: list(entries(section, c)) for name, c in classes.items()}
     common = [entry for entry in next(iter(listed.values())) if all(entry in other for other in listed.values())]
@@ -85,24 +85,25 @@ def keys(asked: str | None = None) -> list[str]:
     sections = [name for name in Recipe.model_fields if is_section(name)]
     top = ("recipe", "the keys outside the sections", list(entries("", Recipe, {"name"})))
     every = [top, *(group for section in sections for group in groups(section))]
-    section, _, rest = (asked or "").replace("=", ".").partition(".")
+    asked = asked or ""
+    section, _, rest = asked.replace("=", ".").partition(".")
     kind, known = kinds_of(section) if is_section(section) else (None, {})
     rest = rest.removeprefix(f"{kind}.") if rest.count(".") else rest
-    if asked is None or asked in sections:
-        found = every if asked is None else list(groups(asked))
+    if asked in ("", *sections):
+        selected = list(groups(asked)) if asked else every
     elif rest in known:
-        owner = classes_of(section).get(rest) or classes_of(section)[None]
-        found = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
+        owner = classes_of(section).get(rest) or classes_of(section)[""]
+        selected = [(f"{section}.{kind}={rest}", _doc(owner), list(entries(section, owner, known[rest])))]
     else:
         inside = ((title, "", [e for e in of if f"{e[0]}.".startswith(f"{asked}.")]) for title, _, of in every)
-        found = [group for group in inside if group[2]]
-    if not found:
+        selected = [group for group in inside if group[2]]
+    if not selected:
         kinds = [f"{s}.{name}" for s in sections for name in (classes_of(s) if discriminator(s) else ())]
         names = [*sections, *kinds, *(e[0] for group in every for e in group[2])]
         near = elsewhere(asked.rpartition(".")[2]) or nearest(asked, names)
         hint = f"Did you mean {near}?" if near else f"Sections: {', '.join(sections)}."
         raise UserError(f"gradus keys {asked}: no such section or key. {hint}")
-    return [line for group in found for line in _lines(*group)]
+    return [line for group in selected for line in _lines(*group)]
 
 
 def _lines(title: str, text: str, listed: list[tuple[str, str, str]]) -> Iterator[str]:

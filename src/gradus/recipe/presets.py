@@ -123,6 +123,25 @@ ALIASES = {
 }
 
 
+EXAMPLE = "gpt2-small"  # what a form opens with
+
+# What `gradus new` drafts to be trained from scratch, by the kind of data.
+DEEP, SHALLOW = ({"n_layers": n, "d_model": 128, "n_heads": 4} for n in (4, 2))
+DRAFTS: dict[str, dict[str, Any]] = {
+    "images": {"family": "vit", "image_size": 32, "patch_size": 4, **DEEP, "d_ff": 256},
+    "text": {"family": "gpt", **DEEP, "seq_len": 128, "bias": False},
+    "pairs": {"family": "seq2seq", **SHALLOW, "d_ff": 512, "norm_first": True, "seq_len": 512},
+    "labelled": {"family": "bert", **SHALLOW, "d_ff": 512, "seq_len": 512},
+}
+
+# (model, task) whose step is nearly all the framework's, once they have tiny sizes.
+TINY: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"family": "gpt"}, {"name": "causal_lm"}),
+    ({"family": "llama"}, {"name": "causal_lm"}),
+    ({"family": "seq2seq", "dropout": 0.1}, {"name": "copy", "n_symbols": 32, "length": 8}),
+)
+
+
 def fields(name: str) -> dict[str, Any]:
     """What a preset states. Raises UserError for an unknown one (names are case-sensitive: vit-g14 is not vit-G14)."""
     if ALIASES.get(name, name) not in PRESETS:

@@ -6,12 +6,11 @@ checkpointing, compile). Nothing here imports torch.
 
 from __future__ import annotations
 
-import math
 import re
 import string
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -27,22 +26,36 @@ Epsilon = Annotated[float, Field(gt=0.0, le=limits.EPSILON)]
 
 def _whole(value: object) -> object:
     """1e6 for 1000000."""
+    if not isinstance(value, str) or value.isdigit():
+        return value
     try:
-        number = float(value) if isinstance(value, str) else math.nan
+        number = float(value)
     except ValueError:
         return value
-    return int(number) if number.is_integer() and not value.isdigit() else value
+    return int(number) if number.is_integer() else value
 
 
-def upto(most: int, least: int = 1):
-    """A whole number from `least` to `most`."""
-    return Annotated[int, BeforeValidator(_whole), Field(ge=least, le=most)]
+def upto(most: int, least: int = 1) -> Any:
+    """The bounds of a whole number."""
+    return Field(ge=least, le=most)
 
 
-Steps, Samples, Axis = upto(limits.STEPS), upto(limits.SAMPLES), upto(limits.AXIS)
-Layers, Width, Heads, Hidden = upto(limits.LAYERS), upto(limits.WIDTH), upto(limits.HEADS), upto(limits.FF)
-Vocabulary, Length, Classes = upto(limits.VOCABULARY), upto(limits.LENGTH), upto(limits.CLASSES)
-Batches, Experts, Pixels, Threads = upto(limits.BATCH), upto(limits.EXPERTS), upto(limits.IMAGE), upto(limits.THREADS)
+Whole = Annotated[int, BeforeValidator(_whole)]
+Steps = Annotated[Whole, upto(limits.STEPS)]
+Samples = Annotated[Whole, upto(limits.SAMPLES)]
+Axis = Annotated[Whole, upto(limits.AXIS)]
+Layers = Annotated[Whole, upto(limits.LAYERS)]
+Width = Annotated[Whole, upto(limits.WIDTH)]
+Heads = Annotated[Whole, upto(limits.HEADS)]
+Hidden = Annotated[Whole, upto(limits.FF)]
+Vocabulary = Annotated[Whole, upto(limits.VOCABULARY)]
+Length = Annotated[Whole, upto(limits.LENGTH)]
+Classes = Annotated[Whole, upto(limits.CLASSES)]
+Batches = Annotated[Whole, upto(limits.BATCH)]
+Experts = Annotated[Whole, upto(limits.EXPERTS)]
+Pixels = Annotated[Whole, upto(limits.IMAGE)]
+Threads = Annotated[Whole, upto(limits.THREADS)]
+Workers = Annotated[Whole, upto(limits.WORKERS, 0)]
 
 
 class Section(BaseModel):
@@ -160,7 +173,7 @@ class BertConfig(ModelConfig):
     family: Literal["bert"] = "bert"
     d_ff: Hidden  # width of the feed-forward network
     seq_len: Length = 512  # longest sequence in tokens
-    n_token_types: upto(limits.HEADS) = 2  # segments that a text can have, such as two sentences
+    n_token_types: Heads = 2  # segments that a text can have, such as two sentences
     dropout: Fraction = 0.1
     head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: and next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
@@ -200,7 +213,7 @@ class T5Config(ModelConfig):
     dropout: Fraction = 0.1
     gated: bool = False  # gated gelu (v1.1) in place of relu (v1.0)
     tie_output: bool = True  # output projection = token embedding
-    n_buckets: upto(limits.HEADS) = 32  # distances that relative positions distinguish
+    n_buckets: Heads = 32  # distances that relative positions distinguish
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms
 
@@ -267,7 +280,7 @@ class ViTConfig(ModelConfig):
     family: Literal["vit"] = "vit"
     image_size: Pixels = 224  # pixels per side
     patch_size: Pixels = 16  # pixels per side of a patch; a token is a patch
-    n_channels: upto(limits.HEADS) = 3  # 3: colour, 1: grey
+    n_channels: Heads = 3  # 3: colour, 1: grey
     d_ff: Hidden  # width of the feed-forward network
     n_classes: Classes | None = None  # from the data when not given
     pool: Literal["class_token", "mean"] = "class_token"  # what the classifier reads
@@ -307,8 +320,8 @@ class CopyTask(Section):
     """Copy a sequence of symbols 1 .. n_symbols-1 (0 is padding and start)."""
 
     name: Literal["copy"] = "copy"
-    n_symbols: upto(limits.VOCABULARY, 3) = 11  # symbols, padding counted
-    length: upto(limits.COPIED, 2) = 10  # symbols per sequence
+    n_symbols: Annotated[Whole, upto(limits.VOCABULARY, 3)] = 11  # symbols, padding counted
+    length: Annotated[Whole, upto(limits.COPIED, 2)] = 10  # symbols per sequence
     start: Literal["zero", "first"] = "zero"  # first: symbol 1 starts sequence and decoder (the Annotated Transformer)
 
 
@@ -364,8 +377,8 @@ TASKS = tuple(task.model_fields["name"].default for task in get_args(get_args(Ta
 class DataConfig(Section):
     """How any data is loaded. The order is a pure function of (seed, epoch, position), whatever the workers."""
 
-    workers: upto(limits.WORKERS, 0) = 0  # processes that prepare batches; 0: the training process does
-    prefetch: upto(limits.WORKERS) = 2  # batches ahead, per worker
+    workers: Workers = 0  # processes that prepare batches; 0: the training process does
+    prefetch: Annotated[Whole, upto(limits.WORKERS)] = 2  # batches ahead, per worker
     persistent: bool = True  # keep workers from epoch to epoch
     pin: bool = True  # page-locked memory where there is a GPU
     limit: Samples | None = None  # use only the first n training samples (after a fixed shuffle)
@@ -376,8 +389,8 @@ class SyntheticData(DataConfig):
     """Sequences made from the seed."""
 
     kind: Literal["synthetic"] = "synthetic"
-    n_train: upto(limits.MADE) = 100_000  # training sequences
-    n_valid: upto(limits.MADE) = 1_000  # validation sequences
+    n_train: Annotated[Whole, upto(limits.MADE)] = 100_000  # training sequences
+    n_valid: Annotated[Whole, upto(limits.MADE)] = 1_000  # validation sequences
 
 
 class TextConfig(DataConfig):
@@ -430,7 +443,7 @@ class ImagesData(DataConfig):
     label: str | None = None  # as image
     mean: list[float] | None = None  # per channel, of values in 0..1; None: measured on the training set
     std: list[float] | None = None  # as mean
-    crop: upto(limits.IMAGE, 0) = 0  # random crop after padding by this many pixels
+    crop: Annotated[Whole, upto(limits.IMAGE, 0)] = 0  # random crop after padding by this many pixels
     flip: bool = False  # mirror half of the images horizontally
     mixup: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
     cutmix: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
@@ -462,16 +475,21 @@ class TokenizerConfig(Section):
 # ---------------------------------------------------------------- optimisation
 
 
-class Adam(Section):
-    """Adam (Kingma & Ba 2015)."""
+class AdamMoments(Section):
+    """The moments of Adam and AdamW."""
 
-    name: Literal["adam"] = "adam"
     lr: Rate  # learning rate, times what the schedule says
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the means of gradients and of their squares
     eps: Epsilon = 1e-8  # added to the root of the mean square
 
 
-class AdamW(Adam):
+class Adam(AdamMoments):
+    """Adam (Kingma & Ba 2015)."""
+
+    name: Literal["adam"] = "adam"
+
+
+class AdamW(AdamMoments):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); decay on matrices only."""
 
     name: Literal["adamw"] = "adamw"
@@ -496,7 +514,7 @@ class Schedule(Section):
     warmup^-1.5) (Vaswani et al. 2017, equation 3); linear and cosine fall to `final` × lr at the last step."""
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
-    warmup_steps: upto(limits.STEPS, 0) = 0  # steps of rising learning rate
+    warmup_steps: Annotated[Whole, upto(limits.STEPS, 0)] = 0  # steps of rising learning rate
     final: NonNegativeFloat = 0.0  # share of lr at the last step
     factor: PositiveFloat = 1.0  # for noam
     end_step: Steps | None = None  # None: the last step of training
@@ -523,7 +541,7 @@ class Train(Section):
     alternatives = ("steps", "epochs")
     steps: Steps | None = None  # optimizer steps; or give epochs
     epochs: Annotated[float, Field(gt=0.0, le=limits.EPOCHS)] | None = None  # passes over training data; or give steps
-    seed: upto(limits.SEED, 0) = 0  # of the initial weights, the order of the data and dropout
+    seed: Annotated[Whole, upto(limits.SEED, 0)] = 0  # of the initial weights, the order of the data and dropout
     clip_norm: PositiveFloat | None = None  # largest gradient norm; None: no clipping
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
@@ -540,9 +558,9 @@ class Evaluate(Section):
     best: str | None = None  # metric whose best checkpoint is kept, e.g. valid/loss; None: the task's own
     test: bool = False  # also evaluate the test split at the very end
     decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
-    samples: upto(limits.SAMPLES, 0) = 0  # decoded samples to print at the end
+    samples: Annotated[Whole, upto(limits.SAMPLES, 0)] = 0  # decoded samples to print at the end
     max_new: Length | None = None  # tokens, for decoding
-    beams: upto(1_000) = 1  # translation: beam width; 1: greedy
+    beams: Annotated[Whole, upto(1_000)] = 1  # translation: beam width; 1: greedy
 
 
 class LocalSGD(Section):
@@ -638,7 +656,7 @@ def _line(text: str | None) -> str | None:
         for _, name, spec, _ in string.Formatter().parse(text):
             if name is not None and name not in LINE_VALUES:
                 raise ValueError(f"{{{name[:30]}}}: no such value.{did_you_mean(name, LINE_VALUES).rstrip('.?')}")
-            if len(spec or "") > 8 or "{" in (spec or "") or re.search(r"\d{3}", spec or ""):
+            if spec and (len(spec) > 8 or "{" in spec or re.search(r"\d{3}", spec)):
                 raise ValueError(f"{{{name}:{spec[:30]}}}: too wide")
         text.format(**LINE_VALUES)
     except ValueError as e:
@@ -689,7 +707,8 @@ def register_model(config: type[ModelConfig]) -> None:
     if name in MODELS:
         raise TypeError(f"{config.__name__}: family {name} is {MODELS[name].__name__}'s. Choose another name")
     MODELS[name] = config
-    Recipe.model_fields["model"].annotation |= config
+    field: Any = Recipe.model_fields["model"]
+    field.annotation |= config
     Recipe.model_rebuild(force=True)
     for module in [m for path, m in sys.modules.items() if path.startswith("gradus.recipe.")]:
         for function in vars(module).values():

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import yaml
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.recipe import check, presets
-from gradus.recipe.conflicts import Problem
+from gradus.recipe.conflicts import Problem, word
 from gradus.recipe.fields import fields_of, holds_text, is_section, kinds_of, unsettable
 from gradus.recipe.schema import Recipe
 
@@ -33,14 +33,14 @@ GIVE = "Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."
 # ---------------------------------------------------------------- values
 
 
-def get(tree: Any, path: str) -> Any:
+def get_key(tree: Any, path: str) -> Any:
     for part in path.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
-def put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """None unsets: a section is empty then, and a key that cannot be null is taken out."""
+def set_key(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Set a key. None unsets it: a section is empty then, and a key that cannot be null is taken out."""
     *above, key = path.split(".")
     for part in above:
         if not isinstance(tree.get(part), dict):
@@ -95,11 +95,9 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def said(value: Any) -> str:
-    """A value as after `key=`."""
-    if value is None or isinstance(value, bool | str):
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return show(value)
+def show_override(value: Any) -> str:
+    """A value as after `key=`, cut where it is long."""
+    return word(value) if value is None or isinstance(value, bool | str) else show(value)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -119,7 +117,7 @@ def as_number(value: Any) -> float | None:
 
 
 class Source(NamedTuple):
-    """label: as messages call it. stem: the recipe's name where it says none. folder: of a file of one's own."""
+    """label: as messages call it. stem: the recipe's name where it states none. folder: of a file of one's own."""
 
     label: str
     text: str
@@ -193,12 +191,12 @@ def absolute(value: Any, folder: Path | None) -> str | None:
         return None
     tried = list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in (Path.cwd(), folder or Path.cwd())))
     try:
-        place = next((p for p in tried if p.exists()), None)
+        existing = next((p for p in tried if p.exists()), None)
     except (OSError, ValueError):  # too long, a zero byte: an error where it is opened
         return None
-    if place is None:
+    if existing is None:
         _ABSENT[str(path)] = tried
-    return place and str(place)
+    return str(existing) if existing else None
 
 
 def looked_for(path: str | Path) -> str:
@@ -219,31 +217,31 @@ def read(text: str, source: str) -> dict[str, Any]:
     return {k: {} if v is None and is_section(k) and k != "tokenizer" else v for k, v in tree.items()}
 
 
-def words(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
+def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[Problem]]:
     """`a.b=value` → {"a.b": value}; a value in brackets is read as YAML unless the key holds text. And what cannot be
     read."""
-    given: dict[str, Any] = {}
-    found: list[Problem] = []
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
     for text in overrides:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
             key = key.lstrip("-").replace("-", "_")
             hint = f" Write {key}={value or 'VALUE'}." if fields_of(key) else ""
-            found.append(Problem(text, f"not of the form section.key=value.{hint}"))
+            problems.append(Problem(text, f"not of the form section.key=value.{hint}"))
         elif value[:1] in ("[", "{") and not holds_text(key):
             try:
-                given |= flat(key, _parse(value, text))
+                values |= flat(key, _parse(value, text))
             except UserError as e:
-                found.append(Problem(text, str(e).removeprefix(f"{text}: ")))
+                problems.append(Problem(text, str(e).removeprefix(f"{text}: ")))
         else:
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            given[key] = value[1:-1] if quoted else None if value in NULLS else value
-    return given, found
+            values[key] = value[1:-1] if quoted else None if value in NULLS else value
+    return values, problems
 
 
 def _parse(text: str, where: str) -> Any:
-    found = limits.parse_yaml(text, where, _Reader, limits.RECIPE_NODES)
-    return json.loads(json.dumps(found))  # aliases of one value become values of their own
+    tree = limits.parse_yaml(text, where, _Reader, limits.RECIPE_NODES)
+    return json.loads(json.dumps(tree))  # aliases of one value become values of their own
 
 
 class _Reader(yaml.BaseLoader):
@@ -254,8 +252,8 @@ class _Reader(yaml.BaseLoader):
             raise yaml.MarkedYAMLError(problem=f"the tag {node.tag} is not supported", problem_mark=node.start_mark)
         return super().construct_object(node, deep)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        tree: dict[str, Any] = {}
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        tree: dict[Hashable, Any] = {}
         for key, child in node.value:
             word = isinstance(key, yaml.ScalarNode)
             if not word or key.value in tree:
@@ -264,7 +262,7 @@ class _Reader(yaml.BaseLoader):
             tree[key.value] = self.construct_object(child)
         return tree
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         text = super().construct_scalar(node)
         if node.style is None and text in NULLS:
             return None
@@ -285,7 +283,7 @@ for _kind in (tuple, list):
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, everything said except what cannot take effect; `load` of it gives an equal one."""
+    """The resolved recipe as YAML: every key but those that cannot take effect. `load` of it gives an equal one."""
     tree = recipe.model_dump()
     void = {p.path for p in check.problems(vars(recipe), stated(tree)) if p.void}
     filled = presets.fields(recipe.model.preset) if recipe.model.preset else {}  # an explicit null must win over it
@@ -293,9 +291,9 @@ def dump(recipe: Recipe) -> str:
     for name, section in tree.items():
         if isinstance(section, dict):
             wins = filled if name == "model" else {}
-            said = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
+            keys = (k for k, v in section.items() if v is not None or wins.get(k) is not None)
             kind = kinds_of(name)[0]
-            section = {k: section[k] for k in sorted(said, key=lambda k: k != kind) if f"{name}.{k}" not in void}
+            section = {k: section[k] for k in sorted(keys, key=lambda k: k != kind) if f"{name}.{k}" not in void}
         if section not in (None, {}):
             out[name] = section
     return yaml.dump(out, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)

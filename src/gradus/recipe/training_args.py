@@ -23,7 +23,7 @@ from gradus.recipe.schema import Layout
 KEY = "TrainingArgs"
 NOT_TAKEN = "it has no counterpart here and is ignored"
 
-# Names that say the same as a key of ours, whatever their value.
+# Names that mean the same as a key of a recipe, whatever their value.
 SAME = {
     "output_dir": "log.dir",
     "num_train_epochs": "train.epochs",
@@ -61,10 +61,12 @@ ADVICE = {
 
 # What a word becomes.
 OPTIMIZERS = {"sgd": "sgd", **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")}
-SCHEDULES = {"linear": {"schedule.name": "linear", "schedule.final": 0.0},
-             "cosine": {"schedule.name": "cosine", "schedule.final": 0.0},
-             "constant": {"schedule.name": "constant", "schedule.warmup_steps": 0},
-             "constant_with_warmup": {"schedule.name": "constant"}}  # fmt: skip
+SCHEDULES: dict[str | None, dict[str, Any]] = {
+    "linear": {"schedule.name": "linear", "schedule.final": 0.0},
+    "cosine": {"schedule.name": "cosine", "schedule.final": 0.0},
+    "constant": {"schedule.name": "constant", "schedule.warmup_steps": 0},
+    "constant_with_warmup": {"schedule.name": "constant"},
+}
 # Of eval_strategy, logging_strategy and save_strategy: the key that their *_steps become, the values that unset it, and
 # a note on those that do something else here.
 WHEN: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -90,13 +92,13 @@ def from_training_args(
     arguments, above, notes = read(path)
     stated = {k: v for k, v in arguments.items() if v is not None}
     mapping = Arguments(f"{path}: {above}", stated, notes, resuming)
-    mapping.shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
-    mapping.sharing = max(1, mapping.shares // layout.expert)
-    mapping.on_host = min(mapping.sharing, on_host or mapping.sharing)
+    mapping.data_parallel = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    mapping.shard_group = max(1, mapping.data_parallel // layout.expert)
+    mapping.on_host = min(mapping.shard_group, on_host or mapping.shard_group)
     mapping.run()
     if not above and not arguments.keys() & mapping.known:
-        raise _none_in(path)
-    return mapping.ours, notes
+        raise _no_arguments(path)
+    return mapping.settings, notes
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], str, list[str]]:
@@ -112,54 +114,58 @@ def read(path: str | Path) -> tuple[dict[str, Any], str, list[str]]:
 
     content = limits.read_json(path, limits.RECIPE_FILE, object_pairs_hook=once)
     if not isinstance(content, dict) or not isinstance(content.get(KEY, {}), dict):
-        raise _none_in(path)
+        raise _no_arguments(path)
     if KEY not in content:
         return content, "", []
     return content[KEY], f"{KEY}.", [f"{key}: only {KEY} is read from this file" for key in content if key != KEY]
 
 
-def _none_in(path: str | Path) -> UserError:
+def _no_arguments(path: str | Path) -> UserError:
     example = f'{{"learning_rate": 5e-5}}, or {{"{KEY}": {{"learning_rate": 5e-5}}}}'
     return UserError(f"{path}: expected an object of TrainingArguments, such as {example}.")
 
 
-KINDS = {bool: ("true or false", TypeAdapter(bool)), str: ("a word in quotes", TypeAdapter(str)),
-         int: ("a whole number", TypeAdapter(int)), float: ("a number", TypeAdapter(FiniteFloat))}  # fmt: skip
+KINDS: dict[type, tuple[str, TypeAdapter[Any]]] = {
+    bool: ("true or false", TypeAdapter(bool)),
+    str: ("a word in quotes", TypeAdapter(str)),
+    int: ("a whole number", TypeAdapter(int)),
+    float: ("a number", TypeAdapter(FiniteFloat)),
+}
 
 
 class Arguments:
-    """Takes the arguments one group after another; what is left has no counterpart."""
+    """Translates the arguments one group after another; those that remain have no counterpart."""
 
-    shares: int  # processes that see samples of their own
-    sharing: int  # of them, those that can share weights
+    data_parallel: int  # processes that see samples of their own
+    shard_group: int  # of them, those that can share weights
     on_host: int  # and of these, those on this host
 
     def __init__(self, where: str, arguments: dict[str, Any], notes: list[str], resuming: bool):
-        self.where, self.left, self.notes, self.resuming = where, arguments, notes, resuming
-        self.ours: dict[str, Any] = {}
-        self.known = {*SAME, *ADVICE}  # and what is taken
+        self.where, self.arguments, self.notes, self.resuming = where, arguments, notes, resuming
+        self.settings: dict[str, Any] = {}
+        self.known = {*SAME, *ADVICE}  # and what was read
 
     def run(self) -> None:
-        self.ours |= {key: self.left.pop(name) for name, key in SAME.items() if name in self.left}
+        self.settings |= {key: self.arguments.pop(name) for name, key in SAME.items() if name in self.arguments}
         groups = (self.length, self.batch, self.optimizer, self.schedule, self.strategies, self.report, self.data)
         for group in (*groups, self.layout):
             group()
         _layouts(self)
-        for name, value in self.left.items():
+        for name, value in self.arguments.items():
             near = difflib.get_close_matches(name, self.known - {name}, n=1, cutoff=0.9)
             if near and name not in ADVICE:
                 raise self.wrong(name, f": not a name of TrainingArguments. Did you mean {near[0]}?")
             self.note(name, value, ADVICE.get(name, NOT_TAKEN))
 
-    # ---- taking
+    # ---- reading
 
     def wrong(self, name: str, text: str) -> UserError:
         return UserError(f"{self.where}{name}{text}")
 
-    def take(self, name: str, kind: type | None = None) -> Any:
+    def pop(self, name: str, kind: type | None = None) -> Any:
         """The argument's value, of this kind; None where it is not given."""
         self.known.add(name)
-        value = self.left.pop(name, None)
+        value = self.arguments.pop(name, None)
         if kind is str and value is False:
             return "no"
         if kind is None or value is None:
@@ -176,51 +182,51 @@ class Arguments:
     # ---- groups
 
     def length(self) -> None:
-        steps = self.take("max_steps", int)
+        steps = self.pop("max_steps", int)
         self.steps = steps if steps is not None and steps > 0 else None  # -1: no limit
-        if self.steps and "train.epochs" in self.ours:
-            self.note("num_train_epochs", self.ours.pop("train.epochs"), f"max_steps={self.steps} is used instead")
+        if self.steps and "train.epochs" in self.settings:
+            self.note("num_train_epochs", self.settings.pop("train.epochs"), f"max_steps={self.steps} is used instead")
         if self.steps:
-            self.ours["train.steps"] = self.steps
+            self.settings["train.steps"] = self.steps
 
     def batch(self) -> None:
         names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-        batch, accumulation = (self.take(name, int) for name in names)
+        batch, accumulation = (self.pop(name, int) for name in names)
         for name, value in zip(names, (batch, accumulation)):
             if value is not None and value < 1:
                 raise self.wrong(name, f": must be at least 1, got {value}.")
         if batch is not None:
-            self.ours["layout.micro_batch"] = batch
+            self.settings["layout.micro_batch"] = batch
         if batch is None and accumulation not in (None, 1):
             self.note(names[1], accumulation, f"it needs {names[0]}. Or set batch.samples and layout.micro_batch")
         elif batch and self.resuming:
             self.note(names[0], batch, "a resumed run keeps its batch; this sets layout.micro_batch")
         elif batch:
-            samples = self.ours["batch.samples"] = batch * (accumulation or 1) * self.shares
-            of = f"{batch} × {self.shares} process{'es' if self.shares > 1 else ''}"
+            samples = self.settings["batch.samples"] = batch * (accumulation or 1) * self.data_parallel
+            of = f"{batch} × {self.data_parallel} process{'es' if self.data_parallel > 1 else ''}"
             of += f" × accumulation {accumulation}" if accumulation else ""
             text = f"a step sees batch.samples={samples}: {of}; {batch} at a time (layout.micro_batch)"
             self.note(names[0], batch, text)
 
     def optimizer(self) -> None:
-        optim, betas = self.take("optim", str), [self.take(f"adam_beta{i}", float) for i in (1, 2)]
+        optim, betas = self.pop("optim", str), [self.pop(f"adam_beta{i}", float) for i in (1, 2)]
         if optim in OPTIMIZERS:
-            self.ours["optimizer.name"] = OPTIMIZERS[optim]
+            self.settings["optimizer.name"] = OPTIMIZERS[optim]
         elif optim is not None:
             self.note("optim", optim, "the recipe's stays. There are adamw, adam and sgd (optimizer.name)")
         if betas != [None, None]:
-            self.ours["optimizer.betas"] = [usual if b is None else b for b, usual in zip(betas, (0.9, 0.999))]
+            self.settings["optimizer.betas"] = [usual if b is None else b for b, usual in zip(betas, (0.9, 0.999))]
         for key in ("optimizer.betas", "optimizer.eps"):
-            if optim == "sgd" and key in self.ours:
-                self.note(key, self.ours.pop(key), "it has no effect with optim=sgd")
-        clip = self.take("max_grad_norm", float)
+            if optim == "sgd" and key in self.settings:
+                self.note(key, self.settings.pop(key), "it has no effect with optim=sgd")
+        clip = self.pop("max_grad_norm", float)
         if clip is not None:
-            self.ours["train.clip_norm"] = clip or None  # 0: no clipping
+            self.settings["train.clip_norm"] = clip or None  # 0: no clipping
 
     def schedule(self) -> None:
-        name = self.take("lr_scheduler_type", str)
-        steps, ratio = self.take("warmup_steps", float), self.take("warmup_ratio", float)
-        self.ours |= SCHEDULES.get(name, {})
+        name = self.pop("lr_scheduler_type", str)
+        steps, ratio = self.pop("warmup_steps", float), self.pop("warmup_ratio", float)
+        self.settings |= SCHEDULES.get(name, {})
         if name is not None and name not in SCHEDULES:
             stays = "the recipe's stays. There are constant, linear, cosine and noam (schedule.name)"
             self.note("lr_scheduler_type", name, stays)
@@ -233,71 +239,73 @@ class Arguments:
         if steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
             self.every("warmup_steps" if steps else "warmup_ratio", steps or ratio, "schedule.warmup_steps")
         elif steps is not None or ratio is not None:
-            self.ours["schedule.warmup_steps"] = 0
+            self.settings["schedule.warmup_steps"] = 0
 
     def every(self, name: str, value: float, key: str) -> None:
         """A number of steps, or below 1 (warmup_ratio: always) a fraction of all steps."""
         fraction = 0 < value < 1 or name == "warmup_ratio"
         if fraction and self.steps is None:
             self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
+        elif fraction:
+            self.settings[key] = math.ceil(value * (self.steps or 0))
         else:
-            self.ours[key] = math.ceil(value * self.steps) if fraction else int(value) if value % 1 == 0 else value
+            self.settings[key] = int(value) if value % 1 == 0 else value
 
     def strategies(self) -> None:
-        self.left.setdefault("eval_strategy", self.take("evaluation_strategy"))
-        shown = self.left.get("logging_steps")
+        self.arguments.setdefault("eval_strategy", self.pop("evaluation_strategy"))
+        shown = self.arguments.get("logging_steps")
         for name, (key, unsets, text) in WHEN.items():
-            strategy, steps = self.take(f"{name}_strategy", str), self.take(f"{name}_steps", float)
+            strategy, steps = self.pop(f"{name}_strategy", str), self.pop(f"{name}_steps", float)
             if strategy == "steps" or (strategy is None and steps is not None and name != "eval"):
                 usual = shown if name == "eval" and isinstance(shown, int | float) else 500
                 self.every(f"{name}_steps", usual if steps is None else steps, key)
                 continue
             if strategy in unsets:
-                self.ours[key] = None
+                self.settings[key] = None
             if strategy is not None and (name, strategy) != ("eval", "epoch"):
                 self.note(f"{name}_strategy", strategy, text)
             if steps is not None:
                 self.note(f"{name}_steps", steps, f"no effect without {name}_strategy=steps. Set {key}")
 
     def report(self) -> None:
-        named = self.take("report_to")
+        named = self.pop("report_to")
         if named is None:
             return
         listed = named if isinstance(named, list) else [named]
         listed = ["tensorboard", "wandb"] if listed == ["all"] else [] if listed == ["none"] else listed
-        self.ours["log.tensorboard"] = "tensorboard" in listed
-        self.ours["log.wandb"] = str(self.left.pop("project", "huggingface")) if "wandb" in listed else None
+        self.settings["log.tensorboard"] = "tensorboard" in listed
+        self.settings["log.wandb"] = str(self.arguments.pop("project", "huggingface")) if "wandb" in listed else None
         for other in (word for word in listed if word not in ("tensorboard", "wandb")):
             self.note("report_to", other, "there are tensorboard and wandb; metrics.jsonl is always written")
 
     def data(self) -> None:
         for name, key in (("dataloader_prefetch_factor", "prefetch"), ("dataloader_persistent_workers", "persistent")):
-            value = self.take(name)
-            if value is not None and str(self.ours.get("data.workers", 0)) == "0":
+            value = self.pop(name)
+            if value is not None and str(self.settings.get("data.workers", 0)) == "0":
                 self.note(name, value, "no effect without dataloader_num_workers")
             elif value is not None:
-                self.ours[f"data.{key}"] = value
+                self.settings[f"data.{key}"] = value
         for name, grouped in (("group_by_length", True), ("train_sampling_strategy", "group_by_length")):
-            value = self.take(name)
+            value = self.pop(name)
             if value == grouped:
-                self.ours["data.pad"] = "bucket"
+                self.settings["data.pad"] = "bucket"
             elif value is not None:
                 self.note(name, value, "the order is a shuffle from train.seed; data.pad=bucket groups by length")
 
     def layout(self) -> None:
         names = ("fp16", "bf16", "gradient_checkpointing", "torch_compile", "use_cpu", "no_cuda")
-        fp16, bf16, checkpointing, compiled, *cpu = (self.take(name, bool) for name in names)
+        fp16, bf16, checkpointing, compiled, *cpu = (self.pop(name, bool) for name in names)
         if fp16 and bf16:
             raise self.wrong("fp16", f" and {KEY}.bf16 are both true. Keep one.")
         if fp16 is not None or bf16 is not None:
-            self.ours["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+            self.settings["layout.precision"] = "fp16" if fp16 else "bf16" if bf16 else "fp32"
         if checkpointing is not None:
-            self.ours["layout.checkpointing"] = "full" if checkpointing else "none"
-        mode = self.take("torch_compile_mode", str)
+            self.settings["layout.checkpointing"] = "full" if checkpointing else "none"
+        mode = self.pop("torch_compile_mode", str)
         if compiled is not None or mode is not None:  # Hugging Face compiles where only the mode is named
-            self.ours["layout.compile"] = "none" if compiled is False else mode or "default"
+            self.settings["layout.compile"] = "none" if compiled is False else mode or "default"
         if cpu != [None, None]:
-            self.ours["layout.device"] = "cpu" if True in cpu else "auto"
+            self.settings["layout.device"] = "cpu" if True in cpu else "auto"
 
 
 # ---------------------------------------------------------------- several processes
@@ -311,18 +319,18 @@ WRAPPING = ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params
 def _layouts(m: Arguments) -> None:
     """Take the arguments of several processes. Raises UserError for values that mean nothing, and for fsdp beside
     deepspeed."""
-    backend, bucket = m.take("ddp_backend", str), m.take("ddp_bucket_cap_mb", float)
-    sharding, config, deepspeed = m.take("fsdp"), m.take("fsdp_config"), m.take("deepspeed")
+    backend, bucket = m.pop("ddp_backend", str), m.pop("ddp_bucket_cap_mb", float)
+    sharding, config, deepspeed = m.pop("fsdp"), m.pop("fsdp_config"), m.pop("deepspeed")
     if sharding and deepspeed:
         raise m.wrong("fsdp", f" and {KEY}.deepspeed are both given. Keep one.")
-    if backend == "mpi" and m.shares > 1:
-        m.ours |= {"layout.replicate": "manual", "layout.transport": "mpi"}
+    if backend == "mpi" and m.data_parallel > 1:
+        m.settings |= {"layout.replicate": "manual", "layout.transport": "mpi"}
     elif backend is not None:
         m.note("ddp_backend", backend, "it is nccl on GPUs, gloo on processors; layout.transport=mpi under mpirun")
-    if bucket is not None and (sharding or deepspeed or m.shares == 1 or backend == "mpi"):
+    if bucket is not None and (sharding or deepspeed or m.data_parallel == 1 or backend == "mpi"):
         m.note("ddp_bucket_cap_mb", bucket, "no effect here: it is for replicas of DDP (layout.bucket_mb)")
     elif bucket is not None:
-        m.ours["layout.bucket_mb"] = bucket
+        m.settings["layout.bucket_mb"] = bucket
     if sharding:
         _fsdp(m, sharding, _object(m, "fsdp_config", config or {}))
     elif config:
@@ -334,23 +342,23 @@ def _layouts(m: Arguments) -> None:
 def _object(m: Arguments, name: str, value: Any) -> dict[str, Any]:
     """The object itself, or the JSON file that is named, from the working folder as with Hugging Face."""
     try:
-        found = limits.read_json(value, limits.RECIPE_FILE) if isinstance(value, str) else value
+        content = limits.read_json(value, limits.RECIPE_FILE) if isinstance(value, str) else value
     except UserError as e:
         raise m.wrong(name, f": {e}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise m.wrong(name, f": expected an object or the name of a JSON file with one, got {json.dumps(value)}.")
-    return dict(found)
+    return dict(content)
 
 
-def _among(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> None:
+def _shared(m: Arguments, what: str, processes: int, keys: Mapping[str, Any]) -> None:
     """Keys of the layout by which so many processes share what they hold; one has nobody to share with, also where the
     run that it goes on with had several."""
     if processes > 1:
-        m.ours |= keys
+        m.settings |= keys
         return
     m.notes.append(f"{what}: one process has nothing to share with. Start several: --processes 2 or a launcher")
     if m.resuming:
-        m.ours |= {key: Layout.model_fields[key.removeprefix("layout.")].default for key in keys}
+        m.settings |= {key: Layout.model_fields[key.removeprefix("layout.")].default for key in keys}
 
 
 def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
@@ -361,7 +369,7 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
     strategy = next((word for word in words if word in STRATEGIES), None if "no_shard" in words else "full_shard")
     config = {name.removeprefix("fsdp_"): v for name, v in config.items()}
     if config.pop("activation_checkpointing", False):
-        m.ours["layout.checkpointing"] = "full"
+        m.settings["layout.checkpointing"] = "full"
     reshard = config.pop("reshard_after_forward", None)
     offload = "offload" in words or config.pop("cpu_offload", False) or config.pop("offload_params", False)
     if blocks := [name for name in WRAPPING if config.pop(name, None)]:
@@ -372,11 +380,11 @@ def _fsdp(m: Arguments, value: Any, config: dict[str, Any]) -> None:
         keep = str(strategy if reshard is None else reshard).lower()
         if keep not in ("true", "false", *STRATEGIES):
             raise m.wrong("fsdp_config.reshard_after_forward", f": expected true or false, got {json.dumps(reshard)}.")
-        keys = {"layout.shard": m.on_host if strategy.startswith("hybrid") else m.sharing}
+        keys = {"layout.shard": m.on_host if strategy.startswith("hybrid") else m.shard_group}
         keys |= {"layout.offload": True} if offload else {}
         if reshard is not None or keep in GATHERED_ONCE:
             keys["layout.reshard"] = keep not in ("false", *GATHERED_ONCE)
-        _among(m, f"fsdp={strategy}", keys["layout.shard"], keys)
+        _shared(m, f"fsdp={strategy}", keys["layout.shard"], keys)
     for name, v in config.items():
         m.note(f"fsdp_config.{name}", v, NOT_TAKEN)
 
@@ -390,22 +398,22 @@ def _deepspeed(m: Arguments, config: dict[str, Any]) -> None:
     if stage not in (0, 1, 2, 3):
         raise m.wrong("deepspeed.zero_optimization.stage", f": expected 0, 1, 2 or 3, got {json.dumps(stage)}.")
     if stage == 1:
-        _among(m, "deepspeed, ZeRO stage 1", m.shares, {"layout.shard_optimizer": True})
+        _shared(m, "deepspeed, ZeRO stage 1", m.data_parallel, {"layout.shard_optimizer": True})
     elif stage:
-        keys = {"layout.shard": m.sharing} | ({"layout.reshard": False} if stage == 2 else {})
-        _among(m, f"deepspeed, ZeRO stage {stage}", m.sharing, keys)
+        keys = {"layout.shard": m.shard_group} | ({"layout.reshard": False} if stage == 2 else {})
+        _shared(m, f"deepspeed, ZeRO stage {stage}", m.shard_group, keys)
     for name in ("offload_optimizer", "offload_param"):
         device = part(zero, name).get("device", "none")
-        if device == "cpu" and m.ours.get("layout.shard", 1) > 1:
-            m.ours["layout.offload"] = True
+        if device == "cpu" and m.settings.get("layout.shard", 1) > 1:
+            m.settings["layout.offload"] = True
         elif device != "none":
             m.notes.append(f"deepspeed.{name}={device}: only cpu, with stage 2 or 3 among several processes")
     for name in ("fp16", "bf16"):
         if part(config, name).get("enabled", "auto") is True:
-            m.ours["layout.precision"] = name
+            m.settings["layout.precision"] = name
     clip = config.pop("gradient_clipping", "auto")
     if clip != "auto":
-        m.ours["train.clip_norm"] = clip or None
+        m.settings["train.clip_norm"] = clip or None
     left = {**{f"zero_optimization.{k}": v for k, v in zero.items()}, **config}
     batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     for name, value in left.items():

@@ -18,6 +18,7 @@ from gradus.data.images import LazyImages
 from gradus.data.readers import expanded
 from gradus.data.splits import Part, find_pairs, find_split
 from gradus.errors import UserError, not_written
+from gradus.recipe import presets
 from gradus.recipe.check import learners
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train import resolve
@@ -165,14 +166,7 @@ class Facts:
 def _draft(found: DataSummary, init: str | None, config: ModelConfig | None) -> Sections:
     """The sections of a recipe that opens these data."""
     kind, path = found.kind, found.data["path"]
-    size = {"n_layers": 2 if kind in ("labelled", "pairs") else 4, "d_model": 128, "n_heads": 4}
-    scratch: Sections = {
-        "images": {"family": "vit", "image_size": 32, "patch_size": 4, **size, "d_ff": 256},
-        "text": {"family": "gpt", **size, "seq_len": 128, "bias": False},
-        "pairs": {"family": "seq2seq", **size, "d_ff": 512, "norm_first": True, "seq_len": 512},
-        "labelled": {"family": "bert", **size, "d_ff": 512, "seq_len": 512},
-    }
-    model = {"init": init} if init else scratch[kind]
+    model = {"init": init} if init else dict(presets.DRAFTS[kind])
     sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(found.data)}
     if init and kind == "images":
         sections["data"] |= _normalisation(init)
@@ -262,7 +256,7 @@ def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: F
 
 def _recipe(target: Path, sections: Sections) -> Recipe:
     text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
-    return resolve.load(target.stem, [], resolve.Given(settings={"text": text}))[0]
+    return resolve.load(target.stem, [], resolve.RunContext(settings={"text": text}))[0]
 
 
 def _comments(sections: Sections, init: str | None) -> dict[str, str]:

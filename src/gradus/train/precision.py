@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.parallel import world as worlds
-from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import AXES
 from gradus.recipe.schema import Layout
 from gradus.torch_private import infinities
 from gradus.train.machine import LARGE_PAGES, bf16_units
+
+if TYPE_CHECKING:  # it takes half a second, which a plan need not wait for
+    from gradus.parallel.engine import Parallel
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
 

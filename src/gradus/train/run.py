@@ -128,19 +128,19 @@ def train(
 
 
 def start(
-    name: str, overrides: list[str], given: resolve.Given, *, resume: bool = False, auto_resume: bool = False,
+    name: str, overrides: list[str], context: resolve.RunContext, *, resume: bool = False, auto_resume: bool = False,
     **options: Any,
 ) -> Outcome:  # fmt: skip
     """`train` of the recipe, or of the run, that a command line means; options: its plan, flops and hooks. auto_resume:
     resume where log.dir holds a run already."""
-    folder, here = None, given.here
+    folder, here = None, context.world
     with options["plan"].ready(here):  # before the processes meet, which they do to find the run too
         if resume:
-            folder = resolve.run_to_resume(name, overrides, given)
+            folder = resolve.run_to_resume(name, overrides, context)
         elif auto_resume:
-            folder = resolve.started(name, overrides, given)
-        given = dataclasses.replace(given, resuming=folder is not None)
-        recipe = resolve.told(str(folder or name), overrides, given, quiet=not here.first)
+            folder = resolve.run_to_auto_resume(name, overrides, context)
+        context = dataclasses.replace(context, resuming=folder is not None)
+        recipe = resolve.load_and_print_notes(str(folder or name), overrides, context, quiet=not here.first)
         longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
         return train(recipe, resume=folder, world=here, longer=longer, **options)
 

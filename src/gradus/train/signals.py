@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # ask for a stop; Slurm sends the last before a time limit
+from gradus.parallel.processes import STOPS, handling
 
 
 class Stopped(Exception):
@@ -32,13 +31,10 @@ class StopSignals:
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """While this lasts signals are noted instead of obeyed; a second Ctrl-C stops at once."""
-        main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, self._note) for number in SIGNALS if main}
         try:
-            yield
+            with handling(STOPS, self._note):
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             self.asked.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -65,9 +61,9 @@ class StopSignals:
         return self.asked[0] if self.single_process and self.asked else self.agreed
 
     def flags(self) -> list[int]:
-        """Which of SIGNALS came to this process: 0 or 1 for each."""
-        return [int(number in self.asked) for number in SIGNALS]
+        """Which of STOPS came to this process: 0 or 1 for each."""
+        return [int(number in self.asked) for number in STOPS]
 
     def agree(self, flags: Sequence[int]) -> None:
-        """flags: how many processes each of SIGNALS came to; the same on all of them."""
-        self.agreed = self.agreed or next((int(number) for number, n in zip(SIGNALS, flags) if n), None)
+        """flags: how many processes each of STOPS came to; the same on all of them."""
+        self.agreed = self.agreed or next((int(number) for number, n in zip(STOPS, flags) if n), None)

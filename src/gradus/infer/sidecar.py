@@ -1,4 +1,4 @@
-"""What lies beside exported weights: tokenizer or normalisation, and the ids that generation starts and ends with."""
+"""The files beside exported weights: tokenizer or normalisation, and the ids that generation starts and ends with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from gradus import errors, files, tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import GENERATION, PREPROCESSOR, Place, end_tokens, note, special
+from gradus.infer import GENERATION, PREPROCESSOR, PUT_TOKENIZER, ModelSource, end_tokens, note, special
 from gradus.models.weights import checksums
 
 
@@ -30,46 +30,45 @@ def writing(to: Path) -> contextlib.AbstractContextManager[None]:
     return errors.writing(to, "nothing was written. Free some space, or give another folder.")
 
 
-def write(place: Place, to: Path) -> bool:
+def write(source: ModelSource, to: Path) -> bool:
     """Write them into the folder `to`. Returns whether there is a tokenizer."""
     tokenizers: dict[str, Tokenizer] = {}
-    if place.config.reads == "text":
+    if source.config.reads == "text":
         try:
-            tokenizers = place.tokenizers()
+            tokenizers = source.tokenizers()
         except UserError as e:
-            hint = " Put one beside the weights; gradus generate also takes --tokenizer PATH."
-            note(f"without a tokenizer: {str(e).removesuffix(hint)}")
+            note(f"without a tokenizer: {str(e).removesuffix(f' {PUT_TOKENIZER}')}")
     tasks.save_tokenizers(to, tokenizers)
-    if place.recipe is not None and place.config.reads == "images":
-        (to / PREPROCESSOR).write_text(json.dumps(image_processor(place), indent=2) + "\n")
-    kept = [n for n in (GENERATION, PREPROCESSOR) if place.path.is_dir() and (place.folder / n).is_file()]
-    for name in kept:
-        (to / name).write_bytes((place.folder / name).read_bytes())
-    if tokenizers and GENERATION not in kept and place.family.attention != "both":
-        (to / GENERATION).write_text(json.dumps(generation(place, tokenizers), indent=2) + "\n")
+    if source.recipe is not None and source.config.reads == "images":
+        (to / PREPROCESSOR).write_text(json.dumps(image_processor(source), indent=2) + "\n")
+    copied = [n for n in (GENERATION, PREPROCESSOR) if source.path.is_dir() and (source.folder / n).is_file()]
+    for name in copied:
+        (to / name).write_bytes((source.folder / name).read_bytes())
+    if tokenizers and GENERATION not in copied and source.family.attention != "both":
+        (to / GENERATION).write_text(json.dumps(generation(source, tokenizers), indent=2) + "\n")
     return bool(tokenizers)
 
 
-def generation(place: Place, tokenizers: dict[str, Tokenizer]) -> dict[str, int]:
+def generation(source: ModelSource, tokenizers: dict[str, Tokenizer]) -> dict[str, int]:
     """The settings by which `generate` of transformers and vLLM begin, end and pad as we do."""
     tokenizer = tokenizers.get("target", tokenizers[""])
-    end = next(iter(end_tokens(place, tokenizer)), None)
-    found = {"bos_token_id": special(tokenizer, "bos", "cls"), "eos_token_id": end}
+    end = next(iter(end_tokens(source, tokenizer)), None)
+    settings = {"bos_token_id": special(tokenizer, "bos", "cls"), "eos_token_id": end}
     pad = special(tokenizer, "pad")
-    found["pad_token_id"] = found["eos_token_id"] if pad is None else pad
-    if place.family.attention == "cross":
-        start = (pad or 0) if place.family.decoder_start == "padding" else special(tokenizer, "bos", "cls", "pad")
-        found["decoder_start_token_id"] = start
-    return {name: value for name, value in found.items() if value is not None}
+    settings["pad_token_id"] = settings["eos_token_id"] if pad is None else pad
+    if source.family.attention == "cross":
+        start = (pad or 0) if source.family.decoder_start == "padding" else special(tokenizer, "bos", "cls", "pad")
+        settings["decoder_start_token_id"] = start
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def image_processor(place: Place) -> dict:
+def image_processor(source: ModelSource) -> dict:
     """The settings by which transformers prepares an image as we do: the shorter side to image_size, the centre cut
     out, (x / 255 - mean) / std."""
-    size, data = place.config.image_size, place.recipe.data
+    size, data = source.config.image_size, source.recipe.data
     return {
         "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
         "resample": 2, "do_center_crop": True, "crop_size": {"height": size, "width": size}, "do_rescale": True,
         "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": data.mean, "image_std": data.std,
-        "do_convert_rgb": place.config.n_channels == 3,
+        "do_convert_rgb": source.config.n_channels == 3,
     }  # fmt: skip

@@ -7,16 +7,17 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from gradus.errors import UserError
-from gradus.plan.workers import Fault, Workers
+from gradus.parallel.processes import Fault, Pool
 
 
 @pytest.fixture
 def one():
-    workers = Workers(seconds=60, most=1)
+    workers = Pool(seconds=60, most=1)
     assert workers.run(operator.neg, 1) == -1  # so that what follows does not time how long a process takes to start
     yield workers
     workers.end()
@@ -58,12 +59,16 @@ def test_nobody_waits_behind_a_plan_that_was_given_up(one):
     assert first == [None] and time.monotonic() - began < 50
 
 
-def test_several_plan_at_a_time():
-    two = Workers(seconds=60, most=2)
-    slow = threading.Thread(target=two.run, args=(time.sleep, 4))
-    slow.start()
-    assert two.run(operator.neg, 7) == -7
-    slow.join()
+def test_several_plan_at_a_time(tmp_path):
+    two, fifo, first = Pool(seconds=60, most=2), tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    busy = threading.Thread(target=lambda: first.append(two.run(Path.read_bytes, fifo)))
+    busy.start()
+    with fifo.open("wb") as pipe:  # as soon as the first worker reads; it reads until this is closed
+        assert two.run(operator.neg, 7) == -7
+        pipe.write(b"x")
+    busy.join()
+    assert first == [b"x"]
     two.end()
 
 

@@ -1,0 +1,32 @@
+"""Results of tracing on disk: what was made once by this code, this PyTorch and for this question is read again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from gradus import files, limits
+from gradus.errors import UserError
+
+
+def stored(folder: str, question: Any, make: Callable[[], Any]) -> Any:
+    """The answer of `make`, as JSON has it, from `folder` of the cache where the file is whole; else made and written.
+
+    question: all that the answer depends on; values that JSON does not know are taken by their text.
+    """
+    key = hashlib.sha256(json.dumps(question, default=str).encode()).hexdigest()[:32]
+    path = files.cache_dir() / folder / f"{key}.json"
+    try:
+        digest, _, text = limits.regular(path).read_text().partition("\n")
+        if digest == hashlib.sha256(text.encode()).hexdigest():
+            return json.loads(text)
+    except (OSError, ValueError, UserError):  # absent, torn or another kind of file
+        pass
+    text = json.dumps(make())
+    with contextlib.suppress(OSError):  # a cache that cannot be written is none
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    return json.loads(text)
