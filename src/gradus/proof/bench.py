@@ -87,15 +87,9 @@ def chosen(text: str, option: str, known: Iterable[str], every: Iterable[str]) -
     return list(every) if words == ["all"] else words
 
 
-class Engines(NamedTuple):
-    """The engines with precisions that are measured, and why others are not: name → reason."""
-
-    possible: list[EnginePair]
-    refused: dict[str, str]
-
-
-def engines_of(source: ModelSource, args: Any) -> Engines:
-    """Those that this model and this machine may have. Raises UserError where none is left."""
+def engines_of(source: ModelSource, args: Any) -> tuple[list[EnginePair], dict[str, str]]:
+    """(those that this model and this machine may have, why others are not: name → reason). Raises UserError where none
+    is left."""
     ways = engines.ways_of(source) if source.export_info else []
     every = [dict.fromkeys(names) for names in zip(*ways)] or [engines.ENGINES, engines.PRECISIONS]
     names = chosen(args.engines, "--engines", engines.ENGINES, every[0])
@@ -115,7 +109,7 @@ def engines_of(source: ModelSource, args: Any) -> Engines:
             refused[str(pair)] = str(e)
     if not possible:
         raise UserError(next(iter(refused.values())))
-    return Engines(possible, refused)
+    return possible, refused
 
 
 def new_tokens(source: ModelSource, args: Any) -> int | None:
@@ -208,8 +202,8 @@ class BenchPlan:
     named: set[str]
 
     def rows(self, study: Study, store: StudyStore) -> Iterator[Row]:
-        """Of all runs of all rounds together: latency, tokens/s, the share of the roof; the plan; the best; what could
-        not be."""
+        """Figures of all runs of all rounds together (latency, tokens/s, the share of the roof), the plan, the best
+        pair, and why others are missing."""
         samples = {c.name: of_c for c in study.configurations if (of_c := [s for s in store.measured(c) if s.ranks])}
         for c in study.configurations:
             yield from planned_rows(self.source, c)
@@ -347,7 +341,7 @@ def fastest(plan: BenchPlan, samples: dict[str, list[Sample]]) -> dict[str, Engi
 
 
 def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: set[str]) -> bool:
-    """Whether outputs are near enough, and of weights of 8 and 4 bits the accuracy too, or the user named them."""
+    """Outputs are near enough; and with weights of 8 or 4 bits, accuracy is too, or the user named the precision."""
     rows = {name: value for name, (value, _) in sample.values.items() if name.startswith("check/")}
     rows["check/computes"] = sample.ranks[0].facts["computes"]
     try:
@@ -361,7 +355,7 @@ def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: se
 
 
 def remember(source: ModelSource, best: dict[str, EnginePair]) -> None:
-    """For `--engine auto`."""
+    """Keep the best pairs for `--engine auto`."""
     file = engines.best_at(source)
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(file, {**best, "when": f"{datetime.date.today()}"})

@@ -100,7 +100,7 @@ class ProductRow(NamedTuple):
 
 
 class AttentionRow(NamedTuple):
-    """The same of fused attention."""
+    """The fields of fused attention's row."""
 
     direction: str
     dtype: str
@@ -113,7 +113,7 @@ class AttentionRow(NamedTuple):
 
 
 class MemoryRow(NamedTuple):
-    """The same of a memory-bound operation."""
+    """The fields of a memory-bound operation's row."""
 
     name: str
     dtype: str

@@ -166,7 +166,7 @@ class SessionChecks:
 
     @property
     def batch(self) -> dict[str, Any]:
-        """The same on the device and in the weights' own type."""
+        """`collated` on the device and in the weights' own type."""
         return self.to_device(self.collated)
 
     def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class SessionChecks:
         self.seconds = time.perf_counter() - began
 
     def fewer(self, slow: bool) -> bool:
-        """From now on fewer samples, where that is slow and possible. Returns whether that is so."""
+        """Use fewer samples from now on, where that is slow and possible. Returns whether that is so."""
         slow = slow and self.few > FEWEST
         if slow:
             self.few = FEWEST
@@ -212,7 +212,7 @@ class SessionChecks:
         return max(learning_rate(r.schedule, r.optimizer.lr, step, last, r.model.d_model) for step in steps)
 
     def sums(self, batch: dict[str, Any], task: Task | None = None) -> dict[str, Tensor]:
-        """Of the losses of each kind of target."""
+        """Kind of target → sum of its losses."""
         with self.session.precision.autocast():
             return (task or self.task).losses(self.model, batch)
 
@@ -221,7 +221,7 @@ class SessionChecks:
         return sum(value / max(1, self.collated["counts"][kind]) for kind, value in self.sums(self.batch).items())
 
     def classes(self) -> int:
-        """Of the main loss."""
+        """The number of classes of the main loss."""
         m = self.recipe.model
         if self.recipe.task.name == "classification":
             return m.n_classes
@@ -500,7 +500,7 @@ def loader_speed(session: Session, seconds: float) -> float:
 
 
 def is_empty(sample: dict[str, Any]) -> bool:
-    """Whether a sample has no token, or an image of one colour."""
+    """True for a sample without a token, or with an image of one colour."""
     if any(np.size(sample[key]) == 0 for key in ("ids", "source", "target", "target_in", "image") if key in sample):
         return True
     pixels = np.asarray(sample.get("image", (0, 1)))

@@ -25,8 +25,8 @@ Inputs = Encoded | dict[str, torch.Tensor]
 
 
 class EngineRuns:
-    """What is timed: a forward pass over other random inputs each time, or the reading of a prompt and the greedy
-    writing of `new` tokens, however the text ends.
+    """Runs of a model in an engine: a forward pass over other random inputs each time, or the reading of a prompt and
+    the greedy writing of `new` tokens, however the text ends.
 
     options: model (a path), engine, precision, batch, length (None: images), new (None: nothing is written), check
     (against PyTorch in fp32), accuracy (samples of the valid split; 0: not measured), asked (the user wants it).
@@ -38,7 +38,7 @@ class EngineRuns:
         name, precision = options["engine"], options["precision"]
         kind = engines.kind(name)
         if issubclass(kind, exported.GraphEngine):
-            exported.cached_folder(self.source, kind, precision)  # exports once: no part of the time that loading takes
+            exported.cached_folder(self.source, kind, precision)  # exports once: no part of the time of loading
         began = time.perf_counter()
         self.engine = engines.open(self.source, name, precision)
         self.load_seconds, self.samples = time.perf_counter() - began, 0

@@ -131,7 +131,7 @@ def source_rows(c: Configuration) -> Iterator[Row]:
 
 
 def resident_bytes(recipe: Recipe, world: World) -> int:
-    """Of a process that is about to build the recipe's model, with the libraries that a step loads."""
+    """Resident bytes of a process that is about to build the recipe's model, with the libraries that a step loads."""
     open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}), None, world)
     layer = torch.nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
@@ -141,7 +141,7 @@ def resident_bytes(recipe: Recipe, world: World) -> int:
 
 
 def unit_of(name: str) -> str:
-    """Of a figure that a source states."""
+    """The unit of a figure that a source states."""
     units = {"samples_per_s": "samples/s", "time/epoch": "h", "time": "s", "memory": "bytes", "traffic": "bytes"}
     return units.get(name) or units.get(name.partition("/")[0], "")
 
@@ -173,7 +173,7 @@ def run(
 
 
 def choose(study: Study, only: Sequence[str]) -> list[Configuration]:
-    """Those whose name has one of these words in it, with what they are compared with. Raises UserError for none."""
+    """The configurations with one of these words in their name, and their bases. Raises UserError for none."""
     names = {c.name for c in study.configurations if not only or any(word in c.name for word in only)}
     if not names:
         known = ", ".join(c.name for c in study.configurations)

@@ -77,7 +77,7 @@ class LadderBench:
         return rows
 
     def timed(self, rung: str, recipes_by_name: dict[str, Recipe]) -> list[Row]:
-        """In rounds that alternate; the first is what the others are against."""
+        """Rows of speed, in rounds that alternate; the first recipe is the base of the others."""
         limit = {"data": {"limit": self.samples}} if self.samples else {}
         study = Study(
             "ladder",
@@ -112,7 +112,7 @@ class LadderBench:
 
 
 def deviation(losses: list[float], before: list[float]) -> float:
-    """Of the farthest step, as a share; NaN where one could not be measured."""
+    """The largest relative difference of a step's loss; NaN where one could not be measured."""
     return farthest(losses, before) if losses and len(losses) == len(before) else math.nan
 
 
@@ -278,7 +278,7 @@ def summary(whole: Trial | None, start: Trial, climbed: Climbed, winning: Keys, 
 
 
 def difference(trial: Trial) -> str:
-    """Of the tensors."""
+    """The change of the tensors, as a text."""
     return f"{-trial.saved:+.1%}" if abs(trial.saved) >= 0.0005 else "equal"
 
 

@@ -97,7 +97,7 @@ def tolerance(recipe: Recipe) -> float:
 
 
 def judge(trial: Trial, goal: str, tolerance: float) -> tuple[bool, str]:
-    """Whether it pays, and why."""
+    """(the option pays, why)."""
     if trial.failed:
         return False, f"not possible: {trial.failed}"
     if trial.loss is not None and not trial.loss <= tolerance:

@@ -26,8 +26,8 @@ Keys = dict[str, Any]  # e.g. layout.attention → sdpa
 
 @dataclasses.dataclass
 class LadderContext:
-    """What a ladder is for and where it runs. original: the recipe as the user has it. data_wait: share of a step;
-    None: not yet measured."""
+    """The goal of a ladder and the machine that it runs on. original: the recipe as the user has it. data_wait: share
+    of a step; None: not yet measured."""
 
     goal: str
     device: torch.device
@@ -58,7 +58,7 @@ class Optimization:
     keep: bool = True
 
     def candidates(self, best: Recipe, context: LadderContext) -> Candidates:
-        """What can be measured: options that change the recipe and pass its checks."""
+        """The options that change the recipe and pass its checks."""
         try:
             options, reasons = self.find(best, context)
         except UserError as e:
@@ -93,12 +93,12 @@ def with_keys(recipe: Recipe, keys: Keys) -> Recipe:
 
 
 def words(keys: Keys) -> str:
-    """As they are typed."""
+    """The keys as a user types them."""
     return " ".join(f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys.items())
 
 
 def has_padding(recipe: Recipe) -> bool:
-    """Whether padding can be chosen: a batch in tokens would hold other samples."""
+    """True where padding can be chosen: a batch in tokens would hold other samples."""
     return hasattr(recipe.data, "pad") and recipe.batch.samples is not None
 
 
@@ -166,7 +166,7 @@ def _padding(mode: str) -> Find:
 
 
 def _checkpointing(best: Recipe, context: LadderContext) -> Candidates:
-    """Where the whole share did not fit, for speed each with the micro-batch that then fits."""
+    """Each mode; for speed, where the whole share did not fit, with the micro-batch that then fits."""
     options: list[Keys] = [{"layout.checkpointing": mode} for mode in ("attention", "selective", "full")]
     if context.goal == "speed" and (best.layout.micro_batch or context.share) < context.share:
         sizes = [_largest(with_keys(best, keys), context) for keys in options]
@@ -218,5 +218,5 @@ OPTIMIZATIONS = (
 
 
 def numbered(optimizations: tuple[Optimization, ...]) -> Iterator[tuple[str, Optimization]]:
-    """With the name of its folder."""
+    """(the name of its folder, the optimization)."""
     return ((f"{n:02}-{o.name.replace(' ', '-')}", o) for n, o in enumerate(optimizations, 1))

@@ -40,7 +40,7 @@ Batch = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a prediction needs: it may be made in another process."""
+    """The inputs of a prediction, which another process may compute."""
 
     recipe: Recipe  # resolved
     budget: MemoryBudget
@@ -160,8 +160,8 @@ def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:
 
 
 def predict_step(case: Case) -> tuple[Memory, Work]:
-    """Of rank 0 in the step that will be measured: traced whole where that is quick, else composed from profiles. Of
-    tensors alone: nothing is reserved beyond them, and nothing is noted."""
+    """Memory and work of rank 0 in the step that will be measured: traced whole where that is quick, else composed from
+    profiles. The memory is of tensors alone: nothing is reserved beyond them, and nothing is noted."""
     recipe, budget, micro_batches = case.recipe, case.budget, case.micro_batches
     n, target, task = budget.processes, budget.target, budget.task
     blocks = recipe.model.n_layers + (getattr(recipe.model, "n_decoder_layers", None) or 0)

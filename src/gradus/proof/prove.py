@@ -38,7 +38,7 @@ WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give
 
 
 class TimeMark(NamedTuple):
-    """What a run had done when the device was known to have finished all of it."""
+    """The progress of a run at a moment when the device had finished all of it."""
 
     step: int
     seconds: float  # of training
@@ -67,7 +67,7 @@ class MeterMark(NamedTuple):
 
 
 class Energy(NamedTuple):
-    """Of the stretches of a run that held training alone, by one process's meter."""
+    """Energy by one process's meter, of the stretches of a run with training alone."""
 
     joules: float
     steps: int
@@ -157,10 +157,10 @@ class Proof(Plan):
         conditions = MEASURED | {"rank": 0}
         self.measured += [Row(f"memory/{name}", n, "bytes", number, conditions) for name, n in memory.items()]
 
-    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+    def after_step(self, trainer: Trainer, result: Taken) -> None:
         if trainer.device.type == "cpu":
             self._mark_time(trainer)
-        elif taken.step - trainer.start_step == FIRST_STEPS:
+        elif result.step - trainer.start_step == FIRST_STEPS:
             with trainer.clock.count("train", wait=True):
                 pass
             self._mark_time(trainer)

@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 
 def quiet(text: str) -> None:
-    """For --json."""
+    """Prints nothing: for --json."""
 
 
 def print_lines(lines: Generator[str, None, int | None], as_json: bool) -> int:
@@ -93,7 +93,7 @@ class Table:
         self.columns = [name for name in wanted if name in known] if wanted else shown
 
     def kinds(self, name: str) -> list[str]:
-        """Of a figure, in the order of the columns."""
+        """The kinds of a figure, in the order of the columns."""
         return [kind for kind in WORDS if any((c, name) in self.by_kind[kind] for c in self.names)]
 
     def errors(self, name: str) -> dict[tuple[str, str], dict[str, float]]:
@@ -163,7 +163,7 @@ def figure(value: float) -> str:
 
 
 def conditions_line(rows: Sequence[Record]) -> str:
-    """What all rows share of their conditions."""
+    """The conditions that all rows share."""
     r = next((r for r in rows if r.get("kind") == "measured" and "cpu" in r), None)
     if r is None:
         return ""
@@ -182,7 +182,7 @@ def conditions_line(rows: Sequence[Record]) -> str:
 
 
 def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
-    """For a terminal. Parts of the names that all configurations share stand in the head alone."""
+    """The table for a terminal. Parts of the names that all configurations share stand in the head alone."""
     table = Table(rows, wanted)
     body = [cells for cells in table.body() if cells[0] not in table.failed or any(cell != "-" for cell in cells[1:])]
     head, parts = table.head(), [cells[0].split(" · ") for cells in body]
@@ -199,7 +199,7 @@ def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
 
 
 def markdown(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:
-    """For a page: what has a meaning in Markdown or HTML is text."""
+    """The table for a page: characters with a meaning in Markdown or HTML are escaped."""
     table = Table(rows, wanted)
     head = table.head()
     yield f"| {' | '.join(map(_text, head))} |"

@@ -156,7 +156,7 @@ def time_subject(make: MakeSubject, recipe: Recipe | None, options: dict[str, An
 
 
 class Event(NamedTuple):
-    """Of a profiler; start and end in µs."""
+    """An event of a profiler; start and end in µs."""
 
     name: str
     start: float

@@ -17,10 +17,11 @@ from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
 
 SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compared step by step
-OF_SUMMARY = {  # in summary.json → (row, unit)
+OF_SUMMARY = {  # in summary.json → (row, unit); of a list the largest counts
     "train_samples_per_second": ("samples_per_s", "samples/s"), "train_runtime": ("time/run", "s"),
     "train_loss": ("train/loss", ""), "hours_per_epoch": ("time/epoch", "h"), "parameters": ("parameters", ""),
-    "energy_wh": ("energy/run", "Wh"),
+    "energy_wh": ("energy/run", "Wh"), "memory_tensors_per_rank": ("memory/allocated", "bytes"),
+    "memory_process_per_rank": ("memory/process", "bytes"),
 }  # fmt: skip
 UNITS = {"memory": "bytes", "traffic": "bytes", "time": "s", "energy": "J"}  # of the proof, by the first part of a name
 
@@ -73,11 +74,11 @@ def command(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> l
 def read_figures(folder: Path) -> RunFigures:
     """The figures of the finished run in this folder."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    measured = {row: (summary[key], unit) for key, (row, unit) in OF_SUMMARY.items() if summary.get(key) is not None}
+    measured = {}
+    for key, (name, unit) in OF_SUMMARY.items():
+        if (value := summary.get(key)) not in (None, []):
+            measured[name] = (max(value) if isinstance(value, list) else value, unit)
     measured |= {name: (float(value), "") for name, value in summary["metrics"].items()}  # "nan" is written as text
-    for key, name in (("memory_tensors_per_rank", "memory/allocated"), ("memory_process_per_rank", "memory/process")):
-        if summary.get(key):
-            measured[name] = (max(summary[key]), "bytes")
     rows = read_rows(folder / "metrics.jsonl")
     measured |= {row["name"]: (row["value"], row["unit"]) for row in rows if row["name"].startswith("traffic/")}
     planned = {}

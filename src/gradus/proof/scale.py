@@ -111,7 +111,7 @@ def parts_of(ranks: Sequence[Timed]) -> dict[str, float] | None:
 
 
 def losses(ranks: Sequence[Timed], base: Sequence[Timed]) -> dict[str, float] | None:
-    """Where the rest of the efficiency goes: name → share of the step. They add up to 1 - efficiency.
+    """The parts of the efficiency that is lost: name → share of the step. They add up to 1 - efficiency.
 
     Against the base's parts in the ideal step: with strong scaling divided by the ratio of processes, with weak scaling
     as they are.
@@ -125,7 +125,7 @@ def losses(ranks: Sequence[Timed], base: Sequence[Timed]) -> dict[str, float] | 
 
 
 class Collective(NamedTuple):
-    """Of a step, means over the processes. sent: bytes that a process sends; None: not counted."""
+    """A collective in a step, means over the processes. sent: bytes that a process sends; None: not counted."""
 
     calls: float
     seconds: float
@@ -230,7 +230,7 @@ def step_lines(values: dict[str, dict[str, float]]) -> Iterator[str]:
 
 
 def lost_lines(values: dict[str, dict[str, float]], noise: dict[str, float]) -> Iterator[str]:
-    """What was lost against the first configuration. noise: configuration → share of the step."""
+    """The parts lost against the first configuration. noise: configuration → share of the step."""
 
     def percent(value: float, least: float) -> str:
         return "noise" if 0 < abs(value) < least else f"{100 * value:+.1f}"
@@ -283,7 +283,7 @@ def named(n: int) -> str:
 
 
 def notes(recipe: Recipe, configurations: Sequence[Configuration], warm_up: int) -> Iterator[str]:
-    """Where the measurement is not what the user asked for."""
+    """Differences of the measurement from what the user asked for."""
     if recipe.layout.compress == "powersgd" and warm_up == POWERSGD_START + COUNTED_STEP:
         yield f"note: {warm_up} steps to warm up: PowerSGD begins after {POWERSGD_START}"
     for c in configurations:

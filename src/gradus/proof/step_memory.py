@@ -22,9 +22,7 @@ Batch = dict[str, Any]
 @contextlib.contextmanager
 def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dict[str, int]]:
     """Bytes by name, complete once the step within is done: weights, gradients (all of them, when the optimizer steps),
-    optimizer, allocated (the peak), rest (the difference); on CUDA also reserved, and device: what all processes have
-    of the GPU."""
-    memory: dict[str, int] = {}
+    optimizer, what `peak_memory_of` measures, and rest (the difference)."""
     gradients: dict[int, int] = {}
     optimizer_step = trainer.precision.step
 
@@ -33,28 +31,33 @@ def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dic
         gradients.update(storages(p.local.grad for p in parameters if p.local.grad is not None))
         optimizer_step(optimizer, bad)
 
-    with replaced(trainer.precision, "step", step):
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize(trainer.device)
-            begin_peak(trainer.device)
-            yield memory
-            memory |= _cuda_peaks(trainer.device)
-        else:
-            storage_bytes = allocated_storages(micro_batches)
-            with Timeline() as timeline:
-                yield memory
-            if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
-                storage_bytes |= gradients  # its buckets, which are there between steps too
-            memory["allocated"] = sum(storage_bytes.values()) + max(peak for *_, peak in timeline.phases())
+    before = allocated_storages(micro_batches)
+    with replaced(trainer.precision, "step", step), peak_memory_of(trainer.device, before) as memory:
+        yield memory
+        if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
+            before |= gradients  # its buckets, which are there between steps too
     state = component_bytes(trainer.parallel.part, trainer.optimizer) | {"gradients": sum(gradients.values())}
     memory |= {**state, "rest": memory["allocated"] - sum(state.values())}
 
 
-def _cuda_peaks(device: torch.device) -> dict[str, int]:
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return {"allocated": allocated, "reserved": reserved, "device": total - free}
+@contextlib.contextmanager
+def peak_memory_of(device: torch.device, before: dict[int, int]) -> Iterator[dict[str, int]]:
+    """Bytes by name, complete after the block: allocated, of tensors at the peak; on CUDA also reserved, and device:
+    what all processes have of the GPU. before: of a CPU, storage → bytes that are there already."""
+    memory: dict[str, int] = {}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        begin_peak(device)
+        yield memory
+        torch.cuda.synchronize(device)
+        memory["allocated"] = torch.cuda.max_memory_allocated(device)
+        memory["reserved"] = torch.cuda.max_memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        memory["device"] = total - free
+    else:
+        with Timeline() as timeline:
+            yield memory
+        memory["allocated"] = sum(before.values()) + max((peak for *_, peak in timeline.phases()), default=0)
 
 
 def allocated_storages(micro_batches: list[Batch]) -> dict[int, int]:

@@ -55,7 +55,7 @@ class ReferenceHardware:
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """What is measured once a round.
+    """One thing that is measured in every round.
 
     at: its name on each axis. runner: one of `harness.RUNNERS`, or train (to the end, as a user starts it), none (only
     planned), or FILE.py:FUNCTION, where FUNCTION(recipe, options) returns a `timing.Subject`. rounds: of it (None: the
@@ -76,7 +76,7 @@ class Configuration:
     against: str | None = None
 
     def describe(self) -> dict[str, Any]:
-        """What makes it another one."""
+        """The parts that make it another configuration where they differ."""
         recipe = recipes.dump(self.recipe) if self.recipe else None
         runner = Path(self.runner).name
         return {"runner": runner, "processes": self.processes, "options": self.options, "recipe": recipe}
@@ -122,7 +122,7 @@ class Study:
         return base
 
     def digest(self) -> str:
-        """Of what is measured: samples of another digest are another study's."""
+        """The digest of what is measured: samples of another digest are another study's."""
         configurations = [{c.name: c.describe()} for c in self.configurations]
         content = [configurations, self.steps, self.warm_up, self.rounds, list(self.seeds)]
         content += [self.seconds] if self.seconds else []

@@ -30,8 +30,8 @@ OF_A_RECIPE = ("steps", "loader", "train", "none")  # runners
 
 
 class Settings(BaseModel):
-    """Of one configuration, of all that have a name on an axis, or of the whole study. `set` is added to what stands
-    further out."""
+    """Settings of one configuration, of all that have a name on an axis, or of the whole study. `set` is added to that
+    of the outer levels."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     recipe: str | None = Field(None, description="a packaged recipe, a file beside this one, or a run folder")
@@ -303,16 +303,16 @@ def shown(rows: Sequence[Row], file: StudyFile) -> Iterator[str]:
 
 @dataclasses.dataclass
 class Page:
-    """What is before and after the table of a page: between the lines `<!-- NAME -->` and `<!-- end of NAME -->`, which
-    belong to it."""
+    """The parts of a page before and after its table, which stands between the lines `<!-- NAME -->` and
+    `<!-- end of NAME -->`."""
 
     before: str
     after: str
 
     @classmethod
     def read(cls, page: Path, path: Path, file: StudyFile) -> Page:
-        """Where there is no page, and the study says what it is about, one of its own. Raises UserError for a page
-        without the marks."""
+        """The page; where there is none, and the study says what it is about, one of its own. Raises UserError for a
+        page without these lines."""
         first, last = f"<!-- {path.stem} -->\n", f"<!-- end of {path.stem} -->\n"
         if not page.exists() and file.about:
             command = f"`gradus study {path.parent.name}/{path.name}` makes this table again:"

@@ -57,7 +57,7 @@ def planned_ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def conditions_of(study: Study, store: StudyStore, c: Configuration) -> dict[str, Any]:
-    """Under which conditions a configuration was measured."""
+    """The conditions under which a configuration was measured."""
     about = {"kind": "measured", "configuration": c.name, "at": c.at, "processes": c.processes}
     about |= {"runner": Path(c.runner).name}
     if c.recipe:
@@ -81,7 +81,7 @@ def summary(name: str, values: Sequence[float], unit: str, common: dict[str, Any
 
 
 def comparison_rows(study: Study, store: StudyStore, c: Configuration, samples: list[Sample]) -> Iterator[Row]:
-    """Against its base, round by round, so that a busy moment that hit both does not count."""
+    """Ratios to the base, round by round, so that a busy moment that hit both does not count."""
     base = study.base_of(c)
     base_samples = {s.round: s for s in store.measured(base)}
     pairs = [(s, base_samples[s.round]) for s in samples if s.round in base_samples]

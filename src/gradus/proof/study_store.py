@@ -51,7 +51,7 @@ class Sample:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Sample:
-        """From the record. Raises TypeError, ValueError and their like for anything else."""
+        """The sample of a record. Raises TypeError, ValueError and their like for anything else."""
         kept = {k: row[k] for k in ("round", "values", "planned", "series") if k in row}
         ranks = [Timed(**rank) for rank in row.get("ranks", ())]
         sample = cls(**kept, ranks=ranks, elapsed=row.get("took", 0.0))
@@ -62,7 +62,7 @@ class Sample:
         return sample
 
     def record(self) -> dict[str, Any]:
-        """As a line of samples.jsonl, but for its name, value and conditions."""
+        """A line of samples.jsonl, but for its name, value and conditions."""
         record = dataclasses.asdict(self)
         record["took"] = record.pop("elapsed")
         from_ranks = ("values", "planned", "series") if self.ranks else ()
@@ -77,7 +77,7 @@ def middle_of(samples: Sequence[Sample]) -> Sample:
 
 
 def figures(ranks: list[Timed]) -> Values:
-    """Of the steps that the processes of one configuration timed together."""
+    """The figures of steps that the processes of one configuration timed together."""
     first, elapsed = ranks[0], max(t.elapsed for t in ranks)
     step = elapsed / len(first.spent)
     values: Values = {"samples_per_s": (first.samples / elapsed, "samples/s"), "time/step": (step, "s")}
@@ -119,7 +119,7 @@ class StudyStore:
         self.file = RowFile(self.path)
 
     def has(self, c: Configuration, number: int) -> bool:
-        """Whether there is a sample of this round, or none can be measured."""
+        """True where there is a sample of this round, or none can be measured."""
         return any(s.round == number or s.failed for s in self.samples[c.name])
 
     def measured(self, c: Configuration) -> list[Sample]:
@@ -127,7 +127,7 @@ class StudyStore:
         return [s for s in self.samples[c.name] if not s.failed]
 
     def too_slow(self, study: Study, c: Configuration) -> bool:
-        """Whether the first round was enough."""
+        """True where the first round was enough."""
         first = [self.samples[other.name][0] for other in (c, study.base_of(c)) if self.samples[other.name]]
         speeds = [s.values.get("samples_per_s/undisturbed", (s.speed,))[0] for s in first]
         return len(speeds) == 2 and speeds[0] < study.patience * speeds[1]
@@ -146,9 +146,9 @@ class StudyStore:
 
 @contextlib.contextmanager
 def claimed(folder: Path, kind: str, identity: dict[str, Any], more: dict[str, Any]) -> Iterator[None]:
-    """The folder, made and locked inside the context, for what has this identity, kept in KIND.json with `more` and the
-    command. A folder without samples or runs is free. Raises UserError where it holds something else, or another
-    process writes there."""
+    """The folder exists and is locked inside the context, for what has this identity. KIND.json keeps that with `more`
+    and the command. A folder without samples or runs is free. Raises UserError where it holds something else, or
+    another process writes there."""
     file = folder / f"{kind}.json"
     with locked(folder, kind, "give another --to"):
         if file.exists():

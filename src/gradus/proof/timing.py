@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradus.measure.memory import Timeline
-from gradus.proof.step_memory import allocated_storages
+from gradus.proof.step_memory import allocated_storages, peak_memory_of
 from gradus.train.clock import peak_memory
 
 PARTS = ("computing", "communication", "waiting", "data", "other")
@@ -42,10 +41,10 @@ SHORT = 0.5  # s below which the system's ticks are too coarse to tell
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What one process times in one round. root: the process that started the study. collectives: also profile them by
-    name. repeats_if_busy: how often steps are timed again because of other programs. restart_data: of training, the
-    timed steps begin with the first samples again, however often. seconds: go on until these have passed too, but not
-    beyond ten times the steps or six times the seconds. round: from 1."""
+    """The steps that one process times in one round. root: the process that started the study. collectives: also
+    profile them by name. repeats_if_busy: how often steps are timed again because of other programs. restart_data: of
+    training, the timed steps begin with the first samples again, however often. seconds: go on until these have passed
+    too, but not beyond ten times the steps or six times the seconds. round: from 1."""
 
     steps: int
     warm_up: int
@@ -65,9 +64,10 @@ class Window:
 
 @dataclasses.dataclass
 class Subject:
-    """What is timed. step(batch()) is one step and returns its loss, or None. samples: seen since the start. memory:
-    bytes at the peak of one more step, by name. ready: all processes of the configuration begin together. agree: the
-    verdict of all on what one process found. finish: adds to what was timed (values, planned, raw, facts)."""
+    """The thing that is timed. step(batch()) is one step and returns its loss, or None. samples: seen since the start.
+    memory: bytes at the peak of one more step, by name. ready: all processes of the configuration begin together.
+    agree: the verdict of all on what one process found. finish: adds to what was timed (values, planned, raw,
+    facts)."""
 
     batch: Callable[[], Any]
     step: Callable[[Any], Any]
@@ -151,15 +151,9 @@ def peak_of_one_more(subject: Subject) -> dict[str, int]:
     if subject.memory is not None:
         return subject.memory()
     batch = subject.batch()
-    if subject.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(subject.device)
+    with peak_memory_of(subject.device, allocated_storages([])) as memory:
         subject.step(batch)
-        torch.cuda.synchronize(subject.device)
-        return {"allocated": torch.cuda.max_memory_allocated(subject.device)}
-    before = sum(allocated_storages([]).values())
-    with Timeline() as timeline:
-        subject.step(batch)
-    return {"allocated": before + max((peak for *_, peak in timeline.phases()), default=0)}
+    return {"allocated": memory["allocated"]}
 
 
 # ------------------------------------------------------------ clocks
@@ -187,7 +181,7 @@ class OtherPrograms:
         return None
 
     def share(self) -> float | None:
-        """Of one processor's time. None where the system does not tell, or too little time has passed."""
+        """Their share of one processor's time. None where the system does not tell, or too little time has passed."""
         elapsed, now = time.perf_counter() - self.began, self._seconds()
         if elapsed < SHORT or now is None or self.before is None:
             return None
