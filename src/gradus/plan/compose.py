@@ -35,7 +35,7 @@ SCALAR = 64  # bytes of what is done with single numbers
 class Run:
     """One pass of a micro-batch over a stage. peak, net: (pieces, components and pools), as in `Stretch`."""
 
-    edges: list[tuple[str, str]]  # (unit, edge) of each piece; "unit@3": the fourth block between the first and the last
+    edges: list[tuple[str, str]]  # (unit, edge) of each piece; "blocks.1@3": of the fourth block after the first
     peak: np.ndarray
     net: np.ndarray
 
@@ -335,9 +335,11 @@ def optimizer_ops(p: Process) -> list[Op]:
         elif moved <= SCALAR:
             nbytes = moved
         else:  # one tensor after the other
-            nbytes, count = moved * scale / tensors, count * tensors / (share if name == "mul" else 1)
+            owners = share if name == "mul" else 1
+            nbytes, count = moved * scale / tensors, count * tensors / owners
         out.append(Op(kind, name, dtype, "optimizer", flops, nbytes, shape, count))
-    out += [Op("memory", name, dtype, "optimizer", 0.0, nbytes, (), count) for name, nbytes, count in _summing(p, share)]
+    for name, nbytes, count in _summing(p, share):
+        out.append(Op("memory", name, dtype, "optimizer", 0.0, nbytes, (), count))
     for (_, kind, name, of, _, flops, moved, shape), count in profile.prepare.items():
         out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.given.parts))
     return out

@@ -1,8 +1,8 @@
 """The one engine: a recipe and its layout → memory and work of a step on the processes that need most.
 
-Each kind of part (the blocks and ends that a process holds) is traced once for what changes it (`plan.profiles`), kept on
-disk, and put together for the layout (`plan.compose`, `plan.peak`, `plan.traffic`). What is printed, what ranks layouts
-and what a run is refused for is this.
+Each kind of part (the blocks and ends that a process holds) is traced once for what changes it (`plan.profiles`), kept
+on disk, and put together for the layout (`plan.compose`, `plan.peak`, `plan.traffic`). What is printed, what ranks
+layouts and what a run is refused for is this.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ TRACED_ROOMS = "models", "layers", "parallel", "tasks", "train"
 
 @functools.cache
 def code(*more: str) -> str:
-    """Of all that a profile depends on: the model, the layout, the step, how they are traced; and of further rooms."""
+    """The digest of all code that a profile depends on: model, layout, step, tracing; and of further rooms."""
     root = Path(__file__).parents[1]
-    rooms = [path for room in (*TRACED_ROOMS, *more) for path in sorted((root / room).glob("*.[py]*")) if path.is_file()]
+    files_of = (sorted((root / room).glob("*.[py]*")) for room in (*TRACED_ROOMS, *more))
+    rooms = [path for paths in files_of for path in paths if path.is_file()]
     own = [root / "plan" / f"{name}.py" for name in ("trace", "tracing", "profiles", "batches")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
 
@@ -95,7 +96,8 @@ def profile_of(
     recipe: Recipe, part: Part, batch: dict, target: Target, task: Task | None = None, split: bool = False,
     micro: int = 2,
 ) -> Profile:  # fmt: skip
-    """Of a part of the model: from memory or from disk where the same was traced before, by this code and this PyTorch."""
+    """The profile of a part of the model: kept in memory or on disk where this code and this PyTorch traced the same
+    before, else traced."""
     key = _key_of(recipe, part, batch, target, split, micro)
     if key in _kept:
         return _kept[key]
@@ -359,8 +361,8 @@ def _work(p: Process) -> Work:
 
 
 def model_flops(p: Process) -> float:
-    """Of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery et al. 2022,
-    appendix B)."""
+    """Operations of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery
+    et al. 2022, appendix B)."""
     ops = operations_of(p.recipe, Layout(device="cpu"), p.given.full, "cuda", p.task)
     each = (n * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), n in ops.items())
     return p.shares * p.given.parts * sum(each)
@@ -439,9 +441,9 @@ WRITING = "before the model + libraries + weights + optimizer + whole weights, w
 
 
 def with_process(memory: Memory, resident: int, layout: Layout) -> Memory:
-    """With the bytes that a training process on a CPU takes besides its tensors: of a step or, where that is more, of the
-    first process as it writes the weights that are split, whole (`weights.write`). resident: what it has before the
-    model is built."""
+    """The memory, with the bytes that a training process on a CPU takes besides its tensors: in a step or, where that
+    is more, as the first process writes weights that are split, whole (`weights.write`). resident: bytes that it has
+    before the model is built."""
     libraries, freed = (LIBRARIES, FREED_SHARDED if layout.shard > 1 else FREED) if machine.has_glibc() else (0, 0)
     tensors = memory.allocated
     inputs = {"allocated": tensors, "before the model": resident, "libraries": libraries}

@@ -12,8 +12,9 @@ DEFAULT = Layout()
 
 
 def layout_keys(layout: Layout, asked: Layout | None = None, said: Collection[str] = ()) -> str:
-    """`layout.*` words with which the recipe has this layout: what is not the default, what is not as in `asked` (the recipe's own layout),
-    and what was `said` on the command line, so that they hold beside those words and in their place. The device is said by --on."""
+    """The `layout.*` words that give the recipe this layout: what is not the default, what is not as in `asked` (the
+    recipe's own layout), and what the command line names (`said`), so that they hold beside those words and in their
+    place. --on names the device."""
     own = asked or layout
     keys = [k for k, v in layout if k != "device" and (v != getattr(DEFAULT, k) or v != getattr(own, k) or k in said)]
     return " ".join(word for key in keys for word in _words(f"layout.{key}", getattr(layout, key)))
@@ -28,8 +29,10 @@ def _words(key: str, value: Any) -> list[str]:
 
 def said_keys(overrides: Iterable[str]) -> frozenset[str]:
     """The layout's keys that overrides name; all of them where they give the whole section."""
-    given = [o.partition("=")[0].strip().split(".") for o in overrides]
-    return frozenset(Layout.model_fields) if ["layout"] in given else frozenset(path[1] for path in given if path[0] == "layout")
+    paths = [o.partition("=")[0].strip().split(".") for o in overrides]
+    if ["layout"] in paths:
+        return frozenset(Layout.model_fields)
+    return frozenset(path[1] for path in paths if path[0] == "layout")
 
 
 def kind_of(on: str) -> str:

@@ -56,8 +56,8 @@ def _rows(events: list[Event]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """components: bytes of each when all together are most. pools: of each of the allocator's pools, and gradients, when
-    they are most by themselves. at: the phase of the peak."""
+    """components: bytes of each when all together are most. pools: of each of the allocator's pools, and gradients,
+    when they are most by themselves. at: the phase of the peak."""
 
     components: np.ndarray
     pools: np.ndarray
@@ -76,7 +76,7 @@ class Peak:
 
 
 class Timeline:
-    """Rows of changes, in order. peak: how much more is alive while a change takes place; -inf where nothing is looked at."""
+    """Rows of changes, in order. peak: how much more is alive while a change takes place; -inf between two events."""
 
     def __init__(self, start: np.ndarray):
         self.peaks, self.nets, self.phases = [start[None]], [start[None]], [np.zeros(1, int)]
@@ -284,8 +284,8 @@ def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, i
 
 
 def interleaved(processes: int, stages: int, micro: int, rank: int) -> Iterator[tuple[str, int, int]]:
-    """As `actions`: rounds of as many micro-batches as there are processes, through one stage after the other (Narayanan
-    et al. 2021, section 2.2). What torch's schedule says, without importing its compiler."""
+    """As `actions`: rounds of as many micro-batches as there are processes, through one stage after the other
+    (Narayanan et al. 2021, section 2.2). What torch's schedule says, without importing its compiler."""
     each = micro // max(1, micro // processes)  # micro-batches of a round
     warm = min((stages - 1) * each + 2 * (processes - 1 - rank), micro * stages)
 

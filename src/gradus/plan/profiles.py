@@ -120,9 +120,9 @@ def representatives(kinds: Sequence[str], ends: bool = True) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Consecutive blocks of a model and the ends that go with them. stacks: of each (blocks before them, own ones, blocks
-    after them). kinds: of each stack that of every block. ends: whether first and last block are told from the others,
-    as memory needs it."""
+    """Consecutive blocks of a model and the ends that go with them. stacks: of each (blocks before them, own ones,
+    blocks after them). kinds: of each stack that of every block. ends: whether the first and the last block are traced
+    by themselves, as memory needs it."""
 
     stacks: tuple[tuple[int, int, int], ...]
     kinds: tuple[tuple[str, ...], ...]
@@ -150,8 +150,8 @@ class Part:
 
     @functools.cached_property
     def chosen(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stack the blocks that are traced. What has others on one side alone has two of them, so that there are
-        three stages for all."""
+        """The blocks of each stack that are traced. A part with others on one side alone has two of them, so that every
+        part has three stages."""
         one_sided = len(self.stacks) == 1 and 0 in (self.stacks[0][0], self.stacks[0][2])
         most, out = 2 if one_sided else 1, []
         for (before, own, after), kinds in zip(self.stacks, self.own_kinds):
@@ -222,7 +222,8 @@ BLOCK_KEYS = {  # of a layout, what splits a block or changes what it computes
 
 
 def small_recipe(recipe: Recipe, small: Part, split_backward: bool = False) -> Recipe:
-    """The recipe with as many blocks as are traced, and of its layout what splits a block or changes what it computes."""
+    """The recipe with as many blocks as are traced, and those keys of its layout that split a block or change what it
+    computes."""
     sizes, layout, default = small.sizes, recipe.layout, Layout()
     update = {key: getattr(default, key) for key in Layout.model_fields if key not in BLOCK_KEYS}
     if layout.shard > 1 and layout.param_dtype in ("bf16", "fp16"):

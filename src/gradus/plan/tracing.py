@@ -36,8 +36,8 @@ from gradus.torch_private import tree_leaves
 
 @contextlib.contextmanager
 def few_blocks(config: ModelConfig, part: Part) -> Iterator[None]:
-    """Models are built with the chosen blocks of the whole model of this configuration; what is in `part.small` says how
-    many these are."""
+    """While this lasts, models are built with the chosen blocks of the whole model of this configuration;
+    `part.small` says how many these are."""
     build, stacks = models.build, models.lookup(config.family).stacks
 
     def chosen_alone(small: ModelConfig, device: str | torch.device = "cpu", seed: int | None = None) -> nn.Module:
@@ -170,7 +170,7 @@ def profile(
         stack.enter_context(replaced(pipeline.Pipeline, "reduce_tied", lambda pipeline: None))
         stack.enter_context(replaced(pipeline, "bounds", lambda n_blocks, n_stages: small.bounds))
         rank = small.index
-        if not split_backward:  # the first process has this stage, so that one world, with what DTensor knows, does for all
+        if not split_backward:  # the first process has this stage, so that one world serves for all parts
             turned = [(s - small.index) % layout.pipeline for s in range(layout.pipeline)]
             stack.enter_context(replaced(pipeline, "ranks", lambda layout: turned))
             rank = 0
@@ -224,7 +224,7 @@ def _cut(recipe: Recipe, small: Part, traced: trace.Traced, tracing: _Tracing, m
     stops = [mark.events for mark in marks[1:]] + [len(levels)]
     pieces = [Piece(mark.unit, mark.edge, _stretch(levels, mark, stop)) for mark, stop in zip(marks, stops)]
     for i, (a, b) in enumerate(itertools.pairwise(pieces)):
-        # the hook on what one block gives and the next one takes tells the giver first; FSDP2's come the other way round
+        # of a tensor that one block gives the next, the giver's hook comes first; FSDP2 has them the other way round
         if a.edge == "pre_backward" and b.edge == "post_backward" and not a.stretch.ops:
             pieces[i], pieces[i + 1] = Piece(b.unit, b.edge, a.stretch), Piece(a.unit, a.edge, b.stretch)
     passes: dict[str, list[list[Piece]]] = {"forward": [], "backward": [], "weights": []}

@@ -42,8 +42,8 @@ def of_parameters(p: Process) -> list[Transfer]:
 
 
 def _pipeline(p: Process, stride: Shape) -> Iterator[Transfer]:
-    """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds up
-    and gives back."""
+    """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds
+    up and gives back."""
     layout = p.recipe.layout
     rank_of = dict(enumerate(pipelines.ranks(layout)))
     group, apart = layout.pipeline, stride["pipeline"]
@@ -122,7 +122,8 @@ def _sums(
     axis = "replicate" if replicas > 1 else "context"
     every = [nbytes for _, nbytes in bytes_of]
     if local := layout.local_sgd or layout.diloco:
-        yield from _after_backward(every, limit, Transfer("replicate", "all_reduce", 0, 1 / local.every, replicas, distance))
+        call = Transfer("replicate", "all_reduce", 0, 1 / local.every, replicas, distance)
+        yield from _after_backward(every, limit, call)
     elif layout.replicate == "manual":
         for w, times in weights:
             yield Transfer(axis, "all_reduce", w.size * width_of(w, layout), times, group, apart, "optimizer")
@@ -196,8 +197,8 @@ def _partial(p: Process) -> Iterator[Transfer]:
 
 
 def _control(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
-    """The loss over all that have a part of it; the norm's squares over the axes along which parameters are cut. 4 bytes
-    each."""
+    """The loss over all that have a part of it; the norm's squares over the axes along which parameters are cut. Each
+    has 4 bytes."""
     layout = p.recipe.layout
 
     def over(*axes: str) -> Transfer:
