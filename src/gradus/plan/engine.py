@@ -8,13 +8,11 @@ layouts and what a run is refused for is this.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradus import __version__, files, limits, models
+from gradus import __version__, models
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.parallel import stages as pipelines
@@ -31,6 +29,7 @@ from gradus.plan import compose, profiles, traffic
 from gradus.plan import peak as peaks
 from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
+from gradus.plan.store import digest_of, stored
 from gradus.plan.work import Op, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
@@ -98,43 +97,35 @@ def profile_of(
 ) -> Profile:  # fmt: skip
     """The profile of a part of the model: kept in memory or on disk where this code and this PyTorch traced the same
     before, else traced."""
-    key = _key_of(recipe, part, batch, target, split, micro)
-    if key in _kept:
-        return _kept[key]
-    path = files.cache_dir() / "profiles" / f"{key}.json"
-    try:
-        digest, _, text = limits.regular(path).read_text().partition("\n")
-        if digest != hashlib.sha256(text.encode()).hexdigest():
-            raise ValueError("the text is not what was written")
-        profile = profiles.from_json(json.loads(text))
-    except (OSError, ValueError, UserError):  # absent, torn or changed
+
+    def traced() -> dict[str, Any]:
         from gradus.plan import tracing  # half a second, which what is kept need not wait for
 
         profile = tracing.profile(recipe, part, batch, target=target, task=task, split_backward=split, micro=micro)
-        with contextlib.suppress(OSError):  # a cache that cannot be written is none
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(profiles.to_json(profile))
-            files.write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-    if len(_kept) >= KEPT:
-        _kept.clear()
-    _kept[key] = profile
-    return profile
+        return profiles.to_json(profile)
+
+    question = _question(recipe, part, batch, target, split, micro)
+    key = digest_of(question)
+    if key not in _kept:
+        if len(_kept) >= KEPT:
+            _kept.clear()
+        _kept[key] = profiles.from_json(stored("profiles", question, traced))
+    return _kept[key]
 
 
-def _key_of(recipe: Recipe, part: Part, batch: dict, target: Target, split: bool, micro: int) -> str:
-    """Of all that a profile depends on."""
+def _question(recipe: Recipe, part: Part, batch: dict, target: Target, split: bool, micro: int) -> list:
+    """All that a profile depends on."""
     few = profiles.small_recipe(recipe, part.small, split)
     sections = [section.model_dump(mode="json") for section in (few.model, few.layout, few.task)]
     optimizer = few.optimizer.name, getattr(few.optimizer, "momentum", None)
     tensors = {k: v for k, v in sorted(batch.items()) if isinstance(v, torch.Tensor)}
     chosen = {k: int(v.sum()) for k, v in tensors.items() if k in ("select", "labels") and v.dtype == torch.bool}
-    what = [
+    return [
         *sections, few.data.model_dump(mode="json", exclude={"path"}), optimizer, few.train.clip_norm, few.train.qat,
         part.small.stacks, part.small.kinds, part.ends, target, split, micro, _family_code(few.model.family),
         [(k, list(v.shape), str(v.dtype), chosen.get(k, 0)) for k, v in tensors.items()],
         __version__, torch.__version__, code(),
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
 
 
 # ---------------------------------------------------------------- one process

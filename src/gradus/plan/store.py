@@ -12,13 +12,15 @@ from gradus import files, limits
 from gradus.errors import UserError
 
 
+def digest_of(question: Any) -> str:
+    """What names an answer. Values that JSON does not know are taken by their text."""
+    return hashlib.sha256(json.dumps(question, default=str).encode()).hexdigest()[:32]
+
+
 def stored(folder: str, question: Any, make: Callable[[], Any]) -> Any:
     """The answer of `make`, as JSON has it, from `folder` of the cache where the file is whole; else made and written.
-
-    question: all that the answer depends on; values that JSON does not know are taken by their text.
-    """
-    key = hashlib.sha256(json.dumps(question, default=str).encode()).hexdigest()[:32]
-    path = files.cache_dir() / folder / f"{key}.json"
+    question: all that the answer depends on."""
+    path = files.cache_dir() / folder / f"{digest_of(question)}.json"
     try:
         digest, _, text = limits.regular(path).read_text().partition("\n")
         if digest == hashlib.sha256(text.encode()).hexdigest():
