@@ -103,7 +103,7 @@ def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
 
     from gradus.layers import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts
 
-    model = outline(kind.model_validate_json(config))
+    model = build(kind.model_validate_json(config), device="meta")
     modules = dict(model.named_modules())
 
     def component(name: str) -> str:
