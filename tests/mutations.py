@@ -44,7 +44,7 @@ LIST = (
       "parallel/test_shard.py::test_gathers_and_scatters_are_gloos", "shard"),
     M("parallel/shard.py", "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
       "parallel/test_layouts.py::test_one_layout_of_each_axis", "shard"),
-    M("parallel/shard.py", "and sum(m.weight is other.weight for other in found) == 1]", "]",
+    M("parallel/shard.py", "and sum(m.weight is other.weight for other in layers) == 1]", "]",
       "parallel/test_shard.py::test_ends", "shard"),
     M("parallel/tensor.py", ".masked_fill(elsewhere[..., None], 0.0)", "",
       "parallel/test_layouts.py::test_one_layout_of_each_axis", "tensor"),

@@ -28,9 +28,9 @@ _adapter = functools.cache(TypeAdapter)
 def user_file(kind: str) -> Path:
     """Where the user's own file of a kind (hardware, prices, grid) is: $GRADUS_HARDWARE and so on, else
     ~/.config/gradus."""
-    given = os.environ.get(f"GRADUS_{kind.upper()}")
+    path = os.environ.get(f"GRADUS_{kind.upper()}")
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Path(given) if given else home / "gradus" / f"{kind}.yaml"
+    return Path(path) if path else home / "gradus" / f"{kind}.yaml"
 
 
 def _own(kind: str, path: str | Path | None) -> Path | None:
@@ -48,18 +48,19 @@ def _files(kind: str, path: str | Path | None) -> list[Path]:
 # ---------------------------------------------------------------- strict reading
 
 
-def checked(kind: type[T], found: Any, where: str, context: dict[str, Any] | None = None, **own: Any) -> T:
-    """What a file holds, as its kind (see `kinds`). where: `FILE: ` and keys, each with a dot. own: what no file says.
+def checked(kind: type[T], content: Any, where: str, context: dict[str, Any] | None = None, **own: Any) -> T:
+    """Return what a file holds, as its kind (see `kinds`). where: `FILE: ` and keys, each with a dot. own: fields that
+    no file states.
 
     Raises UserError naming file and key.
     """
     known = {field.name for field in dataclasses.fields(kind)} - own.keys()
-    for key in found if isinstance(found, dict) else ():
+    for key in content if isinstance(content, dict) else ():
         if key not in known:
             raise UserError(f"{where}{key}: unknown key.{did_you_mean(str(key), known)}")
-    given = {**found, **own} if isinstance(found, dict) else found
+    values = {**content, **own} if isinstance(content, dict) else content
     try:
-        return _adapter(kind).validate_python(given, context=context)
+        return _adapter(kind).validate_python(values, context=context)
     except ValidationError as e:
         error = e.errors()[0]
     keys = [str(part) for part in error["loc"] if part != "[key]"]
@@ -75,22 +76,22 @@ def _parsed(file: Path, stamp: int) -> Any:
 
 
 def read(kind: type[T], file: Path) -> T:
-    """A file as it is now."""
+    """Return the content of a file as it is now. Raises UserError where it cannot be read."""
     try:
-        found = _parsed(file, file.stat().st_mtime_ns)
+        content = _parsed(file, file.stat().st_mtime_ns)
     except OSError as e:
         raise UserError(f"{file}: {e.strerror}.") from None
-    return checked(kind, {} if found is None else found, f"{file}: ")
+    return checked(kind, {} if content is None else content, f"{file}: ")
 
 
 # ---------------------------------------------------------------- devices and links
 
 
-def device_from(name: str, found: Any, where: str, context: dict[str, Any]) -> Device:
-    if isinstance(found, dict):
-        found = {"node": 1 if found.get("kind") == "cpu" else 8, "date": context["date"], **found}
-    device = checked(Device, found, where, context, name=name)
-    if found.get("usable") is None:
+def device_from(name: str, entry: Any, where: str, context: dict[str, Any]) -> Device:
+    if isinstance(entry, dict):
+        entry = {"node": 1 if entry.get("kind") == "cpu" else 8, "date": context["date"], **entry}
+    device = checked(Device, entry, where, context, name=name)
+    if entry.get("usable") is None:
         return device
     if device.usable > device.memory:
         raise UserError(f"{where}usable: more than memory.")
@@ -105,15 +106,15 @@ def _load(file: Path | None, stamp: float | None) -> tuple[dict[str, Device], di
     for one in (HERE / "links.yaml", HERE / "devices.yaml", *([file] if file else [])):
         t = read(kinds.Devices, one)
         context = {"sources": t.sources, "links": all_links, "date": t.date}
-        for name, found in t.links.items():
-            all_links[name] = checked(Link, found, f"{one}: links.{name}.", context, name=name)
+        for name, entry in t.links.items():
+            all_links[name] = checked(Link, entry, f"{one}: links.{name}.", context, name=name)
         mine: dict[str, str] = {}
-        for name, found in t.devices.items():
+        for name, entry in t.devices.items():
             if name in raw:  # the user's figures over the packaged ones, and said so
-                old = [] if "source" in found else [all_devices[name].source]
-                found = {**raw[name], "source": [*old, f"{one}: {', '.join(found)}"], **found}
-            raw[name] = found
-            device = device_from(name, found, f"{one}: devices.{name}.", context)
+                old = [] if "source" in entry else [all_devices[name].source]
+                entry = {**raw[name], "source": [*old, f"{one}: {', '.join(entry)}"], **entry}
+            raw[name] = entry
+            device = device_from(name, entry, f"{one}: devices.{name}.", context)
             for alias in device.aliases:
                 if mine.setdefault(alias.lower(), name) != name:
                     raise UserError(f"{one}: devices.{name}.aliases: {alias} is {mine[alias.lower()]}'s alias already.")
@@ -180,17 +181,17 @@ def cluster(text: str, path: str | Path | None = None) -> Cluster:
     Raises UserError for a number that is none, an unknown device, or more devices than a node has where no network is
     known.
     """
-    found = re.fullmatch(r"\s*(?:([0-9_,.eE+-]+)\s*[x×*]\s*)?(.+?)\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*(?:([0-9_,.eE+-]+)\s*[x×*]\s*)?(.+?)\s*", text)
+    if match is None:
         raise UserError(f"{text!r}: not devices; write e.g. 8xA100-80GB.")
-    number = re.sub("[,_]", "", found[1] or "1")
+    number = re.sub("[,_]", "", match[1] or "1")
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", number):
         raise UserError(
-            f"{text}: {found[1]} is not a whole number of devices, at most {limits.AXIS:,}; write e.g. 8xA100-80GB."
+            f"{text}: {match[1]} is not a whole number of devices, at most {limits.AXIS:,}; write e.g. 8xA100-80GB."
         )
-    if re.fullmatch(r"[\d_,. ]+[x×*]?", found[2]):
+    if re.fullmatch(r"[\d_,. ]+[x×*]?", match[2]):
         raise UserError(f"{text}: of which device? Write e.g. 8xA100-80GB (gradus hardware lists them).")
-    device = find(found[2], path)
+    device = find(match[2], path)
     n = int(number)
     if n > device.node and device.network is None and device.kind != "cpu":
         raise UserError(
@@ -209,9 +210,9 @@ def by_driver(name: str, path: str | Path | None = None) -> Device | None:
 def device_entry(device: Device) -> dict[str, Any]:
     """A device as the file writes it; find() of what was written gives it back."""
 
-    def stated(found: Device | Link, **changed: Any) -> dict[str, Any]:
-        speed = in_unit(found.bandwidth, "bytes/s", "GB/s")
-        fields = {**vars(found), "bandwidth": speed, **changed}
+    def stated(hardware: Device | Link, **changed: Any) -> dict[str, Any]:
+        speed = in_unit(hardware.bandwidth, "bytes/s", "GB/s")
+        fields = {**vars(hardware), "bandwidth": speed, **changed}
         return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
 
     def written(one: Link | None) -> dict[str, Any] | None:
@@ -237,8 +238,8 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     import yaml
 
     file = files.writable(Path(path) if path is not None else user_file("hardware"))
-    found = copy.deepcopy(_parsed(file, file.stat().st_mtime_ns)) if file.exists() else {}
-    known = found.setdefault("devices", {})
+    content = copy.deepcopy(_parsed(file, file.stat().st_mtime_ns)) if file.exists() else {}
+    known = content.setdefault("devices", {})
     for other in known.values():
         if isinstance(other, dict) and (aliases := other.pop("aliases", None)):
             taken = {a.lower() for a in device.aliases}
@@ -247,7 +248,7 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
     known[device.name] = device_entry(device)
     file.parent.mkdir(parents=True, exist_ok=True)
     with files.aside(file) as aside:
-        aside.write_text(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=140), encoding="utf-8")
+        aside.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=140), encoding="utf-8")
         load(aside)  # what is written can be read, or the old file stays
     return file
 
@@ -255,12 +256,12 @@ def add_device(device: Device, path: str | Path | None = None) -> Path:
 # ---------------------------------------------------------------- prices and grids
 
 
-def _quote(found: Any, where: str, context: dict[str, Any], **own: Any) -> Price:
-    if not isinstance(found, dict):
-        return checked(Price, found, where, context, **own)
-    given = {"date": context["date"], "expected": found.get("low"), **found}
-    price = checked(Price, given, where, context, **own)
-    return price if "expected" in found else dataclasses.replace(price, expected=(price.low + price.high) / 2)
+def _quote(entry: Any, where: str, context: dict[str, Any], **own: Any) -> Price:
+    if not isinstance(entry, dict):
+        return checked(Price, entry, where, context, **own)
+    values = {"date": context["date"], "expected": entry.get("low"), **entry}
+    price = checked(Price, values, where, context, **own)
+    return price if "expected" in entry else dataclasses.replace(price, expected=(price.low + price.high) / 2)
 
 
 def quotes(name: str, path: str | Path | None = None) -> list[Price]:
@@ -284,8 +285,8 @@ def _quotes(file: Path, own: Path | None, *stamps: int | None) -> dict[str, list
     if t.currency != "USD" and t.rate is None:
         raise UserError(f"{file}: rate: missing; state what one dollar costs in {t.currency}, e.g. rate: 0.9.")
     answer, own = {}, {"context": {"sources": t.sources, "date": t.date}, "currency": t.currency}
-    for key, found in t.prices.items():
-        places = {f".{i}": one for i, one in enumerate(found)} if isinstance(found, list) else {"": found}
+    for key, entry in t.prices.items():
+        places = {f".{i}": one for i, one in enumerate(entry)} if isinstance(entry, list) else {"": entry}
         parts = [_quote(one, f"{file}: prices.{key}{i}.", **own) for i, one in places.items()]
         try:
             answer[plain(find(key).name)] = parts
@@ -302,30 +303,30 @@ def price(device: Device | str, path: str | Path | None = None, paid: float | No
     own prices are in its currency already.
     """
     device = find(device) if isinstance(device, str) else device
-    found = quotes(device.name, path)
-    if not found and paid is None:
+    quoted = quotes(device.name, path)
+    if not quoted and paid is None:
         return None
     t = read(kinds.Prices, _files("prices", path)[-1])
     if paid is not None:
         return Price(paid, paid, paid, t.currency, "", "--price")
-    rates = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in found]
-    low, expected, high = ([r * getattr(q, k) for r, q in zip(rates, found)] for k in ("low", "expected", "high"))
-    sources = "; ".join(f"{one.source} ({one.date})" for one in found)
-    date = max(one.date for one in found)
+    rates = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in quoted]
+    low, expected, high = ([r * getattr(q, k) for r, q in zip(rates, quoted)] for k in ("low", "expected", "high"))
+    sources = "; ".join(f"{one.source} ({one.date})" for one in quoted)
+    date = max(one.date for one in quoted)
     return Price(min(low), statistics.median(expected), max(high), t.currency, date, sources)
 
 
 def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
-    found: dict[str, Grid] = {}
+    by_country: dict[str, Grid] = {}
     for file in _files("grid", path):
         t = read(kinds.Grids, file)
         context = {"sources": t.sources}
         if t.pue is not None:
             building = checked(Building, t.pue, f"{file}: pue.", context)
         for key, one in t.grids.items():
-            given = {"name": key, **({"year": t.year} if t.year else {}), **one}
-            found[key] = checked(Grid, given, f"{file}: grids.{key}.", context)
-    return found, building
+            values = {"name": key, **({"year": t.year} if t.year else {}), **one}
+            by_country[key] = checked(Grid, values, f"{file}: grids.{key}.", context)
+    return by_country, building
 
 
 def grids(path: str | Path | None = None) -> dict[str, Grid]:
@@ -336,9 +337,9 @@ def grids(path: str | Path | None = None) -> dict[str, Grid]:
 def grid(country: str = "world", path: str | Path | None = None) -> Grid:
     """What a kilowatt-hour emits in a country, by code (FR) or name (France). Raises UserError when it is not known."""
     known = grids(path)
-    for key, found in known.items():
-        if country.lower() in (key.lower(), found.name.lower()):
-            return found
+    for key, g in known.items():
+        if country.lower() in (key.lower(), g.name.lower()):
+            return g
     near = did_you_mean(country, [*known, *(g.name for g in known.values())])
     raise UserError(f"grid {country!r}: not known.{near} Or write it into {user_file('grid')}.")
 

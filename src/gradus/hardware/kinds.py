@@ -19,7 +19,7 @@ NUMBERS = get_args(Numbers)
 
 def unit(what: str) -> BeforeValidator:
     """A file states the quantity with its unit."""
-    return BeforeValidator(lambda found: None if found is None else quantity(found, what))
+    return BeforeValidator(lambda text: None if text is None else quantity(text, what))
 
 
 def plain(name: str) -> str:
@@ -29,44 +29,44 @@ def plain(name: str) -> str:
 
 def link_named(name: str, known: dict[str, Link]) -> Link:
     """Raises ValueError where there is none."""
-    same = [found for key, found in known.items() if plain(key) == plain(name)]
+    same = [link for key, link in known.items() if plain(key) == plain(name)]
     if not same:
         raise ValueError(f"{name!r} is not a known link.{did_you_mean(name, known)}")
     return known.get(name, same[0])
 
 
-def _day(found: Any) -> str:
+def _day(date: Any) -> str:
     try:
-        return "" if found == "" else str(datetime.date.fromisoformat(str(found)))
+        return "" if date == "" else str(datetime.date.fromisoformat(str(date)))
     except ValueError:
-        raise ValueError(f"{found!r} is not a date; write it as 2026-05-31.") from None
+        raise ValueError(f"{date!r} is not a date; write it as 2026-05-31.") from None
 
 
-def _pattern(found: str | None) -> str | None:
+def _pattern(pattern: str | None) -> str | None:
     try:
-        re.compile(found or "")
+        re.compile(pattern or "")
     except re.error as e:
-        raise ValueError(f"{found!r} is not a pattern ({e}).") from None
-    return found
+        raise ValueError(f"{pattern!r} is not a pattern ({e}).") from None
+    return pattern
 
 
-def _several(found: Any) -> Any:
-    return [found] if isinstance(found, str) else found
+def _several(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _cited(found: Any, info: ValidationInfo) -> str:
+def _cited(source: Any, info: ValidationInfo) -> str:
     """The texts that an entry's `source` names in the file's `sources`; what is not named there is a text itself."""
-    texts = _several(found)
+    texts = _several(source)
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{found!r} is not text or a list of texts.")
+        raise ValueError(f"{source!r} is not text or a list of texts.")
     return "; ".join(info.context["sources"].get(text, text) for text in texts)
 
 
-def _linked(found: Any, info: ValidationInfo) -> Any:
+def _linked(link: Any, info: ValidationInfo) -> Any:
     """A device's link: a name of the links, or written out as a mapping."""
-    if isinstance(found, str):
-        return link_named(found, info.context["links"])
-    return {"name": f"{info.data.get('name')} {info.field_name}", **found} if isinstance(found, dict) else found
+    if isinstance(link, str):
+        return link_named(link, info.context["links"])
+    return {"name": f"{info.data.get('name')} {info.field_name}", **link} if isinstance(link, dict) else link
 
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]

@@ -87,8 +87,8 @@ def lines(name: str | None = None) -> list[str]:
         speeds = [cell(k and k.bandwidth, "{:.4g}", 1e9) for k in (d.link, d.network)]
         p = files.price(d)
         price = f"{p.low:.2f} {p.expected:.2f} {p.high:.2f} {p.currency.replace('USD', '')}".rstrip() if p else "-"
-        held = [gib(d.memory), cell(d.bandwidth, "{:.4g}", 1e9), cell(d.power, "{:.0f}"), str(d.node)]
-        moving.append([short_name(d), *held, *speeds, price])
+        figures = [gib(d.memory), cell(d.bandwidth, "{:.4g}", 1e9), cell(d.power, "{:.0f}"), str(d.node)]
+        moving.append([short_name(d), *figures, *speeds, price])
     of_links = [
         [k.name, gb_s(k.bandwidth), f"{k.bandwidth * 8 / 1e9:.6g} Gb/s", gb_s(k.both)] for k in known_links.values()
     ]

@@ -27,18 +27,18 @@ UNITS: dict[str, dict[str, float]] = {
 def quantity(text: Any, what: str) -> float:
     """'80 GiB' → bytes, by `what`: a key of UNITS. Raises ValueError for a missing or wrong unit, a wrong number."""
     known = UNITS[what]
-    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]*)\s*", text) if isinstance(text, str) else None
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]*)\s*", text) if isinstance(text, str) else None
+    if match is None:
         raise ValueError(f"{text!r} is not a number with a unit. Units: {', '.join(known)}.")
-    if found[2] not in known:
-        raise ValueError(f"{text!r}: {found[2] or 'no unit'!r} is not a unit of {what}.{did_you_mean(found[2], known)}")
+    if match[2] not in known:
+        raise ValueError(f"{text!r}: {match[2] or 'no unit'!r} is not a unit of {what}.{did_you_mean(match[2], known)}")
     try:
-        number = float(found[1])
+        number = float(match[1])
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"{text!r}: {found[1]} is not a positive number.")
-    return number * known[found[2]]
+        raise ValueError(f"{text!r}: {match[1]} is not a positive number.")
+    return number * known[match[2]]
 
 
 def in_unit(value: float, what: str, unit: str) -> str:

@@ -26,9 +26,9 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
         return
     left = n // taken
     if left > 1 and layout.replicate == "none":
-        beside, other = (f" beside {product}", "") if named else ("", f" or layout.shard={n}")
+        in_use, other = (f" beside {product}", "") if named else ("", f" or layout.shard={n}")
         yield (
-            f"layout.replicate=none: {left} processes are left over{beside}. "
+            f"layout.replicate=none: {left} processes are left over{in_use}. "
             f"Start {taken}, or set layout.replicate=ddp{other}."
         )
     if left == 1:
@@ -90,6 +90,6 @@ def fits(config: ModelConfig, layout: Layout) -> Iterator[str]:
 def validate(recipe: Recipe, n_processes: int) -> None:
     """Raises one UserError with a line for everything that is wrong with the recipe's layout on so many processes."""
     layout = recipe.layout
-    found = [*fits(recipe.model, layout), *processes(layout, n_processes), *batch(recipe, n_processes)]
-    if found:
-        raise UserError("\n".join(f"{recipe.name}: {line}" for line in dict.fromkeys(found)))
+    errors = [*fits(recipe.model, layout), *processes(layout, n_processes), *batch(recipe, n_processes)]
+    if errors:
+        raise UserError("\n".join(f"{recipe.name}: {line}" for line in dict.fromkeys(errors)))

@@ -65,13 +65,13 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """model.to(dtype), in place, for a model of fake tensors, whose parameters nn.Module.to cannot exchange."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
+    cast_parameters: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             if p.is_floating_point():
-                if p not in made:
-                    made[p] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
-                module.register_parameter(name, made[p])
+                if p not in cast_parameters:
+                    cast_parameters[p] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
+                module.register_parameter(name, cast_parameters[p])
         for name, b in list(module.named_buffers(recurse=False)):
             setattr(module, name, b.to(dtype) if b.is_floating_point() else b)
     return model

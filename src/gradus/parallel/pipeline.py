@@ -77,9 +77,9 @@ class _Leave(nn.Module):
         self.signature = inspect.signature(type(block).forward)
 
     def forward(self, *args, **kwargs) -> Tensor:
-        given = self.signature.bind(self, *args, **kwargs).arguments
-        self.slot.update({f"leaving {name}": given[name] for name in self.names})
-        x = given["x"]
+        arguments = self.signature.bind(self, *args, **kwargs).arguments
+        self.slot.update({f"leaving {name}": arguments[name] for name in self.names})
+        x = arguments["x"]
         return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
@@ -178,8 +178,8 @@ class Cutter:
 
     def parameters_of(self, model: nn.Module, own: set[int]) -> set[str]:
         """Names of the parameters of these blocks and of what they need, each as the whole model names it first."""
-        found = [_get(model, part) for part in self.parts(own)] + [model.get_submodule(self.blocks[i]) for i in own]
-        return {self.names[id(p)] for part in found for p in _parameters(part)}
+        modules = [_get(model, part) for part in self.parts(own)] + [model.get_submodule(self.blocks[i]) for i in own]
+        return {self.names[id(p)] for part in modules for p in _parameters(part)}
 
     def view(self, model: nn.Module) -> nn.Module:
         """Another module around the same parts, which can be pruned without changing the first."""
@@ -394,14 +394,14 @@ class Pipeline:
         d = self.cutter.d_model
         arriving = () if stage.index == 0 else (like(capacities[stage.index - 1], d, dtype=self.wire),)
         leaving = like(1, dtype=torch.float32) if stage.last else like(capacities[stage.index], d, dtype=self.wire)
-        made = PipelineStage(
+        torch_stage = PipelineStage(
             stage, stage.index, self.n_stages, self.device,
             input_args=arriving, output_args=(leaving,), group=self.group,
         )  # fmt: skip
-        made.stage_index_to_group_rank = dict(enumerate(self.rank_of))
+        torch_stage.stage_index_to_group_rank = dict(enumerate(self.rank_of))
         if dist.get_backend(self.group) == "gloo":
-            send_nothing_ahead(made)
-        return made
+            send_nothing_ahead(torch_stage)
+        return torch_stage
 
     def reduce_tied(self) -> None:
         """Sum the gradients of parameters that several processes hold, over those processes. Once, after the last
@@ -482,7 +482,7 @@ class Pipeline:
 
     def unpack(self, stage: Stage, received: Tensor, batch: dict) -> dict[str, Tensor]:
         """The inverse of `pack`: name → (batch, seq, d_model)."""
-        found, at = {}, 0
+        tensors, at = {}, 0
         for name, (n, seq) in self.cutter.shapes(batch, stage.begin).items():
             _, local_seq = self._local(name, (n, seq))
             d = received.shape[1]
@@ -492,8 +492,8 @@ class Pipeline:
                 mesh, placement = self.stream
                 shape, stride = torch.Size((n, seq, d)), (seq * d, d, 1)
                 x = DTensor.from_local(x, mesh, (placement,), run_check=False, shape=shape, stride=stride)
-            found[name] = x
-        return found
+            tensors[name] = x
+        return tensors
 
 
 def _stream(model: nn.Module, layout: Layout) -> tuple[DeviceMesh, Shard | Replicate] | None:

@@ -61,8 +61,8 @@ def use_qat(model: nn.Module) -> None:
 
 def ranges(model: nn.Module) -> dict[str, list[float]]:
     """Module → [lowest, highest input], as training saw them; {} of a model without `use_qat`."""
-    found = ((name, getattr(module, "forward", None)) for name, module in model.named_modules())
-    return {name: f.seen.tolist() for name, f in found if isinstance(f, Rounded) and f.seen is not None}
+    forwards = ((name, getattr(module, "forward", None)) for name, module in model.named_modules())
+    return {name: f.seen.tolist() for name, f in forwards if isinstance(f, Rounded) and f.seen is not None}
 
 
 def restore(model: nn.Module, kept: dict[str, list[float]]) -> None:

@@ -71,9 +71,9 @@ class ManualMPI(Replicas):
 
     def reduce(self, gradients: list[Tensor]) -> None:
         for gradient in gradients:
-            here = gradient.cpu().contiguous()  # the same memory on a CPU
-            total = torch.empty_like(here)
-            self.world.Reduce(here.numpy(), total.numpy(), root=0)  # op=SUM; only rank 0's result is defined
+            own = gradient.cpu().contiguous()  # the same memory on a CPU
+            total = torch.empty_like(own)
+            self.world.Reduce(own.numpy(), total.numpy(), root=0)  # op=SUM; only rank 0's result is defined
             self.world.Bcast(total.numpy(), root=0)
             for kind in ("reduce", "broadcast") if Traffic.now else ():
                 Traffic.now.count(kind, total.nbytes, self.world.size)

@@ -74,9 +74,9 @@ def ends(model: nn.Module) -> list[nn.Module]:
     as either may need it.
     """
     sizes = {getattr(model.config, name, None) for name in ("vocab_size", "target_vocab_size")}
-    found = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear) and m.weight.shape[0] in sizes]
+    layers = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.Linear) and m.weight.shape[0] in sizes]
     inside = {m for block in model.modules() if isinstance(block, Block) for m in block.modules()}
-    return [m for m in found if m not in inside and sum(m.weight is other.weight for other in found) == 1]
+    return [m for m in layers if m not in inside and sum(m.weight is other.weight for other in layers) == 1]
 
 
 def _across(parameter: Tensor, n: int) -> Shard:

@@ -145,8 +145,8 @@ def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTens
     def forward(ids: DTensor) -> DTensor:
         rows, weight = ids.to_local() - first, module.weight.to_local()  # (batch, seq), (vocab / n, d_model)
         elsewhere = (rows < 0) | (rows >= len(weight))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
-        return DTensor.from_local(found, mesh, (Partial(),))  # (batch, seq, d_model)
+        embedded = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
+        return DTensor.from_local(embedded, mesh, (Partial(),))  # (batch, seq, d_model)
 
     return forward
 

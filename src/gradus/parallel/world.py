@@ -198,12 +198,12 @@ def one_first(world: World) -> Iterator[None]:
     if world.size == 1 or dist.get_backend() == "fake":
         yield
         return
-    store, made = default_store(), f"gradus/made/{socket.gethostname()}"
+    store, done = default_store(), f"gradus/made/{socket.gethostname()}"
     if world.local_rank:
-        store.wait([made], datetime.timedelta(days=7))
+        store.wait([done], datetime.timedelta(days=7))
     yield
     if not world.local_rank:
-        store.set(made, "")
+        store.set(done, "")
 
 
 def from_first(value: Any) -> Any:

@@ -124,14 +124,14 @@ def not_drawn(runs: Sequence[Run]) -> str:
     names = metrics(runs)
     once = [name for name in names if not _several(runs, name)]
     over = [name for name in names if name not in once][METRICS:]
-    said = (
+    omissions = (
         [f"no plot of {', '.join(map(words, once[:6]))}{' and more' * (len(once) > 6)}, measured once only"]
         if once
         else []
     )
-    said += [f"plots of the first {METRICS} metrics only, {len(over)} more are in the table"] if over else []
-    said += [f"the curves of the first {CURVES} runs only, of {len(runs)}"] if len(runs) > CURVES else []
-    return f"The report has {'; '.join(said)}." if said else ""
+    omissions += [f"plots of the first {METRICS} metrics only, {len(over)} more are in the table"] if over else []
+    omissions += [f"the curves of the first {CURVES} runs only, of {len(runs)}"] if len(runs) > CURVES else []
+    return f"The report has {'; '.join(omissions)}." if omissions else ""
 
 
 def metrics(runs: Sequence[Run]) -> list[str]:
@@ -169,8 +169,8 @@ def _curves(runs: Sequence[Run], name: str) -> Plot:
     series = [(kind, i, run) for i, run in enumerate(runs) for kind in ("train", "valid")]
     series = [(kind, i, run) for kind, i, run in series if run.points(f"{kind}/{name}", "step")]
     shown = [x for x in X_AXES if any(len(run.points(f"{kind}/{name}", x)) > 1 for kind, _, run in series)]
-    made = panels(len(shown))
-    for axes, x in zip(made, shown):
+    all_axes = panels(len(shown))
+    for axes, x in zip(all_axes, shown):
         for kind, i, run in series:
             points = run.points(f"{kind}/{name}", x)
             line = {"ls": "-", "lw": 1.0} if kind == "train" else {"ls": "--", "lw": 1.2, "ms": 3}
@@ -181,7 +181,7 @@ def _curves(runs: Sequence[Run], name: str) -> Plot:
         axes.set_xlabel(X_AXES[x])
         _lay_out(axes)
     unit = next(run.unit(f"{kind}/{name}") for kind, _, run in series)
-    for axes in made:
+    for axes in all_axes:
         axes.set_ylabel(
             f"{words(name)}, {unit}" if unit not in ("", words(name).replace(" per ", "/")) else words(name)
         )
@@ -189,7 +189,7 @@ def _curves(runs: Sequence[Run], name: str) -> Plot:
     what = {"train": "training", "valid": "validation"}
     lines = "solid lines are training, dashed lines validation" if len(kinds) > 1 else f"all of {what[kinds.pop()]}"
     by = either((f"by {X_AXES[x]}" for x in shown), "and")
-    return f"The {'panels show' if len(shown) > 1 else 'plot shows'} the {words(name)} {by}; {lines}.", made
+    return f"The {'panels show' if len(shown) > 1 else 'plot shows'} the {words(name)} {by}; {lines}.", all_axes
 
 
 def _lay_out(axes: Any) -> None:
@@ -200,28 +200,28 @@ def _lay_out(axes: Any) -> None:
 
 def _by_step(runs: Sequence[Run], caption: str, wanted: dict[str, str]) -> Iterator[Plot]:
     points = {name: [run.points(f"train/{name}", "step") for run in runs] for name in wanted}
-    known = [name for name, found in points.items() if any(len(of_run) > 1 for of_run in found)]
-    made = panels(len(known))
-    for axes, name in zip(made, known):
+    known = [name for name, curves in points.items() if any(len(of_run) > 1 for of_run in curves)]
+    all_axes = panels(len(known))
+    for axes, name in zip(all_axes, known):
         for run, colour, of_run in zip(runs, COLOURS, points[name]):
             if of_run:
                 axes.plot(*zip(*of_run), color=colour, lw=1.0, label=run.name)
         axes.set(xlabel="step", ylabel=wanted[name])
         _lay_out(axes)
     if known:
-        yield caption, made
+        yield caption, all_axes
 
 
 def bytes_in(most: float) -> tuple[float, str]:
     return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
 
 
-def _memory(found: list[tuple[Run, str, float, float]], several: bool) -> Any:
-    axes = bars([f"{run.name}: " * several + figure_name(component) for run, component, *_ in found], 0.28)
-    unit, name = bytes_in(max(max(planned, measured) for *_, planned, measured in found))
+def _memory(rows: list[tuple[Run, str, float, float]], several: bool) -> Any:
+    axes = bars([f"{run.name}: " * several + figure_name(component) for run, component, *_ in rows], 0.28)
+    unit, name = bytes_in(max(max(planned, measured) for *_, planned, measured in rows))
     for label, side, alpha, shift in (("planned", 2, 0.4, -0.18), ("measured", 3, 1.0, 0.18)):
-        widths = [bar[side] / unit for bar in found]
-        axes.barh([i + shift for i in range(len(found))], widths, 0.34, color=COLOURS[0], alpha=alpha, label=label)
+        widths = [bar[side] / unit for bar in rows]
+        axes.barh([i + shift for i in range(len(rows))], widths, 0.34, color=COLOURS[0], alpha=alpha, label=label)
     axes.set_xlabel(name)
     numbered(axes.xaxis)
     return axes

@@ -12,7 +12,7 @@ from gradus.plan.show import size
 from gradus.report import plots
 from gradus.report.blocks import Block, Code, Heading, Inline, Table, Text, plain
 from gradus.report.page import to_html
-from gradus.report.report import told
+from gradus.report.report import fact_text
 from gradus.rows import read_rows
 
 TOP = 10
@@ -63,7 +63,7 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     if summary:
         yield Code("torch.cuda.memory_summary()", summary)
     yield Heading(2, "How it was measured")
-    yield Table(["", ""], [[k.replace("_", " "), told(k, step[k])] for k in CONDITIONS if step.get(k)], words=True)
+    yield Table(["", ""], [[k.replace("_", " "), fact_text(k, step[k])] for k in CONDITIONS if step.get(k)], words=True)
     trace = f"{step['recipe']}.1.pt.trace.json"
     parts = [("plain", "The traces beside this page ("), ("code", trace), ("plain", ", one per cycle) open in ")]
     parts += [("code", "ui.perfetto.dev"), ("plain", " and "), ("code", "chrome://tracing"), ("plain", "; ")]
@@ -121,7 +121,7 @@ def memory_tables(rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def _figures(rows: Sequence[Row]) -> Iterator[plots.Plot]:
-    found = []
+    panels = []
     for kind in ("phase", "category"):
         own = [(name, row) for name, row in below(rows, f"time/{kind}") if row["share"] >= 0.0005]
         axes = plots.bars([name for name, _ in own], 0.25)
@@ -130,8 +130,8 @@ def _figures(rows: Sequence[Row]) -> Iterator[plots.Plot]:
             axes.text(row["value"] * 1e3, place, f" {row['share']:.1%}", va="center")
         axes.set(xlabel="ms per step", title=f"by {kind}")
         axes.margins(x=0.18)
-        found.append(axes)
-    yield "Bars show the time of a recorded step by phase and by category of operations; each sums to the step.", found
+        panels.append(axes)
+    yield "Bars show the time of a recorded step by phase and by category of operations; each sums to the step.", panels
     (axes,) = plots.panels(1, 2.8, plots.BARS)
     levels: dict[str, list[tuple[float, float]]] = {}
     for name, row in below(rows, "memory/timeline"):

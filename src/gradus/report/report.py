@@ -29,30 +29,30 @@ def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterato
     UserError for folders that hold no run and no study, and where matplotlib is not installed; EnvironmentFault for a
     full disk, and then nothing is written.
     """
-    of_studies = [given for given in folders if studies.is_study(Path(given))]
-    found, studied = runs.read(given for given in folders if given not in of_studies), studies.read(of_studies)
+    of_studies = [folder for folder in folders if studies.is_study(Path(folder))]
+    trained, studied = runs.read(folder for folder in folders if folder not in of_studies), studies.read(of_studies)
     text = read_text(Path(notes), NOTES) if notes else ""
-    title = ", ".join(dict.fromkeys([*(run.config.name for run in found), *(study.name for study in studied)]))
-    blocks = list(content(title, found, text, studied))
-    made, missing = {"report.html": to_html(title, blocks).encode()}, ""
+    title = ", ".join(dict.fromkeys([*(run.config.name for run in trained), *(study.name for study in studied)]))
+    blocks = list(content(title, trained, text, studied))
+    contents, missing = {"report.html": to_html(title, blocks).encode()}, ""
     try:
-        made["report.pdf"] = to_pdf(title, blocks)
+        contents["report.pdf"] = to_pdf(title, blocks)
     except UserError as e:
         missing = f"note: no PDF: {e} The HTML prints as well."
-    _write(Path(to), made)
-    counts = [(len(found), "run", "runs"), (len(studied), "study", "studies")]
+    _write(Path(to), contents)
+    counts = [(len(trained), "run", "runs"), (len(studied), "study", "studies")]
     of = ", ".join(f"{n} {many if n > 1 else one}" for n, one, many in counts if n)
     yield f"{Path(to) / 'report.html'}: {of}; it needs no other file"
     yield missing or f"{Path(to) / 'report.pdf'}"
 
 
-def _write(folder: Path, made: dict[str, bytes]) -> None:
-    """All files, or none."""
+def _write(folder: Path, contents: dict[str, bytes]) -> None:
+    """Write all files, or none."""
     new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            for name, content in made.items():
+            for name, content in contents.items():
                 stack.enter_context(files.aside(folder / name)).write_bytes(content)
     except OSError as e:
         if new:
@@ -61,12 +61,12 @@ def _write(folder: Path, made: dict[str, bytes]) -> None:
         raise not_written(folder, e, "nothing was written. Free some space, or give another --to.") from e
 
 
-def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
+def content(title: str, trained: Sequence[Run], notes: str, studied: Sequence[Study] = ()) -> Iterator[Block]:
     """A section for the runs of each recipe and for each study, then the notes, then how it was done."""
-    measured = [*((run, run.environment) for run in found), *((study, study.machine) for study in studied)]
+    measured = [*((run, run.environment) for run in trained), *((study, study.machine) for study in studied)]
     name_machines(measured)
     yield Heading(1, title)
-    groups = runs.by_recipe(found)
+    groups = runs.by_recipe(trained)
     several = len(groups) + len(studied) > 1
     for group in groups:
         yield Heading(2, f"Recipe: {group[0].config.name}" if several else "Results")
@@ -84,24 +84,24 @@ def content(title: str, found: Sequence[Run], notes: str, studied: Sequence[Stud
         yield from from_markdown(notes)
     yield Heading(2, "Appendix: machine, recipe, code", new_page=True)
     yield from machines([(each.name, facts) for each, facts in measured])
-    for run in found:
+    for run in trained:
         yield from appendix(run)
     for study in studied:
         yield Heading(3, study.name)
         yield from studies.appendix(study)
-    for family, run in {run.config.model.family: run for run in found}.items():
+    for family, run in {run.config.model.family: run for run in trained}.items():
         yield Code(f"The model: {family}", run.model_code)
 
 
-def name_machines(found: Sequence[tuple[Run | Study, dict[str, Any]]]) -> None:
+def name_machines(measured: Sequence[tuple[Run | Study, dict[str, Any]]]) -> None:
     """Where they were measured on several machines, each run's and study's name says on which."""
     machines = []
-    for _, facts in found:
+    for _, facts in measured:
         gpu, cpu = facts.get("gpu"), facts.get("cpu")
         name = f"{cpu}, {facts.get('cpus_allowed')} processors" if cpu else "machine not known"
         machines.append(str(gpu.get("name")) if isinstance(gpu, dict) else name)
     if len({*machines} - {"machine not known"}) > 1:
-        for (each, _), name in zip(found, machines):
+        for (each, _), name in zip(measured, machines):
             each.name += f" ({name})"
 
 
@@ -160,12 +160,12 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
         yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")
 
 
-def machines(found: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:
+def machines(measured: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:
     """A table for each machine."""
     names: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, facts in found:
+    for name, facts in measured:
         keys = [key for key in Machine.model_fields if facts.get(key)]
-        body = ((key.removesuffix("_bytes").replace("_", " "), told(key, facts[key])) for key in keys)
+        body = ((key.removesuffix("_bytes").replace("_", " "), fact_text(key, facts[key])) for key in keys)
         names.setdefault(tuple(body), []).append(name)
     for body, of in names.items():
         if body:
@@ -180,9 +180,9 @@ def appendix(run: Run) -> Iterator[Block]:
     yield from itertools.starmap(Code, ((f"{run.name}: {name}", text) for name, text in run.scripts.items()))
 
 
-def told(key: str, value: Any) -> str:
+def fact_text(key: str, value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {told(name, v)}" for name, v in value.items())
+        return ", ".join(f"{name} {fact_text(name, v)}" for name, v in value.items())
     if key.endswith("_bytes") and runs.is_number(value):
         return size(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -129,10 +129,10 @@ class Run:
     def summary(self) -> Summary:
         """Before the run's end, what follows from its last rows."""
         file, instead = self.folder / "summary.json", "Delete the file, or train again."
-        if found := read_json(file, Summary, instead):
-            if found.steps is None:
+        if summary := read_json(file, Summary, instead):
+            if summary.steps is None:
                 raise UserError(f"{file}: steps is missing, which every run that finished has. {instead}")
-            return found
+            return summary
         names = [name for name in self.names if name.startswith(("valid/", "test/"))]
         samples, seconds = self.last("train/samples"), [*self.points("train/loss", "seconds")]
         return Summary(
@@ -144,8 +144,8 @@ class Run:
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
-        found = read_json(self.folder / "environment.json", Environment, "Delete the file, or train again.")
-        return found.model_dump() if found else {}
+        environment = read_json(self.folder / "environment.json", Environment, "Delete the file, or train again.")
+        return environment.model_dump() if environment else {}
 
     @functools.cached_property
     def recipe(self) -> str:
@@ -171,21 +171,21 @@ class Run:
     @functools.cached_property
     def _metrics(self) -> dict[str, list[dict[str, Any]]]:
         """Name → the rows that hold a number and a step, by step."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        metrics: dict[str, list[dict[str, Any]]] = {}
         for row in read_rows(self.folder / "metrics.jsonl"):
             step = row.get("step")
             if step is not None and not (is_number(step) and step >= 0):
                 text = f"{self.folder / 'metrics.jsonl'}: a row of {row['name'][:40]!r} has the step {str(step)[:40]!r}"
                 raise UserError(f"{text}, which is not a number. Delete the line.")
             if step is not None and is_number(row["value"]):
-                found.setdefault(row["name"], []).append(row)
-        return {name: sorted(rows, key=lambda row: row["step"]) for name, rows in found.items()}
+                metrics.setdefault(row["name"], []).append(row)
+        return {name: sorted(rows, key=lambda row: row["step"]) for name, rows in metrics.items()}
 
     def points(self, name: str, x: str) -> list[tuple[float, float]]:
         """(x, value) of a metric. x: of X_AXES."""
         rows = [row for row in self._metrics.get(name, []) if is_number(row.get(x))]
-        found = [(row[x], row["value"]) for row in rows]
-        return found if any(at for at, _ in found) else []  # tokens of what has none
+        points = [(row[x], row["value"]) for row in rows]
+        return points if any(at for at, _ in points) else []  # tokens of what has none
 
     def last(self, name: str) -> float | None:
         """The metric's latest value."""
@@ -217,15 +217,15 @@ class Run:
 def read(folders: Iterable[str]) -> list[Run]:
     """Raises UserError for a folder that holds no run, and for one that is given twice."""
     runs: list[Run] = []
-    for given in folders:
-        folder = Path(given)
+    for path in folders:
+        folder = Path(path)
         if not (folder / "recipe.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
             raise UserError(
-                f"{given}: holds neither a run (recipe.yaml and metrics.jsonl) nor a study (study.json). Give a folder "
+                f"{path}: holds neither a run (recipe.yaml and metrics.jsonl) nor a study (study.json). Give a folder "
                 "that gradus train, study or scale wrote."
             )
         runs.append(Run(folder.resolve().name, folder))
-    return apart(runs)
+    return with_distinct_names(runs)
 
 
 def by_recipe(runs: Iterable[Run]) -> list[list[Run]]:
@@ -241,12 +241,12 @@ def by_recipe(runs: Iterable[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def apart(found: list[Any]) -> list[Any]:
+def with_distinct_names(entries: list[Any]) -> list[Any]:
     """Runs or studies, with names that tell them from each other. Raises UserError for a folder that is given twice."""
-    places, names = [each.folder.resolve() for each in found], [each.name for each in found]
-    for each, place in zip(found, places):
+    places, names = [each.folder.resolve() for each in entries], [each.name for each in entries]
+    for each, place in zip(entries, places):
         if places.count(place) > 1:
             raise UserError(f"{each.folder}: is given twice.")
         if names.count(each.name) > 1:  # runs/a/1 and runs/b/1
             each.name = "/".join(place.parts[-2:])
-    return found
+    return entries

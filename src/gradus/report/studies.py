@@ -17,7 +17,7 @@ from gradus.plan.show import duration, size
 from gradus.proof import results
 from gradus.proof.timing import PARTS
 from gradus.report.blocks import Block, Code, Table, Text, plain
-from gradus.report.runs import Amount, Content, Machine, apart, checked, is_number, read_json
+from gradus.report.runs import Amount, Content, Machine, checked, is_number, read_json, with_distinct_names
 from gradus.rows import read_rows
 
 WIDE = 120  # characters of a table's line at most
@@ -96,20 +96,20 @@ class Study:
     @functools.cached_property
     def facts(self) -> dict[str, dict[str, Any]]:
         """Configuration → the conditions of all its measured rows: processes, at, runner, rung, kept and more."""
-        found: dict[str, dict[str, Any]] = {}
+        facts: dict[str, dict[str, Any]] = {}
         for row in self.rows:
             if row.get("kind") == "measured":
-                mine = found.setdefault(row["configuration"], {})
+                mine = facts.setdefault(row["configuration"], {})
                 mine.update((k, v) for k, v in row.items() if k not in ("name", "value", "unit"))
-        return found
+        return facts
 
     @functools.cached_property
     def _numbers(self) -> dict[tuple[str, Any], dict[str, float]]:
-        found: dict[tuple[str, Any], dict[str, float]] = {}
+        numbers: dict[tuple[str, Any], dict[str, float]] = {}
         for row in self.rows:
             if is_number(row["value"]):
-                found.setdefault((row["name"], row.get("kind")), {})[row["configuration"]] = row["value"]
-        return found
+                numbers.setdefault((row["name"], row.get("kind")), {})[row["configuration"]] = row["value"]
+        return numbers
 
     def values(self, name: str, planned: bool = False) -> dict[str, float]:
         """Configuration → the finite number of this name that was measured, or planned of one step, of it."""
@@ -130,22 +130,23 @@ class Study:
 
 
 def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what was measured more than once, speed from the timed rounds and most samples, memory of the largest batch of
-    all data; "before" of the first rung alone."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """The rows of a ladder, each configuration named with its rung. Of what was measured more than once it keeps
+    speed from the timed rounds and most samples, and memory of the largest batch of all data; "before" of the first
+    rung alone."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
         key = (name, row["name"], row.get("kind"), row.get("step"))
-        known = found.get(key)
+        known = best.get(key)
         if known and row["name"].startswith(("memory/", "ratio/memory", "ratio/process")):
             row = known if known.get("study") == "once" else row
         elif known:
             row = max(known, row, key=lambda r: (r.get("study") != "once", len(r.get("samples", ()))))
-        found[key] = {**row, "configuration": name}
-    told = ((c, row) for (c, *_), row in found.items() if row.get("study") != "once")  # for memory and losses
-    wanted = [c for c, row in told if row["name"] in ("samples_per_s", "failed", "verdict")]
+        best[key] = {**row, "configuration": name}
+    timed = ((c, row) for (c, *_), row in best.items() if row.get("study") != "once")  # for memory and losses
+    wanted = [c for c, row in timed if row["name"] in ("samples_per_s", "failed", "verdict")]
     again = [c for c in dict.fromkeys(wanted) if c.endswith(" · before")][1:]
-    return [row for (c, *_), row in found.items() if c in wanted and c not in again]
+    return [row for (c, *_), row in best.items() if c in wanted and c not in again]
 
 
 def is_study(folder: Path) -> bool:
@@ -154,10 +155,10 @@ def is_study(folder: Path) -> bool:
 
 def read(folders: Iterable[str]) -> list[Study]:
     """Raises UserError for a study of which nothing was measured, and for one that is given twice."""
-    studies = [Study(Path(given).resolve().name, Path(given)) for given in folders]
+    studies = [Study(Path(folder).resolve().name, Path(folder)) for folder in folders]
     for study in studies:
         study.name = study.about.study or study.name
-    for study in apart(studies):
+    for study in with_distinct_names(studies):
         command = study.about.command
         again = f"Start it again: {command}" if command else "Start it again, with the same --to."
         if not (study.folder / "rows.jsonl").is_file():
@@ -180,7 +181,7 @@ def tables(study: Study) -> Iterator[Block]:
         left = [name for name in left if name not in mine]
         while mine:
             n = next(n for n in range(len(mine), 0, -1) if n == 1 or _width(*_cells(study, mine[:n])) <= WIDE)
-            yield Table(*_cells(study, mine[:n]), caption + _said(study, mine[:n]))
+            yield Table(*_cells(study, mine[:n]), caption + _caption_notes(study, mine[:n]))
             mine = mine[n:]
     yield from _parts(study)
     for c, facts in study.facts.items():
@@ -203,7 +204,7 @@ def _width(head: list[str], body: list[list[str]]) -> int:
     return sum(3 + max(map(len, column)) for column in zip(head, *body))
 
 
-def _said(study: Study, names: Sequence[str]) -> str:
+def _caption_notes(study: Study, names: Sequence[str]) -> str:
     text, bases = "", [f["against"] for f in study.facts.values() if "against" in f]
     if "ratio" in names and any("rung" in f for f in study.facts.values()):
         text = " × is against the best of the rungs before, measured in the same rounds."
@@ -223,9 +224,9 @@ def _parts(study: Study) -> Iterator[Table]:
         ("time/step", duration, "The table shows a step by its parts, the mean over the processes."),
         ("lost", "{:+.1%}".format, "The table shows what was lost against the first configuration, per step."),
     ):
-        found = {part: study.values(f"{start}/{part}") for part in PARTS}
-        names = [c for c in study.facts if any(c in values for values in found.values())]
-        body = [[c, *(shown(found[part][c]) if c in found[part] else "–" for part in PARTS)] for c in names]
+        by_part = {part: study.values(f"{start}/{part}") for part in PARTS}
+        names = [c for c in study.facts if any(c in values for values in by_part.values())]
+        body = [[c, *(shown(by_part[part][c]) if c in by_part[part] else "–" for part in PARTS)] for c in names]
         if body:
             yield Table(["configuration", *PARTS], body, caption)
     calls = [
@@ -245,12 +246,12 @@ def _parts(study: Study) -> Iterator[Table]:
 def appendix(study: Study) -> Iterator[Block]:
     if study.about.command:
         yield Code(f"{study.name}: command", study.about.command)
-    told = study.about.configurations
-    recipes = {c: t.recipe for c, t in told.items() if t.recipe}
+    configurations = study.about.configurations
+    recipes = {c: t.recipe for c, t in configurations.items() if t.recipe}
     first = next(iter(recipes), "")
     keys = {c: _flat(limits.parse_yaml(text, study.folder / "study.json")) for c, text in recipes.items()}
     body = []
-    for c, t in told.items():
+    for c, t in configurations.items():
         mine, its = keys.get(c, {}), keys.get(first, {})
         changed = {k: mine.get(k) for k in dict.fromkeys((*its, *mine)) if mine and mine.get(k) != its.get(k)}
         words = [f"{k}={_word(v)}" for k, v in {**changed, **t.options}.items()]
@@ -263,8 +264,8 @@ def appendix(study: Study) -> Iterator[Block]:
     samples = {c: study.row(c, "samples_per_s").get("samples", []) for c in study.values("samples_per_s")}
     rounds = max(map(len, samples.values()), default=0)
     if 1 < rounds <= 10 and rounds * len(samples) <= MANY:
-        cells = [[results.figure(value) for value in found] for found in samples.values()]
-        body = [[c, *found, *["–"] * (rounds - len(found))] for c, found in zip(samples, cells)]
+        cells = [[results.figure(value) for value in values] for values in samples.values()]
+        body = [[c, *row, *["–"] * (rounds - len(row))] for c, row in zip(samples, cells)]
         head = ["configuration", *(f"{n}." for n in range(1, rounds + 1))]
         yield Table(head, body, "The table shows every sample of samples/s.")
 

@@ -26,13 +26,13 @@ def of_study(study: Study) -> Iterator[Plot]:
     runners = dict.fromkeys(study.facts[c].get("runner") for c in speeds)
     lines: dict[str, list[str]] = {}
     for runner in runners:
-        found = _lines(study, {c: v for c, v in speeds.items() if study.facts[c].get("runner") == runner})
+        of_runner = _lines(study, {c: v for c, v in speeds.items() if study.facts[c].get("runner") == runner})
         whole = "whole trainings" if runner == "train" and len(runners) > 1 else ""
-        lines |= {", ".join(word for word in (name, whole) if word): own for name, own in found.items()}
+        lines |= {", ".join(word for word in (name, whole) if word): own for name, own in of_runner.items()}
     if lines and not ladder:
         yield _scaling(study, lines, speeds)
-    if found := _by_batch(study):
-        yield found
+    if plot := _by_batch(study):
+        yield plot
     yield from _quality(study)
 
 
@@ -59,7 +59,7 @@ def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float 
             axes.plot(samples, [place] * len(samples), "o", color=INK, ms=3.5, mew=0)
         far = max([value + row.get("std", 0) / unit, *samples])
         of = ("speed_up", "ratio") if name == "samples_per_s" else ("ratio/memory",)
-        ratio = next((found["value"] for found in (study.row(c, kind) for kind in of) if found), None)
+        ratio = next((compared["value"] for compared in (study.row(c, kind) for kind in of) if compared), None)
         if isinstance(ratio, int | float):
             axes.annotate(f"{ratio:.2f} ×", (far, place), (5, 0), textcoords="offset points", va="center")
     axes.margins(x=0.25)
@@ -70,14 +70,14 @@ def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float 
 def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> Plot:
     names, less = (list(speeds), "") if ladder else _few(speeds)
     memory = next((n for n in ("memory/allocated", "memory/process") if ladder and study.values(n)), None)
-    made = [bars(names, 0.3, 4.0 if memory else BARS)]
-    _bars(study, made[0], names, "samples_per_s")
-    made[0].set_xlabel("samples/s")
+    all_axes = [bars(names, 0.3, 4.0 if memory else BARS)]
+    _bars(study, all_axes[0], names, "samples_per_s")
+    all_axes[0].set_xlabel("samples/s")
     if memory:
         unit, word = bytes_in(max(study.values(memory).values()))
-        made.append(bars(names, 0.3, 4.0))
-        _bars(study, made[1], names, memory, unit)
-        made[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
+        all_axes.append(bars(names, 0.3, 4.0))
+        _bars(study, all_axes[1], names, memory, unit)
+        all_axes[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
     rows = [study.row(c, "samples_per_s") for c in names]
     caption = "Bars show the speed of each configuration."
     if ladder:
@@ -86,7 +86,7 @@ def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> Plot:
         caption += " Lines show the standard deviation over the seeds."
     elif any(len(row.get("samples", ())) > 1 for row in rows):
         caption += " Dots show every sample."
-    return caption + " Numbers beside bars are the ratio." * any(study.row(c, "ratio") for c in names) + less, made
+    return caption + " Numbers beside bars are the ratio." * any(study.row(c, "ratio") for c in names) + less, all_axes
 
 
 def _components(study: Study) -> dict[str, list[dict[str, float]]]:
@@ -94,15 +94,15 @@ def _components(study: Study) -> dict[str, list[dict[str, float]]]:
     tensors are not known of any."""
     tensors = bool(study.values("memory/allocated"))
     whole, rest = ("memory/allocated", "activations and the rest") if tensors else ("memory/process", "the process")
-    found: dict[str, list[dict[str, float]]] = {}
+    sides: dict[str, list[dict[str, float]]] = {}
     for c in study.values(whole):
         for planned, rows in ((True, study.table.planned), (False, study.table.measured)):
             total = rows.get((c, whole), {}).get("value", "")  # planned: of the largest batch; a word where not finite
             known = {label: study.values(name, planned).get(c) for name, label in STATE.items() if tensors}
             parts = {label: value for label, value in known.items() if value is not None}
             side = {} if isinstance(total, str) else {**parts, rest: max(0.0, total - sum(parts.values()))}
-            found.setdefault(c, []).append(side)
-    return found
+            sides.setdefault(c, []).append(side)
+    return sides
 
 
 def _memory(memory: dict[str, list[dict[str, float]]]) -> Plot:
@@ -137,44 +137,44 @@ def _lines(study: Study, speeds: dict[str, float]) -> dict[str, list[str]]:
             lines: dict[str, list[str]] = {}
             for c in sorted(at, key=lambda c: study.facts[c]["processes"]):
                 lines.setdefault(" · ".join(v for k, v in at[c].items() if k != axis), []).append(c)
-            return {name: found for name, found in lines.items() if len(found) > 1}
+            return {name: line for name, line in lines.items() if len(line) > 1}
     return {}
 
 
 def _scaling(study: Study, lines: dict[str, list[str]], speeds: dict[str, float]) -> Plot:
     """Speed-up with the ideal line; where one line has known parts also these, and what was lost by name."""
-    processes = {c: study.facts[c]["processes"] for found in lines.values() for c in found}
+    processes = {c: study.facts[c]["processes"] for line in lines.values() for c in line}
     counts = sorted(set(processes.values()))
-    of_parts = [found for found in lines.values() if _by_part(study, "time/step", found[-1], 1)]
+    of_parts = [line for line in lines.values() if _by_part(study, "time/step", line[-1], 1)]
     only = of_parts[0] if len(of_parts) == 1 else []
     stacks = []
     for start, unit, label in (("time/step", 1e3, "ms per step"), ("lost", 100, "% of the step lost")):
-        found = {str(processes[c]): _by_part(study, start, c, unit) for c in only}
-        stacks += [(label, {n: stack for n, stack in found.items() if stack})] if any(found.values()) else []
+        by_count = {str(processes[c]): _by_part(study, start, c, unit) for c in only}
+        stacks += [(label, {n: stack for n, stack in by_count.items() if stack})] if any(by_count.values()) else []
     axes, *more = panels(1 + len(stacks), 2.8)
     axes.plot(range(len(counts)), [n / counts[0] for n in counts], "--", color=INK, lw=1, label="ideal")
-    for i, (name, found) in enumerate(lines.items()):
-        base = speeds[found[0]] * counts[0] / processes[found[0]]
-        ends = [[study.row(c, "samples_per_s").get(end, speeds[c]) for c in found] for end in ("low", "high")]
-        spread = [[abs(end - speeds[c]) / base for c, end in zip(found, side)] for side in ends]
+    for i, (name, line) in enumerate(lines.items()):
+        base = speeds[line[0]] * counts[0] / processes[line[0]]
+        ends = [[study.row(c, "samples_per_s").get(end, speeds[c]) for c in line] for end in ("low", "high")]
+        spread = [[abs(end - speeds[c]) / base for c, end in zip(line, side)] for side in ends]
         style = {"fmt": "o-", "ms": 4, "lw": 1.2, "capsize": 3, "color": COLOURS[i % len(COLOURS)]}
-        ratios = [speeds[c] / base for c in found]
-        axes.errorbar([counts.index(processes[c]) for c in found], ratios, spread, label=name or "measured", **style)
+        ratios = [speeds[c] / base for c in line]
+        axes.errorbar([counts.index(processes[c]) for c in line], ratios, spread, label=name or "measured", **style)
     shares = {processes[c]: f"\n{speeds[c] * processes[only[0]] / speeds[only[0]] / processes[c]:.0%}" for c in only}
     axes.set_xticks(range(len(counts)), [f"{n}{shares.get(n, '')}" for n in counts])
     axes.set(xlabel="processes" + ", and their efficiency" * bool(only), ylabel="times the samples/s", ylim=(0, None))
     axes.margins(x=0.12)
     axes.grid(alpha=0.25)
-    for panel, (label, found) in zip(more, stacks):
-        _stacked(panel, found)
+    for panel, (label, by_count) in zip(more, stacks):
+        _stacked(panel, by_count)
         panel.set(xlabel="processes", ylabel=label)
     caption = "Lines show the speed-up, from the lowest to the highest of the rounds; the dashed line is the ideal."
     return caption + " Bars show a step by its parts, and what was lost by name." * bool(stacks), [axes, *more]
 
 
 def _by_part(study: Study, start: str, c: str, unit: float) -> dict[str, float]:
-    found = {part: study.values(f"{start}/{part}").get(c) for part in PARTS}
-    return {part: value * unit for part, value in found.items() if value is not None}
+    values = {part: study.values(f"{start}/{part}").get(c) for part in PARTS}
+    return {part: value * unit for part, value in values.items() if value is not None}
 
 
 def _stacked(axes: Any, stacks: dict[str, dict[str, float]]) -> None:
@@ -205,13 +205,13 @@ def _by_batch(study: Study) -> Plot | None:
             batch = float(at.pop("batch"))
             name = at.pop("engine", "") + "".join(f" · {n} {axis}" for axis, n in at.items())
             lines.setdefault(name, []).append((batch, latency))
-    if all(len(found) < 2 for found in lines.values()):
+    if all(len(line) < 2 for line in lines.values()):
         return None
     (axes,) = panels(1, 3.2, BARS)
-    for i, (name, found) in enumerate([*lines.items()][:MOST]):
+    for i, (name, line) in enumerate([*lines.items()][:MOST]):
         marker, colour = MARKS[i // len(COLOURS) % len(MARKS)], COLOURS[i % len(COLOURS)]
-        axes.plot(*zip(*sorted(found)), label=name, marker=marker, color=colour, ms=4, lw=1.2)
-    batches = sorted({batch for found in lines.values() for batch, _ in found})
+        axes.plot(*zip(*sorted(line)), label=name, marker=marker, color=colour, ms=4, lw=1.2)
+    batches = sorted({batch for line in lines.values() for batch, _ in line})
     axes.set(xscale="log", yscale="log", xlabel="samples at a time", ylabel="latency, s")
     axes.set_xticks(batches, [f"{n:g}" for n in batches])
     axes.minorticks_off()
@@ -227,12 +227,12 @@ def _quality(study: Study) -> Iterator[Plot]:
     known = [name for name in study.names if name.startswith(("valid/", "test/", "accuracy"))]
     known.sort(key=lambda name: name.endswith(("/loss", "/perplexity")))  # after what is better
     pairs = {name: [c for c in study.values(name) if c in study.values(x)] for name in known}
-    metrics = [name for name, found in pairs.items() if len(found) > 1][:3]
+    metrics = [name for name, configurations in pairs.items() if len(configurations) > 1][:3]
     if not metrics:
         return
-    made = panels(len(metrics), 2.8)
+    all_axes = panels(len(metrics), 2.8)
     names = list(dict.fromkeys(c for name in metrics for c in pairs[name]))[:MOST]
-    for axes, name in zip(made, metrics):
+    for axes, name in zip(all_axes, metrics):
         for i, c in enumerate(names):
             if c in pairs[name]:
                 ends = [study.row(c, of).get("std") for of in (x, name)]
@@ -250,4 +250,4 @@ def _quality(study: Study) -> Iterator[Plot]:
     std = any("std" in study.row(c, name) for name in metrics for c in names)
     against = "speed" if x == "samples_per_s" else "latency"
     caption = f"Markers show the quality and the {against} of each configuration."
-    yield caption + " Lines show the standard deviation over the seeds." * std, made
+    yield caption + " Lines show the standard deviation over the seeds." * std, all_axes

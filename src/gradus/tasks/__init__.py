@@ -30,12 +30,12 @@ def load_tokenizers(checkpoint: Path) -> dict | None:
     """The tokenizers saved with a checkpoint, or None where it has none."""
     from gradus.data import tokenizer_files
 
-    found = {}
+    tokenizers = {}
     for place in ("", "target"):
         folder = checkpoint / place
         if any((folder / name).exists() for name in tokenizer_files.FILES):
-            found[place] = tokenizer_files.load(folder)
-    return found or None
+            tokenizers[place] = tokenizer_files.load(folder)
+    return tokenizers or None
 
 
 def save_tokenizers(folder: Path, tokenizers: dict) -> None:

@@ -111,10 +111,10 @@ class MaskedLM(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         logits, follows = self._forward(model, batch)
-        found = loss_and_accuracy(logits, batch["targets"], len(batch["targets"]))
+        sums = loss_and_accuracy(logits, batch["targets"], len(batch["targets"]))
         if self.next_sentence:
-            found["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
-        return found
+            sums["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
+        return sums
 
     def fill(self, model: nn.Module, ids: list[int], k: int = 5) -> list[list[tuple[str, float]]]:
         """For every masked place of ids (without [CLS] and [SEP]): the k likeliest tokens with their probabilities."""

@@ -48,8 +48,8 @@ def _files(recipe: Recipe) -> dict[str, Path]:
     """The file of each split that the data have. Raises UserError where there is no training split."""
     data, path = recipe.data, needs_path(recipe)
     splits = ("train", "valid", "test")
-    found = {s: find_split(path, s, getattr(data, s), required=s == "train") for s in splits}
-    return {split: file for split, file in found.items() if file is not None}
+    files = {s: find_split(path, s, getattr(data, s), required=s == "train") for s in splits}
+    return {split: file for split, file in files.items() if file is not None}
 
 
 def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
@@ -65,14 +65,15 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
 
 
 def open_running_text(
-    recipe: Recipe, given: Tokenizers | None, seq_len: int
+    recipe: Recipe, saved: Tokenizers | None, seq_len: int
 ) -> tuple[Tokenizers, dict[str, Any], dict[str, dict[str, int]]]:
-    """(tokenizers, splits of windows, sizes of the evaluated texts) for next-token prediction."""
+    """Return (tokenizers, splits of windows, sizes of the evaluated texts) for next-token prediction. saved: tokenizers
+    of a checkpoint, used in place of new ones."""
     data = recipe.data
     corpora = running_text(recipe, documents=data.pack == "documents")
     # a character table must know every character of the text, as in char-rnn; a BPE is trained on the training text
     seen = list(corpora) if recipe.tokenizer is not None and recipe.tokenizer.kind == "char" else ["train"]
-    tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpora[s] for s in seen])}
+    tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpora[s] for s in seen])}
     splits, sizes = {}, {}
     for split, corpus in corpora.items():
         end = corpus.separate and tokenizers[""].eos_id is not None
@@ -85,18 +86,18 @@ def open_running_text(
     return tokenizers, limited(splits, data.limit, data.limit_valid), sizes
 
 
-def open_documents(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
-    """(tokenizers, splits of rows of at most `room` tokens) for masked language models and span corruption."""
+def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
+    """Return (tokenizers, splits of rows of at most `room` tokens) for masked language models and span corruption."""
     data, corpora = recipe.data, running_text(recipe, documents=True)
-    tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
+    tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
     tokens = {split: TokenFile.of(corpus, tokenizers[""], cache=data.cache) for split, corpus in corpora.items()}
     splits = {split: DocumentsDataset(t, room, across=data.pack == "stream") for split, t in tokens.items()}
     return tokenizers, limited(splits, data.limit, data.limit_valid)
 
 
-def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
-    """(tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one, and a
-    note says so; without both, a fixed tenth of the training rows of every class."""
+def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
+    """Return (tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one,
+    and a note says so; without both, a fixed tenth of the training rows of every class."""
     data, files = recipe.data, _files(recipe)
     if "valid" not in files and "test" in files:
         print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
@@ -104,7 +105,7 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
     if not (recipe.evaluate.test or data.test):
         files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
     corpus = Corpus.column(files["train"], data.text, limits.FIELD)
-    tokenizers = given or {"": make_tokenizer(recipe, lambda: [corpus])}
+    tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpus])}
     options = {"columns": (data.text, data.label), "n_classes": recipe.model.n_classes, "cache": data.cache}
     train = LabelledDataset(files["train"], tokenizers[""], room, names=recipe.task.classes, **options)
     splits: dict[str, Any] = {"train": train}
@@ -117,10 +118,10 @@ def open_labelled(recipe: Recipe, given: Tokenizers | None, room: int) -> tuple[
 
 
 def open_pairs(
-    recipe: Recipe, given: Tokenizers | None, room: int
+    recipe: Recipe, saved: Tokenizers | None, room: int
 ) -> tuple[Tokenizers, dict[str, Any], dict[str, tuple[Corpus, Corpus]]]:
-    """(tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth training pair
-    is held out."""
+    """Return (tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth
+    training pair is held out."""
     data, path = recipe.data, needs_path(recipe)
     corpora = {}
     for split in ("train", "valid", "test"):
@@ -130,12 +131,12 @@ def open_pairs(
             corpora[split] = pair
     if "valid" not in corpora:
         pair = corpora["train"]
-        corpora["train"], corpora["valid"] = (tuple(side.every(10, held) for side in pair) for held in (False, True))
+        corpora["train"], corpora["valid"] = (tuple(side.every(10, valid) for side in pair) for valid in (False, True))
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
         raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file, one file for both languages.")
     sides = {"": corpora["train"]} if shared else {"": corpora["train"][:1], "target": corpora["train"][1:]}
-    tokenizers = given or {place: make_tokenizer(recipe, lambda of=of: list(of)) for place, of in sides.items()}
+    tokenizers = saved or {place: make_tokenizer(recipe, lambda of=of: list(of)) for place, of in sides.items()}
     source, target = tokenizers[""], tokenizers.get("target", tokenizers[""])
     splits = {split: PairsDataset(*pair, source, target, room, data.cache) for split, pair in corpora.items()}
     return tokenizers, limited(splits, data.limit, data.limit_valid), corpora

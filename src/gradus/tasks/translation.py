@@ -92,9 +92,9 @@ class Copy(SequenceToSequence):
         return [(starts[i] if first else []) + row for i, row in enumerate(new)]
 
     def evaluate(self, model, batch):
-        found, sources = super().evaluate(model, batch), batch["source"].tolist()
+        sums, sources = super().evaluate(model, batch), batch["source"].tolist()
         exact = sum(copy == source for copy, source in zip(self.decode(model, sources), sources))
-        return {**found, "exact_match": (exact, len(sources))}
+        return {**sums, "exact_match": (exact, len(sources))}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         sources = [list(range(1, self.task.n_symbols))[: self.task.length]]  # 1 2 3 ... first, then held-out ones
@@ -150,9 +150,9 @@ class Translation(SequenceToSequence):
         """Translations of source ids (with their end token): greedy, or with evaluate.beams. max_new: tokens of each
         (None: twice its source's and 10)."""
         room = [min(self.room, max_new or 2 * len(source) + 10) for source in sources]
-        given = {"sources": sources, "max_new": room, "eos_id": self.eos_id}
+        options = {"sources": sources, "max_new": room, "eos_id": self.eos_id}
         starts, beams = [[self.start_id]] * len(sources), self.recipe.evaluate.beams
-        new = complete(model, starts, **given) if beams == 1 else beam_search(model, starts, beams=beams, **given)
+        new = complete(model, starts, **options) if beams == 1 else beam_search(model, starts, beams=beams, **options)
         return [self.target_tokenizer.decode(row) for row in new]
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
