@@ -15,9 +15,9 @@ from gradus.errors import UserError
 from gradus.hardware.tables import gib
 from gradus.plan.answer import Request, answer
 from gradus.plan.collectives import ring_factor
-from gradus.plan.show import size
 from gradus.recipe.presets import config_of
 from gradus.rows import Row, read_rows
+from gradus.text import size
 
 HERE = Path(__file__).resolve().parent
 ROWS, PAGE = HERE / "results/gpt3-by-formula.jsonl", HERE.parent / "docs/experiments/gpt3-by-formula.md"

@@ -11,7 +11,8 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.plan.answer import Answer, Request, _advice, answer, devices, optimal, search, serve
 from gradus.plan.figures import figure
-from gradus.plan.show import _between, duration, explain, in_unit, money, rate
+from gradus.plan.show import _between, explain
+from gradus.text import duration, in_unit, money, rate
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
 

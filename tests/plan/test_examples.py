@@ -8,13 +8,14 @@ import pytest
 
 from gradus import hardware, models
 from gradus.plan.answer import Request, answer, serve
-from gradus.plan.budget import DAY, HOUR, energy_and_carbon
+from gradus.plan.budget import HOUR, energy_and_carbon
 from gradus.plan.collectives import ring_factor
 from gradus.plan.counts import flops
 from gradus.plan.hf import recipe_for
 from gradus.plan.serving import kv_per_token, serving
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import GPTConfig
+from gradus.text import DAY
 
 GB = 1e9
 

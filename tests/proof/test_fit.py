@@ -13,7 +13,6 @@ from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.plan.engine import Memory
-from gradus.plan.show import size
 from gradus.proof import fit
 from gradus.proof.fit import memory_pairs, pairs_text, parse_size
 from gradus.proof.memory_budget import (
@@ -21,6 +20,7 @@ from gradus.proof.memory_budget import (
     budget_of,
     with_micro_batch,
 )
+from gradus.text import size
 from gradus.train import machine
 from gradus.train.session import open_session
 

@@ -13,13 +13,13 @@ import pytest
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
-from gradus.hardware.tables import visible
 from gradus.parallel.world import World
 from gradus.proof import harness, ladder, optimizations, results, study_store
 from gradus.proof.ladder import LadderBench
 from gradus.proof.ladder_search import Climbed, Trial
 from gradus.proof.optimizations import OPTIMIZATIONS
 from gradus.proof.timing import Timed
+from gradus.text import visible
 from gradus.train.session import open_for
 
 sys.path[:0] = [str(Path(__file__).parent)]

@@ -20,11 +20,12 @@ from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.parallel.processes import uninterrupted
-from gradus.plan import batches, show
+from gradus.plan import batches
 from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
 from gradus.proof.prove import Proof, StepTime, TimeMark, step_seconds
 from gradus.rows import Row, read_rows
+from gradus.text import size
 from gradus.train import machine
 from gradus.train.run import train
 from gradus.train.session import open_session
@@ -93,7 +94,7 @@ def test_tensors_and_process_are_told_apart_from_the_plan_to_the_proof(tmp_path)
     rows = read_rows(folder / "plan.jsonl")
     tensors = next(r["value"] for r in rows if r["name"] == "memory/allocated" and not r.get("step"))
     process = next(r for r in rows if r["name"] == "memory/process")
-    assert f"plan: tensors {show.size(tensors)}, process {show.size(process['value'])} of " in out
+    assert f"plan: tensors {size(tensors)}, process {size(process['value'])} of " in out
     before = process["how"]["inputs"]["before the model"]
     assert process["value"] == (before + 100_000_000 + round(1.4 * tensors) if machine.has_glibc() else before + tensors) and "memory/device" not in {r["name"] for r in rows}
     live = re.findall(r"^step \d+/12 .* process (\d+\.\d\d) GB", out, re.M)
@@ -104,7 +105,7 @@ def test_tensors_and_process_are_told_apart_from_the_plan_to_the_proof(tmp_path)
         pair = summary["proof"][name]
         assert pair["error"] == pytest.approx(pair["predicted"] / pair["measured"] - 1)
         line = next(line for line in out.splitlines() if line.strip().startswith(label))
-        assert line.split(label)[1].split() == [*show.size(pair["predicted"]).split(), *show.size(pair["measured"]).split(), f"{pair['error']:+.1%}"]
+        assert line.split(label)[1].split() == [*size(pair["predicted"]).split(), *size(pair["measured"]).split(), f"{pair['error']:+.1%}"]
     measured = {r["name"]: r["value"] for r in read_rows(folder / "metrics.jsonl")}
     assert "memory/peak" not in measured and measured["memory/process"] <= summary["proof"]["memory/process"]["measured"]
     assert summary["proof"]["memory/process"]["measured"] > 10 * summary["proof"]["memory/allocated"]["measured"], "a process is more than its tensors"
@@ -240,8 +241,8 @@ def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
     monkeypatch.setattr(Planner, "plan", lambda self, case, seconds: asked.append(seconds) or (_ for _ in ()).throw(TimeoutError("late")))
     monkeypatch.setattr(prove.worlds, "from_first", lambda value: value)
     session = open_session(recipes.load("copy-task", **{**TINY, "layout.timeout": 20}))
-    for size in (1, 2):
-        session.mesh.world = dataclasses.replace(session.mesh.world, size=size, local_size=size)
+    for n in (1, 2):
+        session.mesh.world = dataclasses.replace(session.mesh.world, size=n, local_size=n)
         plan = Proof()
         with plan.ready(session.mesh.world):
             plan.before(session, (0, 0))

@@ -2,62 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-import textwrap
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradus.hardware import files
 from gradus.hardware.kinds import NUMBERS, Device, Link, plain
-
-
-def visible(text: str) -> int:
-    """Its columns on a terminal, without the marks of a colour."""
-    return len(re.sub("\x1b\\[[0-9;]*m", "", text))
-
-
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None, width: float = math.inf
-) -> list[str]:
-    """Aligned columns; right: those aligned to the right, by default all. Where that is wider than `width`, several
-    tables one below the other, each with the first column."""
-    widths = [max(visible(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def padded(text: str, i: int) -> str:
-        space = " " * (widths[i] - visible(text))
-        return space + text if right is None or i in right else text + space
-
-    blocks: list[list[int]] = [[]]
-    for i in range(1, len(header)):
-        if blocks[-1] and widths[0] + sum(2 + widths[j] for j in (*blocks[-1], i)) > width:
-            blocks.append([])
-        blocks[-1].append(i)
-    parts = (["  ".join(padded(row[i], i) for i in (0, *b)).rstrip() for row in [header, *rows]] for b in blocks)
-    return [line for n, part in enumerate(parts) for line in ([""] * (n > 0) + part)]
-
-
-WIDTH = 80  # of a terminal
-SETTING = r"(--\w|[a-z_]+\.\w+=)"
-
-
-def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str]:
-    """A line in as many of `width` columns as it takes, broken between words. What follows stands below the last column
-    that begins in the first half of the line, or at `indent`. Settings to paste stay one command: a backslash marks
-    the break between two of them."""
-    if visible(line) <= width:
-        return [line]
-    if indent is None:
-        columns = [m.end() for m in re.finditer(r"  +|^\w+: ", line[: int(width / 2)])]
-        indent = columns[-1] if columns else 2
-    line = re.sub(r"\[[^\]]{,40}\]|--on \S", lambda m: m[0].replace(" ", "\xa0"), line)  # these are not broken
-    options = {"subsequent_indent": " " * indent, "break_on_hyphens": False, "break_long_words": False}
-    lines = [text.replace("\xa0", " ") for text in textwrap.wrap(line, width - 2, **options)]
-    for i, (text, following) in enumerate(itertools.pairwise(lines)):
-        if re.match(SETTING, following.lstrip()) and re.search(rf"(^|\s){SETTING}\S*( \S+)?$", text):
-            lines[i] = f"{text} \\"
-    return lines
+from gradus.text import fold, table
 
 
 def cell(value: float | str | None, shape: str = "{}", unit: float = 1) -> str:

@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, need
-from gradus.hardware.tables import table as columns
 from gradus.hardware.units import quantity
 from gradus.measure import machine
 from gradus.parallel import world as worlds
 from gradus.parallel.processes import ended_by_sigterm, run_group, run_program
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile
+from gradus.text import table as columns
 
 # Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-
 # tests).

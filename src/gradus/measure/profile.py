@@ -23,7 +23,6 @@ from gradus import limits
 from gradus.data.loader import Loader, Step
 from gradus.errors import UserError
 from gradus.files import write_text
-from gradus.hardware.tables import table as columns
 from gradus.measure import machine, trace
 from gradus.measure.hints import hints
 from gradus.measure.memory import Timeline, component_bytes
@@ -32,6 +31,7 @@ from gradus.parallel.mesh import needed
 from gradus.patch import replaced
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.text import table as columns
 from gradus.train.loop import Trainer
 from gradus.train.session import Session, open_session
 

@@ -23,12 +23,13 @@ from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
 from gradus.plan.roofline import peak_flops
-from gradus.plan.show import headline, note_lines, size
+from gradus.plan.show import headline, note_lines
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+from gradus.text import size
 
 if TYPE_CHECKING:  # imported where they are needed: --help is instant
     from gradus.plan.engine import Memory

@@ -9,11 +9,11 @@ from gradus import hardware
 from gradus.hardware import Cluster, Device, Price
 from gradus.plan.figures import known_figure
 from gradus.rows import Row
+from gradus.text import SIGNS
 
 Cases = tuple[float, float, float]  # low, expected, high
 CASES = ("low", "expected", "high")
-HOUR, DAY, KWH = 3600.0, 86_400.0, 3.6e6
-SIGNS = {"USD": "$", "EUR": "€"}
+HOUR, KWH = 3600.0, 3.6e6
 
 # The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken
 # again, checkpoints.

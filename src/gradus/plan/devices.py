@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from gradus import hardware, models
 from gradus.hardware import Cluster, Device
-from gradus.hardware.tables import short_name, table
+from gradus.hardware.tables import short_name
 from gradus.parallel import mesh
-from gradus.plan.budget import CASES, SIGNS
+from gradus.plan.budget import CASES
 from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.serving import serving
-from gradus.plan.show import duration, money, note_lines, size
+from gradus.plan.show import note_lines
 from gradus.plan.step import step_time
 from gradus.plan.work import Work
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.rows import Row
+from gradus.text import SIGNS, duration, money, size, table
 
 if TYPE_CHECKING:
     from gradus.tasks.base import Task

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradus.errors import UserError
-from gradus.hardware.tables import table
 from gradus.plan.roofline import fitted
+from gradus.text import table
 
 EXPLAINED = (
     "Errors in percent. inside: points within the interval that the plan states (80 % expected). skill: 1 - error / "

@@ -23,11 +23,10 @@ import torch
 from gradus import files
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
-from gradus.hardware.tables import table
 from gradus.parallel import check
 from gradus.plan import batches as making
 from gradus.plan import engine, sketch
-from gradus.plan.budget import DAY, SIGNS, usual_goodput
+from gradus.plan.budget import usual_goodput
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.profiles import Part, block_kinds
@@ -35,6 +34,7 @@ from gradus.plan.step import StepTime, step_time
 from gradus.recipe.axes import DATA, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+from gradus.text import DAY, SIGNS, duration, money, size, table
 
 if TYPE_CHECKING:
     from gradus.tasks.base import Task
@@ -439,8 +439,6 @@ class Found:
         return f"--on {c.n}x{self.cluster.device.name} " * (c.n != self.cluster.n) + self.keys(c)
 
     def lines(self) -> list[str]:
-        from gradus.plan.show import size
-
         on = f"{self.cluster.n:,} × {self.cluster.device.name}"
         out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts estimated, these planned in full"]
         if self.fastest is None:
@@ -457,15 +455,13 @@ class Found:
             seen[id(best)] = name
             devices = f"{best.n:,} device{'s' * (best.n > 1)}: " * (best.n > 1)
             out.append(
-                f"{name:15} {devices}{best.describe()}; {_time(best.seconds)} per step{self._cost(best)}; "
+                f"{name:15} {devices}{best.describe()}; {duration(best.seconds)} per step{self._cost(best)}; "
                 f"{size(best.needed)} of {size(best.capacity)} per device"
             )
             out.append(f"{'':15} {self.words(best)}".rstrip())
         return [*out, "", *self._table()]
 
     def _cost(self, c: Candidate) -> str:
-        from gradus.plan.show import duration, money
-
         steps = self.steps or 1000
         whole = f"; {duration(c.run)}" if c.run else ""
         cost = f"{', ' if c.run else '; '}{money(self.charge(c, steps), self.currency)}" if c.money else ""
@@ -484,7 +480,7 @@ class Found:
             more += [f"micro-batch {c.layout.micro_batch}"] if c.layout.micro_batch else []
             more += [f"checkpointing {c.layout.checkpointing}"] if c.layout.checkpointing != "none" else []
             text = ", ".join([c.describe(), *more]) + (f": {c.reason}" if c.reason else "")
-            body.append([str(i), f"{c.n:,}", _time(c.seconds) if c.time else "-", f"{c.needed / 1e9:.1f} GB", text])
+            body.append([str(i), f"{c.n:,}", duration(c.seconds) if c.time else "-", f"{c.needed / 1e9:.1f} GB", text])
         lines = table(header, body, {1, 2, 3})
         keys = (f"{'':{len(str(len(body)))}}  {self.words(c)}".rstrip() for c in self.table)
         return [lines[0], *itertools.chain.from_iterable(zip(lines[1:], keys))]
@@ -515,10 +511,6 @@ class Found:
                 formula = "steps × seconds / goodput", given, "plan/budget.py"
                 out.append(figure("search/time", c.run, "s", *formula, **conditions))
         return out
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def search(

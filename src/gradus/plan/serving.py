@@ -17,15 +17,14 @@ import torch
 from gradus import hardware, models
 from gradus.errors import UserError, did_you_mean
 from gradus.hardware import Cluster, Device
-from gradus.hardware.tables import table
 from gradus.plan import engine
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.figures import known_figure
 from gradus.plan.passes import Pass, Usage
-from gradus.plan.show import duration, rate, size
 from gradus.plan.store import stored
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
+from gradus.text import duration, rate, size, table
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 LEFT_OUT = "the prompt's activations, workspaces, the framework"

@@ -16,67 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from gradus import models
 from gradus.errors import UserError, colour, did_you_mean
-from gradus.hardware.tables import WIDTH, fold
 from gradus.parallel.mesh import sizes
-from gradus.plan.budget import DAY, SIGNS
 from gradus.plan.figures import AT_PEAK, TEXTS
 from gradus.plan.keys import computed_in
 from gradus.plan.roofline import fitted
 from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
+from gradus.text import DAY, UNITS, WIDTH, duration, fold, in_unit, money, rate, size
 
 if TYPE_CHECKING:
     from gradus.hardware import Device
     from gradus.plan.answer import Answer, Request
 
 
-# ---------------------------------------------------------------- numbers as text
-
-
-UNITS = {  # a row's unit → (from how many on, how many make one, its name), the largest first
-    "bytes": [(0.9995 * 10**n, 10**n, name) for n, name in zip(range(15, -1, -3), ("PB", "TB", "GB", "MB", "kB", "B"))],
-    "s": (
-        (2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"),
-        (0.9995, 1, "s"), (0, 1e-3, "ms"),
-    ),
-    "kg": ((1e3, 1e3, "t"), (1, 1, "kg"), (0, 1e-3, "g")),
-    # money is counted so
-    "J": ((3.6e12, 3.6e12, "GWh"), (3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (3.6e3, 3.6e3, "Wh"), (0, 1, "J")),
-    "prefix": [(10**n, 10**n, name) for n, name in zip(range(18, -1, -3), (*"EPTGMk", ""))],
-}  # fmt: skip
-
-
-def in_unit(n: float, unit: str) -> str:
-    """Three digits in the unit of UNITS that a person would take."""
-    units = UNITS[unit]
-    _, one, name = next((entry for entry in units if abs(n) >= entry[0]), units[-1])
-    return f"{rate(n / one)} {name}"
-
-
-def size(n: float) -> str:
-    """Bytes in decimal units: 1.5e9 → 1.5 GB."""
-    return in_unit(n if abs(n) >= 999.5 else round(n), "bytes")
-
-
-def duration(seconds: float) -> str:
-    """From two of a unit on in it: 90 s, 1.5 h as 90 min."""
-    return in_unit(seconds, "s")
-
-
-def money(amount: float, currency: str) -> str:
-    """Cents where they matter: $0.0066, $13.44, $2,130, $1.85 million."""
-    sign = SIGNS.get(currency, currency if len(currency) == 1 else f"{currency} ")
-    if amount >= 100:
-        return f"{sign}{rate(amount)}"
-    return f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"
-
-
-def rate(n: float) -> str:
-    """Three digits: 22,700; 4.31 million; 1.65 billion."""
-    for unit, name in ((1e9, "billion"), (1e6, "million")):
-        if n >= unit:
-            return f"{n / unit:.3g} {name}" if n < 1000 * unit else f"{n / unit:,.0f} {name}"
-    return f"{float(f'{n:.3g}'):,.0f}" if n >= 100 else f"{n:.3g}"
+# ---------------------------------------------------------------- figures as text
 
 
 def value_text(row: Row) -> str:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
 from gradus.errors import UserError, colour, some
-from gradus.hardware.tables import fold
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
@@ -39,6 +38,7 @@ from gradus.proof.results import width
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.tasks.base import Task
+from gradus.text import fold
 from gradus.train.loop import Trainer
 from gradus.train.schedule import learning_rate
 from gradus.train.session import Session, open_for, open_session

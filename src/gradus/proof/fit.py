@@ -18,7 +18,6 @@ from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.plan import batches
 from gradus.plan.engine import Memory
-from gradus.plan.show import size
 from gradus.proof import results
 from gradus.proof.harness import run
 from gradus.proof.memory_budget import (
@@ -35,6 +34,7 @@ from gradus.proof.step_memory import memory_of_step
 from gradus.proof.study import Configuration, Study, with_fixed_threads
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.text import size
 from gradus.train import machine
 from gradus.train.clock import peak_memory
 from gradus.train.loop import Trainer

@@ -22,7 +22,6 @@ from gradus.parallel import check
 from gradus.parallel.mesh import single_process
 from gradus.parallel.processes import ended_by_sigterm, run_group
 from gradus.parallel.world import World
-from gradus.plan.show import duration, size
 from gradus.proof import runs
 from gradus.proof.engine_runner import engine_steps
 from gradus.proof.predict import Planner, case_of
@@ -34,6 +33,7 @@ from gradus.proof.study_store import PLAN, Sample, StudyStore, claimed, keep
 from gradus.proof.timing import Window
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
+from gradus.text import duration, size
 from gradus.train import machine
 from gradus.train.session import open_for, open_session
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from gradus import recipe as recipes
 from gradus.errors import UserError, colour
-from gradus.hardware.tables import table as columns
-from gradus.plan.show import duration, size
 from gradus.proof import results
 from gradus.proof.harness import run
 from gradus.proof.ladder_search import TOLERANCE, Climbed, Trial, climb
@@ -32,6 +30,8 @@ from gradus.proof.study_store import claimed, keep
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
+from gradus.text import cell, duration, size
+from gradus.text import table as columns
 from gradus.train.session import open_for
 
 PATIENCE = {"speed": 0.8, "memory": 0.6}  # slower than this in the first round: no other round
@@ -243,7 +243,7 @@ def trial_cells(trial: Trial) -> list[str]:
     return [
         words(trial.keys),
         colour("yes", "green") if trial.kept else colour("no", "red"),
-        results.figure(trial.speed) if timed else "-",
+        cell(trial.speed) if timed else "-",
         f"{trial.ratio:.2f} [{trial.low:.2f}, {trial.high:.2f}]" if timed else "-",
         n_bytes(trial.tensors),
         n_bytes(trial.planned),

@@ -16,9 +16,9 @@ from gradus.hardware import Device
 from gradus.parallel.mesh import DATA, sizes
 from gradus.parallel.processes import uninterrupted
 from gradus.plan.engine import Memory, plan_memory
-from gradus.plan.show import size
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
+from gradus.text import size
 from gradus.train import machine
 from gradus.train.session import Session
 

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradus.hardware.tables import table as columns
 from gradus.plan.show import value_text
 from gradus.proof.predict import STATE
 from gradus.rows import Row
+from gradus.text import table as columns
 
 PEAK = "memory/allocated"
 # planned of the largest batch: a process keeps the memory that it has

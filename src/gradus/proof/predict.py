@@ -19,13 +19,13 @@ from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
 from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
-from gradus.plan.show import duration, size
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
 from gradus.proof.memory_budget import MemoryBudget, budget_of, data_parallel_size, suggested_fix
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.text import duration, size
 from gradus.train.schedule import total_steps
 from gradus.train.session import Session
 

@@ -12,10 +12,9 @@ import textwrap
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from gradus.hardware.tables import fold
-from gradus.hardware.tables import table as columns
-from gradus.plan.show import duration, size
 from gradus.proof.pairs import joined, signed
+from gradus.text import cell, duration, fold, size
+from gradus.text import table as columns
 
 LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99",
@@ -149,17 +148,13 @@ def shown(name: str, row: Record | None) -> str:
         return f"{value:.1e}"
     if name in ("data_wait", "roof"):
         return f"{value:.1%}"
-    text = figure(value)
+    text = cell(value)
     if row.get("std") is not None:
         two_digits = float(f"{row['std']:.2g}")
-        return f"{text} ± {figure(two_digits)}"
+        return f"{text} ± {cell(two_digits)}"
     if name in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
-        text += f" [{figure(row['low'])}, {figure(row['high'])}]"
+        text += f" [{cell(row['low'])}, {cell(row['high'])}]"
     return text
-
-
-def figure(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def conditions_line(rows: Sequence[Record]) -> str:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from gradus.errors import UserError
-from gradus.hardware.tables import table as columns
 from gradus.limits import processors
 from gradus.measure.collectives import BYTES, shown
 from gradus.parallel import world as worlds
@@ -33,6 +32,7 @@ from gradus.proof.study_store import StudyStore, middle_of
 from gradus.proof.timing import PARTS, SPENT, Timed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
 from gradus.train.precision import enough_devices, pick_device
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from gradus import files
 from gradus.errors import UserError
-from gradus.plan.show import size
 from gradus.report import plots
 from gradus.report.blocks import Block, Code, Heading, Inline, Table, Text, plain
 from gradus.report.page import to_html
 from gradus.report.report import fact_text
 from gradus.rows import read_rows
+from gradus.text import size
 
 TOP = 10
 CONDITIONS = (

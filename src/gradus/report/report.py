@@ -11,13 +11,13 @@ from typing import Any
 from gradus import files
 from gradus.errors import UserError, not_written
 from gradus.limits import read_text
-from gradus.plan.show import duration, size
 from gradus.proof.pairs import signed
 from gradus.report import plots, runs, studies, study_plots
 from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, narrow, plain
 from gradus.report.page import to_html, to_pdf
 from gradus.report.runs import Machine, Run, words
 from gradus.report.studies import Study
+from gradus.text import duration, size
 
 NOTES = 2**20  # bytes of notes at most
 

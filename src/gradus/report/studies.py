@@ -13,12 +13,12 @@ from pydantic import Field
 
 from gradus import limits
 from gradus.errors import UserError
-from gradus.plan.show import duration, size
 from gradus.proof import results
 from gradus.proof.timing import PARTS
 from gradus.report.blocks import Block, Code, Table, Text, plain
 from gradus.report.runs import Amount, Content, Machine, checked, is_number, read_json, with_distinct_names
 from gradus.rows import read_rows
+from gradus.text import cell, duration, size
 
 WIDE = 120  # characters of a table's line at most
 MANY = 80  # samples that are still shown one by one
@@ -264,7 +264,7 @@ def appendix(study: Study) -> Iterator[Block]:
     samples = {c: study.row(c, "samples_per_s").get("samples", []) for c in study.values("samples_per_s")}
     rounds = max(map(len, samples.values()), default=0)
     if 1 < rounds <= 10 and rounds * len(samples) <= MANY:
-        cells = [[results.figure(value) for value in values] for values in samples.values()]
+        cells = [[cell(value) for value in values] for values in samples.values()]
         body = [[c, *row, *["–"] * (rounds - len(row))] for c, row in zip(samples, cells)]
         head = ["configuration", *(f"{n}." for n in range(1, rounds + 1))]
         yield Table(head, body, "The table shows every sample of samples/s.")

@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 RESUME = "nothing up to the last checkpoint is lost. Free some space, then continue with --resume."
 
 
-def human(value: float) -> str:
-    """A short form of a count: 1234567 → 1.23M."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:g}" if isinstance(value, int) else f"{value:.3g}"
-
-
 def environment(device: torch.device) -> dict:
     """The conditions of every number of this run: the machine as found, software, device, threads."""
     found = machine.describe() | {"device": str(device)}

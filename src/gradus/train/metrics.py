@@ -13,9 +13,9 @@ from gradus.errors import UserError
 from gradus.parallel.replicate import POWERSGD_START
 from gradus.parallel.traffic import Traffic
 from gradus.rows import Row
+from gradus.text import count
 from gradus.train.clock import MEASURES, peaks
 from gradus.train.hooks import Hook
-from gradus.train.log import human
 
 if TYPE_CHECKING:
     from gradus.train.loop import Taken, Trainer
@@ -107,7 +107,7 @@ class Metrics(Hook):
             *(Row(f"memory/{name}", value, "bytes", step) for name, value in peaks(trainer.device).items()),
         ]
         by_tokens = trainer.task.counts_tokens
-        speed = f"{human(tokens / elapsed)} tokens/s" if by_tokens else f"{human(samples / elapsed)} samples/s"
+        speed = f"{count(tokens / elapsed)} tokens/s" if by_tokens else f"{count(samples / elapsed)} samples/s"
         if self.flops_per_token and self.peak_flops:
             mfu = self.flops_per_token * tokens / elapsed / self.peak_flops
             conditions = {"convention": "model FLOPs, full attention, no recompute"}
@@ -128,7 +128,7 @@ class Metrics(Hook):
         p = trainer.progress
         spent, _, _, steps = (now - then for now, then in zip(self.before, self.began))
         left = int((trainer.last_step - p.step) * spent / max(1, steps))
-        seen = f"{human(p.tokens)} tokens" if trainer.task.counts_tokens else f"{human(p.samples)} samples"
+        seen = f"{count(p.tokens)} tokens" if trainer.task.counts_tokens else f"{count(p.samples)} samples"
         memory, n_bytes = next(iter(peaks(trainer.device).items()))
         accumulation = f"  accumulation {p.accumulations}" if p.accumulations != p.step else ""
         return (

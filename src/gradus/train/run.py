@@ -21,11 +21,12 @@ from gradus.parallel import world as worlds
 from gradus.parallel.status import Status, has_parent, typed, watched
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
+from gradus.text import count
 from gradus.train import resolve
 from gradus.train.clock import MEASURES, begin_run, peaks
 from gradus.train.evaluation import Evaluation
 from gradus.train.hooks import Hook
-from gradus.train.log import RunLog, environment, human, run_folder, write_json, write_text
+from gradus.train.log import RunLog, environment, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
 from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
 from gradus.train.precision import emulated, meet
@@ -281,7 +282,7 @@ def print_summary(trainer: Trainer, s: dict[str, Any], lines: list[str]) -> None
     keys += ["epoch", "hours_per_epoch"]
     told = {key: f"{s[key]:.6g}" for key in keys if key in s}  # no train_loss where no step was counted
     told["where the time went"] = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
-    told["seen"] = f"{human(s['samples'])} samples, {human(s['tokens'])} tokens"
+    told["seen"] = f"{count(s['samples'])} samples, {count(s['tokens'])} tokens"
     told["seen"] += f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""
     told |= {name: f"{value:.4f}" for name, value in s["metrics"].items()}
     print("", *(f"{name:26} {text}" for name, text in told.items()), sep="\n")

@@ -1,0 +1,121 @@
+"""How numbers and tables are written, everywhere: on the screen, in rows' columns, in reports."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Container, Sequence
+
+# ---------------------------------------------------------------- numbers
+
+DAY = 86_400.0  # s
+SIGNS = {"USD": "$", "EUR": "€"}
+UNITS = {  # a row's unit → (from how many on, how many make one, its name), the largest first
+    "bytes": [(0.9995 * 10**n, 10**n, name) for n, name in zip(range(15, -1, -3), ("PB", "TB", "GB", "MB", "kB", "B"))],
+    "s": (
+        (2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"),
+        (0.9995, 1, "s"), (0, 1e-3, "ms"),
+    ),
+    "kg": ((1e3, 1e3, "t"), (1, 1, "kg"), (0, 1e-3, "g")),
+    # money is counted so
+    "J": ((3.6e12, 3.6e12, "GWh"), (3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (3.6e3, 3.6e3, "Wh"), (0, 1, "J")),
+    "prefix": [(10**n, 10**n, name) for n, name in zip(range(18, -1, -3), (*"EPTGMk", ""))],
+}  # fmt: skip
+
+
+def in_unit(n: float, unit: str) -> str:
+    """Three digits in the unit of UNITS that a person would take."""
+    units = UNITS[unit]
+    _, one, name = next((entry for entry in units if abs(n) >= entry[0]), units[-1])
+    return f"{rate(n / one)} {name}"
+
+
+def size(n: float) -> str:
+    """Bytes in decimal units: 1.5e9 → 1.5 GB."""
+    return in_unit(n if abs(n) >= 999.5 else round(n), "bytes")
+
+
+def duration(seconds: float) -> str:
+    """From two of a unit on in it: 90 s, 1.5 h as 90 min."""
+    return in_unit(seconds, "s")
+
+
+def money(amount: float, currency: str) -> str:
+    """Cents where they matter: $0.0066, $13.44, $2,130, $1.85 million."""
+    sign = SIGNS.get(currency, currency if len(currency) == 1 else f"{currency} ")
+    if amount >= 100:
+        return f"{sign}{rate(amount)}"
+    return f"{sign}{amount:.2f}" if amount >= 0.1 or not amount else f"{sign}{amount:.2g}"
+
+
+def rate(n: float) -> str:
+    """Three digits: 22,700; 4.31 million; 1.65 billion."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if n >= unit:
+            return f"{n / unit:.3g} {name}" if n < 1000 * unit else f"{n / unit:,.0f} {name}"
+    return f"{float(f'{n:.3g}'):,.0f}" if n >= 100 else f"{n:.3g}"
+
+
+def count(value: float) -> str:
+    """A short form of a count: 1234567 → 1.23M."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:g}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def cell(value: float) -> str:
+    """A cell: 1,234; 12.34."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# ---------------------------------------------------------------- tables, lines
+
+
+def visible(text: str) -> int:
+    """Its columns on a terminal, without the marks of a colour."""
+    return len(re.sub("\x1b\\[[0-9;]*m", "", text))
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] | None = None, width: float = math.inf
+) -> list[str]:
+    """Aligned columns; right: those aligned to the right, by default all. Where that is wider than `width`, several
+    tables one below the other, each with the first column."""
+    widths = [max(visible(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def padded(text: str, i: int) -> str:
+        space = " " * (widths[i] - visible(text))
+        return space + text if right is None or i in right else text + space
+
+    blocks: list[list[int]] = [[]]
+    for i in range(1, len(header)):
+        if blocks[-1] and widths[0] + sum(2 + widths[j] for j in (*blocks[-1], i)) > width:
+            blocks.append([])
+        blocks[-1].append(i)
+    parts = (["  ".join(padded(row[i], i) for i in (0, *b)).rstrip() for row in [header, *rows]] for b in blocks)
+    return [line for n, part in enumerate(parts) for line in ([""] * (n > 0) + part)]
+
+
+WIDTH = 80  # of a terminal
+SETTING = r"(--\w|[a-z_]+\.\w+=)"
+
+
+def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str]:
+    """A line in as many of `width` columns as it takes, broken between words. What follows stands below the last column
+    that begins in the first half of the line, or at `indent`. Settings to paste stay one command: a backslash marks
+    the break between two of them."""
+    if visible(line) <= width:
+        return [line]
+    if indent is None:
+        columns = [m.end() for m in re.finditer(r"  +|^\w+: ", line[: int(width / 2)])]
+        indent = columns[-1] if columns else 2
+    line = re.sub(r"\[[^\]]{,40}\]|--on \S", lambda m: m[0].replace(" ", "\xa0"), line)  # these are not broken
+    options = {"subsequent_indent": " " * indent, "break_on_hyphens": False, "break_long_words": False}
+    lines = [text.replace("\xa0", " ") for text in textwrap.wrap(line, width - 2, **options)]
+    for i, (text, following) in enumerate(itertools.pairwise(lines)):
+        if re.match(SETTING, following.lstrip()) and re.search(rf"(^|\s){SETTING}\S*( \S+)?$", text):
+            lines[i] = f"{text} \\"
+    return lines
