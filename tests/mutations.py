@@ -115,7 +115,7 @@ LIST = (
       "train/test_apply.py::test_schedules_equal_transformers_and_the_paper"),
     M("train/optim.py", 'return parameter.ndim >= 2 and not special and not name.endswith("bias")', 'return parameter.ndim >= 1 and not name.endswith("bias")',
       "train/test_step.py::test_step_equals_a_plain_pytorch_loop"),
-    M("train/checkpoint.py", "found.append((value if higher else -value, evaluated", "found.append((value, evaluated",
+    M("train/checkpoint.py", "candidates.append((value if higher else -value, evaluated", "candidates.append((value, evaluated",
       "train/test_resume.py::test_best_after_a_kill_is_what_was_evaluated"),
     M("measure/energy.py", '.startswith(("package", "dram"))', '.startswith(("package", "dram", "core"))',
       "measure/test_energy.py::test_rapl_adds_packages_and_memory_and_nothing_twice"),

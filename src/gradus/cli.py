@@ -323,7 +323,7 @@ def _measuring(verb: Verb) -> None:
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); an interrupted one is continued")
     text = "faster, or smaller, step by step: each optimisation measured side by side with the best so far"
-    add = verb("ladder", lambda a: told(room("proof.ladder").ladder(load_recipe(a), a), a.json), text).add_argument
+    add = verb("ladder", lambda a: print_all(room("proof.ladder").ladder(load_recipe(a), a), a.json), text).add_argument
     add("--for", dest="goal", default="speed", choices=["speed", "memory"], help="what to optimise for (default speed)")
     add("--steps", **whole(limits.STEPS), default=8, help="timed steps per round (default 8)")
     add("--rounds", **whole(10**6), default=3, help="rounds of each comparison (default 3)")
@@ -331,7 +331,7 @@ def _measuring(verb: Verb) -> None:
     add("--to", metavar="DIR", help="folder (default: ladder/RECIPE-GOAL); an interrupted one is continued")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "a table of any configurations: planned, measured, accuracy"
-    add = verb("study", lambda a: told(room("proof.study_file").study(a), a.json), text, "overrides").add_argument
+    add = verb("study", lambda a: print_all(room("proof.study_file").study(a), a.json), text, "overrides").add_argument
     add("file", metavar="FILE.yaml", help="the configurations, and what to measure of each")
     add("overrides", nargs="*", metavar="key=value", help="settings for every recipe")
     add("--only", metavar="TEXT,...", help="only configurations with one of these in the name, and their baselines")
@@ -341,7 +341,7 @@ def _measuring(verb: Verb) -> None:
     add("--page", metavar="FILE.md", help="also put the table into this page, between its marks <!-- NAME -->")
     add("--json", **FLAG, help="the rows as JSON lines")
     text = "latency, tokens/s, memory and accuracy of a trained model in every engine and precision"
-    add = verb("bench", lambda a: told(room("proof.bench").bench(a), a.json), text, "").add_argument
+    add = verb("bench", lambda a: print_all(room("proof.bench").bench(a), a.json), text, "").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("--engines", metavar="NAME,...", default="all", help="torch, compiled, ... (default: all)")
     add("--precisions", metavar="NAME,...", default="all", help="fp32, bf16, fp16, int8, int4 (default: all)")
@@ -420,8 +420,8 @@ def room(name: str):
     return importlib.import_module(f"gradus.{name}")
 
 
-def told(lines: Iterable[str], as_json: bool = False) -> int:
-    """Printed as a terminal holds them, or as they are; the exit code that they end with."""
+def print_all(lines: Iterable[str], as_json: bool = False) -> int:
+    """Print lines as a terminal holds them, or as they are. Returns the exit code that they end with."""
     return room("proof.results").print_lines(lines, as_json)
 
 
@@ -450,25 +450,26 @@ def train(args) -> int:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
     from gradus.measure.flops import for_run
-    from gradus.parallel import status, world
+    from gradus.parallel import status
+    from gradus.parallel import world as worlds
     from gradus.proof.prove import Proof
     from gradus.train.resolve import RunContext
     from gradus.train.run import start
     from gradus.train.signals import Stopped
 
-    here, options = world.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
-    context = RunContext(args.json_file, here)
-    if here.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
+    world, options = worlds.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
+    context = RunContext(args.json_file, world)
+    if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
         outcome = start(args.recipe, args.overrides, context, plan=Proof(args.force), flops=for_run, **options)
     except Stopped as stop:
-        if here.first:
-            how = status.command(stop.checkpoint.parent.parent, here.size if status.has_parent() else None)
+        if world.first:
+            how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)
             print(f"\nstopped; saved {stop.checkpoint}. Resume with: {how}", flush=True)
         return 128 + stop.signal_number
     recipe = outcome.trainer.recipe
-    if recipe.task.name == "copy" and here.size == 1:
+    if recipe.task.name == "copy" and world.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")
         print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
         print("\n".join(outcome.trainer.task.examples(outcome.trainer.model.eval(), 1)))
@@ -513,12 +514,12 @@ def _planned(args, mode: str, request) -> Iterable[str]:
     elif mode in ("search", "optimal"):
         lines, rows = getattr(answer, mode)(request)
     else:
-        made = answer.answer(request)
+        response = answer.answer(request)
         if args.json:
-            rows = made.rows if mode == "plan" else named(made.rows, args.explain)
-            print("".join(f"note: {note}\n" for note in made.notes), end="", file=sys.stderr)
+            rows = response.rows if mode == "plan" else named(response.rows, args.explain)
+            print("".join(f"note: {note}\n" for note in response.notes), end="", file=sys.stderr)
         else:
-            lines = explain(made.rows, args.explain) if mode == "explain" else screen(made, args.all)
+            lines = explain(response.rows, args.explain) if mode == "explain" else screen(response, args.all)
     return (row.json() for row in rows) if args.json else printed(lines)
 
 
@@ -597,14 +598,14 @@ def tokenizer(args) -> Iterable[str]:
     if args.text and all(kind_of(file) == "txt" for file in args.files):
         raise UserError(f"--text {args.text}: a column of a table, and {args.files[0]} is plain text. Leave it out.")
     texts = (piece for file in args.files for piece in Corpus.open(file, args.text or "text"))
-    made = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
+    bpe = train_bpe(texts, args.vocab_size, lowercase=args.lowercase)
     to = Path(args.to)
     with errors.writing(to, "the tokenizer was not written. Free some space, or give another --to."):
         to.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.nullcontext(to) if to.exists() else files.aside(to) as folder:
-            made.save(folder)
+            bpe.save(folder)
     use = f"use it with tokenizer.kind=file tokenizer.path={args.to}"
-    return [f"{made.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}"]
+    return [f"{bpe.vocab_size:,} tokens in {args.to}/tokenizer.json; {use}"]
 
 
 def profile(args) -> Iterable[str]:
@@ -623,7 +624,7 @@ def evaluate(args) -> Iterable[str]:
 def scale(args) -> int:
     counts = limits.numbers(args.processes, "--processes")  # strong scaling keeps one batch: that of the most processes
     recipe = load_recipe(args, on_this_host(1 if args.weak else max(counts)))
-    return told(room("proof.scale").scale(recipe, counts, args))
+    return print_all(room("proof.scale").scale(recipe, counts, args))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -631,8 +632,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     limits.words(argv)
     runs = [files.run_of(word) for word in argv]
-    given = {word.rstrip("/") for word in argv}  # a link beside its run, as in runs/copy-task/*, is one run
-    argv = [run for word, run in zip(argv, runs) if run == word or run not in given]
+    words = {word.rstrip("/") for word in argv}  # a link beside its run, as in runs/copy-task/*, is one run
+    argv = [run for word, run in zip(argv, runs) if run == word or run not in words]
     top = parser()
     args, rest = top.parse_known_args(argv)
     for word in rest:

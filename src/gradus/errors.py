@@ -104,16 +104,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     most like it, else one that holds it or that it holds (mixed_precision → precision). None where nothing is near."""
 
     def likeness(name: str) -> float:
-        return difflib.SequenceMatcher(None, name.lower(), given).ratio()
+        return difflib.SequenceMatcher(None, name.lower(), lower).ratio()
 
     def parts(name: str) -> str:
         return "_" + re.sub(r"\W", "_", name.lower()) + "_"
 
-    given, known = str(word).lower(), sorted({str(k) for k in known})
+    lower, known = str(word).lower(), sorted({str(k) for k in known})
     near = (
-        [k for k in known if k == given or (len(given) > 1 and parts(given) in parts(k))]
+        [k for k in known if k == lower or (len(lower) > 1 and parts(lower) in parts(k))]
         or [k for k in known if likeness(k) >= 0.5]
-        or [k for k in known if (len(given) > 2 and given in k.lower()) or (len(k) > 1 and parts(k) in parts(given))]
+        or [k for k in known if (len(lower) > 2 and lower in k.lower()) or (len(k) > 1 and parts(k) in parts(lower))]
     )
     return max(near, key=likeness, default=None)
 

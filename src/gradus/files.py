@@ -83,8 +83,8 @@ def is_running(pid: int) -> bool:
 
 def numbered(folder: Path, prefix: str) -> list[Path]:
     """What is called PREFIX and a number in a folder, by the number."""
-    found = (p for p in folder.glob(f"{prefix}*") if p.name.removeprefix(prefix).isdecimal())
-    return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)))
+    paths = (p for p in folder.glob(f"{prefix}*") if p.name.removeprefix(prefix).isdecimal())
+    return sorted(paths, key=lambda p: int(p.name.removeprefix(prefix)))
 
 
 def appear(path: Path, target: Path) -> None:

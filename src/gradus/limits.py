@@ -118,17 +118,17 @@ def read_json(path: str | Path, most: float, **options: Any) -> Any:
 
 def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
     try:
-        found = json.loads(text, **options)
-        shallow(found, where)
+        content = json.loads(text, **options)
+        shallow(content, where)
         if not (isinstance(text, str) and "\\u" not in text):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(content, ensure_ascii=False).encode()
     except json.JSONDecodeError as e:
         raise UserError(f"{where}: line {e.lineno}, column {e.colno}: not valid JSON: {e.msg}.") from None
     except RecursionError:
         raise UserError(f"{where}: nested deeper than {DEPTH} levels.") from None
     except ValueError as e:  # not UTF-8, half a character (a lone surrogate), or more digits than Python takes
         raise UserError(f"{where}: not valid JSON: {str(e).split(';')[0]}.") from None
-    return found
+    return content
 
 
 def shallow(tree: Any, where: object, most: float = math.inf) -> None:
@@ -160,8 +160,8 @@ def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEPTH:
                 raise RecursionError
-        found = yaml.load(text, loader or quick)
-        shallow(found, where, most)
+        content = yaml.load(text, loader or quick)
+        shallow(content, where, most)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None) or getattr(e, "context_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -172,7 +172,7 @@ def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES
     except (ValueError, TypeError, OverflowError, AttributeError) as e:  # a date such as 2026-99-99, a list as a key
         reason = str(e).splitlines()[0][:120]
         raise UserError(f"{where}: a value that YAML cannot hold ({reason}). Put it in quotes.") from None
-    return found
+    return content
 
 
 # ---------------------------------------------------------------- the command line
@@ -211,12 +211,12 @@ def _reader(kind: type, above: float | None, least: float, most: float) -> Calla
 
 def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> list[int]:
     """`8,16,32` → [8, 16, 32], each once, in their order. Raises UserError."""
-    found = [word.strip() for word in text.split(",")]
-    for word in found:
+    entries = [word.strip() for word in text.split(",")]
+    for word in entries:
         if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
             what = f"{repr(word[:40]) if word else 'an empty entry'} is not a whole number from {least} to {most:,}"
             raise UserError(f"{option} {text[:80]}: {what}. Write for example {option} 1,2,4")
-    return list(dict.fromkeys(map(int, found)))
+    return list(dict.fromkeys(map(int, entries)))
 
 
 def shown(text: str) -> str:

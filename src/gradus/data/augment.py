@@ -39,9 +39,9 @@ class Augment:
         self.config, self.image_size, self.train = config, image_size, train
         n_channels = train[0]["image"].shape[0]
         for key in ("mean", "std"):
-            given = getattr(config, key)
-            if given is not None and len(given) != n_channels:
-                raise UserError(f"data.{key} has {len(given)} values, but the images have {n_channels} channels")
+            values = getattr(config, key)
+            if values is not None and len(values) != n_channels:
+                raise UserError(f"data.{key} has {len(values)} values, but the images have {n_channels} channels")
         if config.std is not None and min(config.std) <= 0:
             raise UserError(f"data.std={config.std}: every value must be above 0")
         measured = (None, None) if config.mean and config.std else channel_stats(train)

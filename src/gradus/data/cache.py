@@ -63,8 +63,8 @@ def _mark(file: Path) -> list[Any]:
 def unchanged(folder: Path) -> bool:
     """Whether its files are those that `keep` has made."""
     try:
-        made = json.loads(limits.regular(folder / MADE).read_text())
-        return bool(made) and made == {name: _mark(folder / name) for name in made}
+        marks = json.loads(limits.regular(folder / MADE).read_text())
+        return bool(marks) and marks == {name: _mark(folder / name) for name in marks}
     except (OSError, ValueError, TypeError, RecursionError, UserError):
         return False
 

@@ -78,21 +78,21 @@ class Corpus:
 
     def split(self, fraction: float) -> tuple[Corpus, Corpus]:
         """All but the last `fraction` of the characters, and the rest. A document belongs to where it begins."""
-        first = self._made(f"first {1 - fraction:.0%}", self._part, fraction, False)
-        return first, self._made(f"last {fraction:.0%}", self._part, fraction, True)
+        first = self._derived(f"first {1 - fraction:.0%}", self._part, fraction, False)
+        return first, self._derived(f"last {fraction:.0%}", self._part, fraction, True)
 
-    def every(self, n: int, held: bool) -> Corpus:
-        """Every n-th text (held), or all others."""
-        return self._made(f"every {n}th" if held else f"without every {n}th", self._every, n, held)
+    def every(self, n: int, held_out: bool) -> Corpus:
+        """Every n-th text (held_out), or all others."""
+        return self._derived(f"every {n}th" if held_out else f"without every {n}th", self._every, n, held_out)
 
-    def _made(self, share: str, make: Callable, *arguments: Any) -> Corpus:
+    def _derived(self, share: str, make: Callable, *arguments: Any) -> Corpus:
         key, name = digest(self.key, make.__name__, *arguments), f"{self.name} ({share})"
         return dataclasses.replace(self, make=functools.partial(make, *arguments), key=key, name=name)
 
-    def _every(self, n: int, held: bool) -> Iterator[str]:
+    def _every(self, n: int, held_out: bool) -> Iterator[str]:
         at = 0
         for at, text in enumerate(self, 1):
-            if (at % n == 0) == held:
+            if (at % n == 0) == held_out:
                 yield text
         if at < n:
             raise UserError(f"{self.name}: {at} lines are too few to hold out every {n}th. Give a valid split.")
@@ -193,12 +193,12 @@ def cached_bpe(
 ) -> Tokenizer:
     """`train_bpe` of these texts, done once and kept in the cache. sentinels: with T5's 100 `<extra_id_i>`."""
     specials = [f"<extra_id_{i}>" for i in range(100)] if sentinels else []
-    made_of: tuple[Any, ...] = ("".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
+    key_parts: tuple[Any, ...] = ("".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
 
     def write(aside: Path) -> None:
         train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
 
-    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *made_of), write))
+    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *key_parts), write))
 
 
 # ---------------------------------------------------------------- tokenised once
@@ -238,12 +238,12 @@ class TokenFile:
     @classmethod
     def of(
         cls, corpus: Corpus, tokenizer: Tokenizer, eos: bool = False, cache: str | Path | None = None,
-        beside: Callable[[], dict[str, Any]] = dict,
+        extra: Callable[[], dict[str, Any]] = dict,
     ) -> TokenFile:  # fmt: skip
         """Tokenise texts in a stream into the cache, or open what is there under (their key, tokenizer, eos): then they
         are not read.
 
-        eos: an end-of-text token after each text. beside: called after the last text for more to keep in `about`.
+        eos: an end-of-text token after each text. extra: called after the last text for more to keep in `about`.
         Raises UserError where there is no text, no end-of-text token, or no room.
         """
         if eos and tokenizer.eos_id is None:
@@ -251,10 +251,10 @@ class TokenFile:
             raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
         folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
-        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, beside)))
+        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, extra)))
 
 
-def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], beside: Callable) -> None:
+def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], extra: Callable) -> None:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     about = dict.fromkeys(("n_tokens", "n_texts", "n_bytes", "n_words", "n_lines"), 0)
     shown = time.monotonic()
@@ -280,7 +280,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], b
                 print(f"tokenising {corpus.name}: {done}", file=sys.stderr, flush=True)
     if about["n_tokens"] == 0:
         raise UserError(f"{corpus.name}: empty: it contains no tokens.")
-    about |= {"dtype": dtype, **beside()}
+    about |= {"dtype": dtype, **extra()}
     (folder / "about.json").write_text(json.dumps(about))
 
 

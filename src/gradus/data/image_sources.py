@@ -128,15 +128,15 @@ class CifarSource(Rows):
     @functools.cached_property
     def records(self) -> dict[str, np.ndarray]:
         """File → (n, 3073) uint8."""
-        found = {}
+        by_file = {}
         for name, data in sorted(self._unpacked()):
             if rest := len(data) % self.RECORD:
                 what = f"row {len(data) // self.RECORD}: an image of {rest} bytes, not {self.RECORD}"
                 raise UserError(f"{name}, {what}. Download the file again")
-            found[name] = np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)
-        if not found:
+            by_file[name] = np.frombuffer(data, dtype=np.uint8).reshape(-1, self.RECORD)
+        if not by_file:
             raise UserError(f"{self.name}: none of CIFAR-10's files (binary version) in it")
-        return found
+        return by_file
 
     parts = property(lambda self: list(self.records))
     sizes = property(lambda self: list(map(len, self.records.values())))
@@ -194,8 +194,8 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         raise DataError(f"data.path is missing: {kinds}")
     path = expanded(config.path)
     if is_hub(config.path):
-        found = ((split, find_split(config.path, split, required=split == "train")) for split in SPLITS)
-        tables = {split: [table] for split, table in found if table is not None}
+        candidates = ((split, find_split(config.path, split, required=split == "train")) for split in SPLITS)
+        tables = {split: [table] for split, table in candidates if table is not None}
     elif not path.exists():
         raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
     elif cifar := find_cifar(path):

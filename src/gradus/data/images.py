@@ -51,11 +51,11 @@ def open_images(
     else:
         splits = {}
         for split, source in find_sources(config, names).items():
-            splits[split] = made = _open(source, image_size, splits["train"].classes if splits else None, names)
+            splits[split] = dataset = _open(source, image_size, splits["train"].classes if splits else None, names)
             train = splits["train"].shape
-            if made.shape[0] != train[0] or (made.shape != train and image_size is None):
-                sizes = f"images of {_size(made.shape)}, but the training images are {_size(train)}"
-                raise UserError(f"{made.name}: {sizes}")
+            if dataset.shape[0] != train[0] or (dataset.shape != train and image_size is None):
+                sizes = f"images of {_size(dataset.shape)}, but the training images are {_size(train)}"
+                raise UserError(f"{dataset.name}: {sizes}")
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
     splits = limited(splits, config.limit, config.limit_valid)

@@ -267,9 +267,9 @@ def hub_split(path: str | Path) -> Any:
     none."""
     name, _, split = str(path).removeprefix("hf:").partition("#")
     splits, split = hub_splits(name), split or "train"
-    if (found := alias_in(splits, split)) is None:
+    if (key := alias_in(splits, split)) is None:
         raise UserError(f"hf:{name}: no split {split!r}; there are: {', '.join(splits)}.")
-    return splits[found]
+    return splits[key]
 
 
 def alias_in(splits: Iterable[str], split: str) -> str | None:

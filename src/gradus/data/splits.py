@@ -143,12 +143,12 @@ class Part:
 
 def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, Part]:
     """(the rest, the part held out): of each label every `every`-th sample, a fixed and stratified choice."""
-    held = np.zeros(len(dataset), dtype=bool)
+    mask = np.zeros(len(dataset), dtype=bool)
     for label in np.unique(dataset.labels):
-        held[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
-    if not held.any():
+        mask[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
+    if not mask.any():
         raise UserError(f"{dataset.name}: no class has {every} {unit}, enough to hold one out. Add a valid split.")
-    return Part(dataset, np.flatnonzero(~held)), Part(dataset, np.flatnonzero(held), f"{dataset.name} (held out)")
+    return Part(dataset, np.flatnonzero(~mask)), Part(dataset, np.flatnonzero(mask), f"{dataset.name} (held out)")
 
 
 def limited(splits: dict[str, Any], limit: int | None, limit_valid: int | None) -> dict[str, Any]:

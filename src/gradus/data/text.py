@@ -182,7 +182,7 @@ class LabelledDataset:
         labels: list[int | str] = []
         key = digest("labelled", digest(kind_of(path), identity(path)), *columns, "labels as they are")
         texts = Corpus(lambda: self._texts(path, columns, labels), key, self.name, True)
-        self.tokens = TokenFile.of(texts, tokenizer, cache=cache, beside=lambda: {"labels": labels})
+        self.tokens = TokenFile.of(texts, tokenizer, cache=cache, extra=lambda: {"labels": labels})
         labels = self.tokens.about.pop("labels")
         if like is not None:
             self.classes, self.index = like.classes, like.index

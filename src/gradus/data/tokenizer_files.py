@@ -174,10 +174,10 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
     chinese = bool(config.get("tokenize_chinese_chars", True))
-    made = package_tokenizers().BertWordPieceTokenizer(
+    wordpiece = package_tokenizers().BertWordPieceTokenizer(
         vocab, handle_chinese_chars=chinese, strip_accents=config.get("strip_accents"), lowercase=lowercase
     )
-    rust = package_tokenizers().Tokenizer.from_str(made.to_str())
+    rust = package_tokenizers().Tokenizer.from_str(wordpiece.to_str())
     rust.add_special_tokens(special)
     return FastTokenizer(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 

@@ -193,8 +193,8 @@ class FastTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))
-        said = {k: v for k, v in self.config.items() if v is not None}
-        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | said)
+        settings = {k: v for k, v in self.config.items() if v is not None}
+        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | settings)
 
 
 # ---------------------------------------------------------------- tables: characters, words, bytes

@@ -33,8 +33,8 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
 
     for word in [args.recipe, *args.overrides, *([args.json_file] if args.json_file else [])]:
         one_line("RECIPE key=value", word)
-    here = World(size=processes, local_size=-(-processes // getattr(args, "nodes", 1)))
-    recipe = load_and_print_notes(args.recipe, args.overrides, RunContext(args.json_file, here))
+    world = World(size=processes, local_size=-(-processes // getattr(args, "nodes", 1)))
+    recipe = load_and_print_notes(args.recipe, args.overrides, RunContext(args.json_file, world))
     if recipe.layout.replicate != "data_parallel":  # which looks at the GPUs of this machine
         validate(recipe, processes)
     return recipe, str(new_run_folder(recipe.log, recipe.name))
@@ -99,7 +99,7 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
     """
     from gradus.train.fetch import TOKENIZERS
 
-    found = {}
+    by_key = {}
     for key, value in (
         ("model.init", recipe.model.init),
         ("tokenizer.path", recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None),
@@ -108,14 +108,14 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
         path = Path(os.path.expanduser(value)) if value else None
         if path is None or not path.exists():
             continue
-        beside: list[Path] = []
+        companions: list[Path] = []
         if path.is_file() and key == "data.path":
             names = (getattr(recipe.data, split, None) for split in ("train", "valid", "test"))
-            beside = [path.parent / name for name in names if name]
+            companions = [path.parent / name for name in names if name]
         elif path.is_file():
-            beside = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
-        found[key] = list(dict.fromkeys([path, *beside]))
-    return found
+            companions = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
+        by_key[key] = list(dict.fromkeys([path, *companions]))
+    return by_key
 
 
 def recipe_file(name: str) -> Path | None:

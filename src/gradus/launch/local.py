@@ -78,7 +78,7 @@ def run(
     from gradus.train.log import LOCK
 
     folder = Path(folder)
-    made = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
+    new_folders = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
     workers = Workers(n, folder, timeout, grace)
     try:
         with handling(SIGNALS, workers.pass_on):
@@ -96,10 +96,10 @@ def run(
         return code
     finally:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-        nothing = names == {"ranks", LOCK} or (made and names == {"ranks"})  # no run came of it
+        nothing = names == {"ranks", LOCK} or (new_folders and names == {"ranks"})  # no run came of it
         if nothing and not any((folder / "ranks").glob("*.error*")):
             shutil.rmtree(folder / "ranks")
-            for p in made:
+            for p in new_folders:
                 with contextlib.suppress(OSError):  # not empty
                     p.rmdir()
 
@@ -187,15 +187,15 @@ class Workers:
             time.sleep(0.05)
 
     def _outcome(self, codes: dict[int, int | None], text: str | None) -> tuple[int, str | None]:
-        said = status.with_word_left(self.folder, codes)
-        faulty = status.died(self.folder, said)
-        first, code = (faulty[0], said[faulty[0]]) if faulty else (0, 1)
+        exit_codes = status.with_word_left(self.folder, codes)
+        faulty = status.died(self.folder, exit_codes)
+        first, code = (faulty[0], exit_codes[faulty[0]]) if faulty else (0, 1)
         if code == 2:
-            return 2, None if said[0] == 2 else self._mistake(first)
+            return 2, None if exit_codes[0] == 2 else self._mistake(first)
         if code == FAULT:
             # rank 0, which writes no log, has said it on standard error
-            said = codes[0] == FAULT and not status.tail(status.log_path(self.folder, first))
-            return FAULT, None if said else text
+            printed = codes[0] == FAULT and not status.tail(status.log_path(self.folder, first))
+            return FAULT, None if printed else text
         return 1, text
 
     def _mistake(self, rank: int) -> str:
@@ -203,5 +203,5 @@ class Workers:
         log, error = status.log_path(self.folder, rank), status.error_path(self.folder, rank)
         lines = status.tail(log) or status.tail(error)[-1:]
         errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
-        said = next(errors, "\n".join(lines))
-        return f"rank {rank} on {status.host()}: {said}"
+        message = next(errors, "\n".join(lines))
+        return f"rank {rank} on {status.host()}: {message}"

@@ -93,8 +93,8 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         if n_gpus > 1:
             words += ["--processes", str(n_gpus)]
     elif args.overrides or args.force or args.json_file:
-        given = args.overrides[0] if args.overrides else "--force" if args.force else "--json_file"
-        raise UserError(f"{given}: a setting of a recipe, and there is none. Give RECIPE too.")
+        setting = args.overrides[0] if args.overrides else "--force" if args.force else "--json_file"
+        raise UserError(f"{setting}: a setting of a recipe, and there is none. Give RECIPE too.")
     if model and Path(os.path.expanduser(one_line("--model", model))).exists():
         path = Path(os.path.expanduser(model)).resolve()
         model = f"/root/inputs/model/{path.name}"
@@ -115,8 +115,8 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
         "SECONDS": int(args.hours * 3600),
         "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "PACKAGES": packages,
-        "FOLDERS": {there: str(here) for there, here in added.items() if here.is_dir()},  # in the image: here
-        "FILES": {there: str(here) for there, here in added.items() if not here.is_dir()},
+        "FOLDERS": {there: str(local) for there, local in added.items() if local.is_dir()},  # in the image: here
+        "FILES": {there: str(local) for there, local in added.items() if not local.is_dir()},
         "MODEL": model or run,
         "PRECISION": args.precision,
         **({"RUN": run, "WORDS": words} if run else {}),

@@ -204,8 +204,8 @@ def _directives(args: Namespace, name: str, run: str, folder: Path) -> list[str]
         "signal": None if args.signal == "none" else args.signal,
     }
     values = {key: ours[key] if key in ours else getattr(args, key.replace("-", "_")) for key in DIRECTIVES[:-1]}
-    given = {f"--{key}": str(value) for key, value in values.items() if value is not None}
-    lines = [f"#SBATCH {option}={_directive(option, value)}" for option, value in given.items()]
+    options = {f"--{key}": str(value) for key, value in values.items() if value is not None}
+    lines = [f"#SBATCH {option}={_directive(option, value)}" for option, value in options.items()]
     if args.signal != "none":
         lines.append("#SBATCH --requeue")
     return lines + [f"#SBATCH --{one_line('--directive', text.lstrip('-'))}" for text in args.directive]
@@ -221,10 +221,10 @@ def _directive(option: str, value: str) -> str:
 
 
 def _gpus(args: Namespace) -> int:
-    found = re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,6})", args.gpus)
-    if not found:
+    match = re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,6})", args.gpus)
+    if not match:
         raise UserError(f"--gpus={args.gpus}: give a number of GPUs per node, or TYPE:NUMBER, e.g. 4 or a100:4.")
-    return int(found[1])
+    return int(match[1])
 
 
 def _seconds(limit: str) -> int:

@@ -123,15 +123,15 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
             return ["rsync", "-az", *(["-e", shlex.join(ssh)] if len(ssh) > 1 else []), *map(str, sources), to]
         return ["scp", "-rq", *(["-P", str(args.port)] if args.port != 22 else []), *map(str, sources), to]
 
-    sources, file, given = checkout(), recipe_file(args.recipe), inputs(recipe)
-    folders = [*(["source"] if sources else []), run, *(f"inputs/{key}" for key in given)]
+    sources, file, input_paths = checkout(), recipe_file(args.recipe), inputs(recipe)
+    folders = [*(["source"] if sources else []), run, *(f"inputs/{key}" for key in input_paths)]
     paths_there = " ".join(f"{args.folder}/{name}" for name in folders)
     settings, name, copies = {}, args.recipe, {}  # what → (paths here, the place there)
     if sources:
         built_from = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "constraints.txt", "src")
         parts = (sources / part for part in built_from)
         copies["the program"] = ([part for part in parts if part.exists()], "source/")
-    for key, paths in given.items():
+    for key, paths in input_paths.items():
         settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
         copies[key] = ([path.resolve() for path in paths], f"inputs/{key}/")
     if file:

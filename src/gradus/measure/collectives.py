@@ -139,41 +139,41 @@ def measure(
             n = -(-size // (4 * world.size))  # float32 a process
             n_bytes = 4 * n * world.size
             torch_device = "cuda" if backend == "nccl" else "cpu"
-            made = MpiCollectives(world, n) if backend == "mpi" else TorchCollectives(world, n, torch_device)
-            times = _time(made, name)
+            group = MpiCollectives(world, n) if backend == "mpi" else TorchCollectives(world, n, torch_device)
+            times = _time(group, name)
             low, median, high = (float(q) for q in np.percentile(times, (25, 50, 75)))
             points.append((n_bytes, median))
-            here = {"collective": name, "bytes": n_bytes, **common}
+            of_size = {"collective": name, "bytes": n_bytes, **common}
             path, speed = f"collective/{name}", n_bytes / median
             rows += [
-                Row(f"{path}/time", median, "s", conditions={**here, "quartiles": [low, high], "calls": len(times)}),
-                Row(f"{path}/algorithm_bandwidth", speed, "bytes/s", conditions=here),
-                Row(f"{path}/bus_bandwidth", speed * BUS_FACTOR[name](world.size), "bytes/s", conditions=here),
+                Row(f"{path}/time", median, "s", conditions={**of_size, "quartiles": [low, high], "calls": len(times)}),
+                Row(f"{path}/algorithm_bandwidth", speed, "bytes/s", conditions=of_size),
+                Row(f"{path}/bus_bandwidth", speed * BUS_FACTOR[name](world.size), "bytes/s", conditions=of_size),
             ]
         if len({b for b, _ in points}) > 2:  # two points lie on a line whatever they are
             alpha, beta, error = fit(*zip(*points))
             how = "t = latency + bytes / bandwidth, least squares on relative errors"
-            here = {"collective": name, "fit": how, "largest_error": error, "sizes": [b for b, _ in points], **common}
-            rows.append(Row(f"collective/{name}/latency", alpha, "s", conditions=here))
+            of_fit = {"collective": name, "fit": how, "largest_error": error, "sizes": [b for b, _ in points], **common}
+            rows.append(Row(f"collective/{name}/latency", alpha, "s", conditions=of_fit))
             if np.isfinite(beta):
-                rows.append(Row(f"collective/{name}/bandwidth", beta, "bytes/s", conditions=here))
+                rows.append(Row(f"collective/{name}/bandwidth", beta, "bytes/s", conditions=of_fit))
     return rows
 
 
-def _time(made: TorchCollectives | MpiCollectives, name: str) -> np.ndarray:
+def _time(group: TorchCollectives | MpiCollectives, name: str) -> np.ndarray:
     """(calls,) seconds of each call on the process where it took longest."""
 
     def once() -> float:
-        made.barrier()
+        group.barrier()
         start = time.perf_counter()
-        made.calls[name]()
-        made.wait()
+        group.calls[name]()
+        group.wait()
         return time.perf_counter() - start
 
     # the same on every process, so that all agree on the number of calls
-    warm = made.slowest([once() for _ in range(WARM_UP)])
+    warm = group.slowest([once() for _ in range(WARM_UP)])
     calls = int(min(MOST, max(LEAST, AIM / max(float(warm[-1]), 1e-9))))
-    return made.slowest([once() for _ in range(calls)])
+    return group.slowest([once() for _ in range(calls)])
 
 
 def fit(n_bytes: list[float], seconds: list[float]) -> tuple[float, float, float]:
@@ -198,16 +198,16 @@ def fit(n_bytes: list[float], seconds: list[float]) -> tuple[float, float, float
 
 def conditions(world: World, backend: str) -> dict:
     """Under what the times were taken."""
-    found = machine.conditions()
-    versions = found["versions"]
+    environment = machine.conditions()
+    versions = environment["versions"]
     if backend == "mpi":
         mpi4py, library = sys.modules["mpi4py"], worlds.load_mpi("--backend mpi")
         versions |= {"mpi4py": mpi4py.__version__, "mpi": library.Get_library_version().split(",")[0].strip("\0 \n")}
     if backend == "nccl":
         versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
-        found["gpu"] = torch.cuda.get_device_name()
-    here = {"processes": world.size, "processes_on_this_host": world.local_size, "threads": torch.get_num_threads()}
-    return {"backend": backend, **here, "dtype": "float32", **found}
+        environment["gpu"] = torch.cuda.get_device_name()
+    counts = {"processes": world.size, "processes_on_this_host": world.local_size, "threads": torch.get_num_threads()}
+    return {"backend": backend, **counts, "dtype": "float32", **environment}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -248,13 +248,13 @@ def run(backend: str, processes: int | None = None, sizes: tuple[int, ...] = SIZ
     return rows
 
 
-def possible(n: int, here: int, size: int) -> None:
-    """Raises UserError for n processes, of them `here` on this machine, that cannot send so many bytes."""
+def possible(n: int, local_size: int, size: int) -> None:
+    """Raises UserError for n processes, of them `local_size` on this machine, that cannot send so many bytes."""
     if n < 2:
         raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
-    most = limits.memory() / 4 / here  # each process holds what it sends and what it gets, twice over at times
+    most = limits.memory() / 4 / local_size  # each process holds what it sends and what it gets, twice over at times
     if size > most:
-        raise UserError(f"--sizes {shown(size, BYTES)}: {here} processes hold {shown(most, BYTES)} at most.")
+        raise UserError(f"--sizes {shown(size, BYTES)}: {local_size} processes hold {shown(most, BYTES)} at most.")
 
 
 def _take_part(backend: str, sizes: tuple[int, ...], world: World) -> list[Row] | None:

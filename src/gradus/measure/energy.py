@@ -72,16 +72,16 @@ class Meter:
 def rapl() -> Counters:
     """The domains of processor packages and their memory. Cores and graphics are parts of a package and `psys` is made
     of all, so they are left out. Empty where nothing can be read."""
-    found = {}
+    counters = {}
     for folder in sorted(POWERCAP.glob("intel-rapl:*")):  # AMD's too
         with contextlib.suppress(OSError, ValueError):
             if (folder / "name").read_text().strip().startswith(("package", "dram")):
                 value, end = (int((folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
-                found[folder] = value, end
-    return found
+                counters[folder] = value, end
+    return counters
 
 
 def total(meters: Iterable[float | None]) -> float | None:
     """The sum of several meters' joules; None where one of them has nothing to tell."""
-    found = list(meters)
-    return None if not found or any(j is None for j in found) else sum(found)
+    joules = list(meters)
+    return None if not joules or any(j is None for j in joules) else sum(joules)

@@ -29,12 +29,12 @@ class Hint(NamedTuple):
 def hints(recipe: Recipe, device: torch.device, shares: Mapping[str, float], free_cores: int) -> list[Hint]:
     """The most promising first. shares: of the step by category and, of recomputation, by phase. free_cores: processors
     that training leaves to others."""
-    found = [
+    candidates = [
         hint
         for make in (_data, _attention, _fusing, _gpu, _precision, _casts, _recomputation, _optimizer)
         for hint in make(recipe, device.type == "cuda", lambda name: shares.get(name, 0.0), free_cores)
     ]
-    return sorted((hint for hint in found if _allowed(hint.key, recipe)), key=lambda hint: -hint.share)
+    return sorted((hint for hint in candidates if _allowed(hint.key, recipe)), key=lambda hint: -hint.share)
 
 
 def _allowed(key: str, recipe: Recipe) -> bool:

@@ -85,32 +85,32 @@ GPU = {
 WRITTEN = {"temperature_c": "{} °C", "power_w": "{:.0f} W", "power_cap_w": "{:.0f} W", "utilisation": "{} %"}
 
 
-def lines(found: dict[str, Any] | None = None) -> Iterator[str]:
+def lines(facts: dict[str, Any] | None = None) -> Iterator[str]:
     """The description (train.machine.describe) as text: a line a figure, its value and a word on it. What is absent has
     no line."""
-    found = describe() if found is None else found
+    facts = describe() if facts is None else facts
     sections = {
-        "machine": _figures(MACHINE, found),
-        "software": [*_figures(SOFTWARE, found), *((k, v, PACKAGES[k]) for k, v in found.get("versions", {}).items())],
-        "several processes": [(name, "yes", BACKENDS[name]) for name in found.get("backends", [])]
-        + [(name, path, LAUNCHERS[name]) for name, path in found.get("launchers", {}).items()],
-        "GPUs": _figures(DRIVER, found),
-        **{f"GPU {gpu['index']}": _figures(GPU, gpu) for gpu in found.get("gpus", [])},
+        "machine": _figures(MACHINE, facts),
+        "software": [*_figures(SOFTWARE, facts), *((k, v, PACKAGES[k]) for k, v in facts.get("versions", {}).items())],
+        "several processes": [(name, "yes", BACKENDS[name]) for name in facts.get("backends", [])]
+        + [(name, path, LAUNCHERS[name]) for name, path in facts.get("launchers", {}).items()],
+        "GPUs": _figures(DRIVER, facts),
+        **{f"GPU {gpu['index']}": _figures(GPU, gpu) for gpu in facts.get("gpus", [])},
         "links": [
             ("GPU {} - GPU {}".format(*link["gpus"]), link["path"], "the path between them")
-            for link in found.get("gpu_links", [])
+            for link in facts.get("gpu_links", [])
         ],
     }
     for title, figures in sections.items():
         width = min(48, max((len(value) for _, value, _ in figures), default=0))
         yield from [title] if figures else []
         yield from (f"  {label:18}  {value:{width}}  {word}" for label, value, word in figures)
-    if found.get("torch_gpus") and "gpus" not in found and "nvml_error" not in found:
+    if facts.get("torch_gpus") and "gpus" not in facts and "nvml_error" not in facts:
         yield f"\nFor the GPUs' figures: {how_to_install('gpu')}"
 
 
-def _figures(words: dict[str, tuple[str, str]], found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(label, _written(key, found[key]), word) for key, (label, word) in words.items() if key in found]
+def _figures(words: dict[str, tuple[str, str]], facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(label, _written(key, facts[key]), word) for key, (label, word) in words.items() if key in facts]
 
 
 def _written(key: str, value: Any) -> str:

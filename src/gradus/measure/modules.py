@@ -39,9 +39,9 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
     )
     check.validate(recipe, n)
     recipe = recipe.model_copy(update={"layout": layout})
-    with fake_world(n, rank) as here:
-        config = open_session(recipe, world=here).recipe.model if data else _complete(recipe)
-        mesh = Mesh.make(layout, here)
+    with fake_world(n, rank) as world:
+        config = open_session(recipe, world=world).recipe.model if data else _complete(recipe)
+        mesh = Mesh.make(layout, world)
         with FakeTensorMode():
             precision = Precision(layout.precision, pick_device("cpu"))
             model = models.build(config)
@@ -104,8 +104,8 @@ def _local(p: nn.Parameter) -> Tensor:
 
 
 def _shapes(p: nn.Parameter) -> str:
-    whole, here = tuple(p.shape), tuple(_local(p).shape)
-    return f"{whole} → {here}" if here != whole else f"{whole}"
+    whole, local = tuple(p.shape), tuple(_local(p).shape)
+    return f"{whole} → {local}" if local != whole else f"{whole}"
 
 
 def _placed(p: nn.Parameter, name: str, parallel: Parallel) -> str:
@@ -127,7 +127,7 @@ def _placed(p: nn.Parameter, name: str, parallel: Parallel) -> str:
 
 
 def _totals(parallel: Parallel, config: ModelConfig) -> Iterator[str]:
-    here = [_local(p) for p in parallel.part.parameters()]
-    whole, elements = models.count(config)["total"], sum(p.numel() for p in here)
+    tensors = [_local(p) for p in parallel.part.parameters()]
+    whole, elements = models.count(config)["total"], sum(p.numel() for p in tensors)
     for label, count in (("parameters in total", whole), ("on this process", elements)):
-        yield f"{label:24} {count:>17,}  {count * here[0].dtype.itemsize:>19,} bytes"
+        yield f"{label:24} {count:>17,}  {count * tensors[0].dtype.itemsize:>19,} bytes"

@@ -163,22 +163,22 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
         model.train()
         trainer = Trainer(session, model, folder)
         timeline.mark("building")
-        held = {}
+        by_component = {}
         steps = endless(trainer.loader)
         for number in (1, 2):
 
             def mark(name: str, number: int = number) -> None:
                 timeline.mark(f"step {number}: {name}")
                 if name == "backward":
-                    held["gradients"] = component_bytes(model)["gradients"]
+                    by_component["gradients"] = component_bytes(model)["gradients"]
 
             step = next(steps)  # before the marks are set: workers take the task with them
             with between(trainer, mark):
                 trainer.take(step)
             timeline.mark(f"step {number}: cleared")
-    held |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
+    by_component |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
-    return trainer, steps, *picture_lines(session, timeline, held)
+    return trainer, steps, *picture_lines(session, timeline, by_component)
 
 
 def picture_lines(
@@ -231,10 +231,10 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
     for old in folder.glob(f"{glob.escape(name)}.*.pt.trace.json"):
         old.unlink()
 
-    def keep(found: torch.profiler.profile) -> None:
+    def keep(profiler: torch.profiler.profile) -> None:
         path = folder / f"{name}.{len(recorded.files) + 1}.pt.trace.json"  # as TensorBoard's plugin wants them called
         try:
-            found.export_chrome_trace(str(path))
+            profiler.export_chrome_trace(str(path))
             # the profiler does not look whether the disk took it all
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         except (OSError, RuntimeError, ValueError) as e:
@@ -249,7 +249,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
     def mark(name: str) -> None:
         with record_function(trace.MARK + name):
             pass
-        if name == "backward" and found.step_num % CYCLE == CYCLE - 1:
+        if name == "backward" and profiler.step_num % CYCLE == CYCLE - 1:
             grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
             gradients.clear()
             gradients.update(g.untyped_storage().data_ptr() for g in grads)
@@ -260,7 +260,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
     what = {"record_shapes": True, "profile_memory": True, "with_stack": True}
     with (
         warnings.catch_warnings(action="ignore", category=UserWarning),  # that a cycle forgets the one before
-        torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, **what) as found,
+        torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep, **what) as profiler,
     ):
         for number in range(CYCLE * repeat):
             began = _now(cuda)
@@ -270,7 +270,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
                 trainer.take(step)
             if number < WAIT:  # later ones follow the writing of a trace, and pay for it
                 recorded.seconds.append(_now(cuda) - began)
-            found.step()
+            profiler.step()
     return recorded
 
 
@@ -293,8 +293,8 @@ def time_rows(session: Session, recorded: Recorded) -> list[Row]:
         Row("memory/allocations", recorded.allocations, "per step", conditions=where),
     ]
     if session.device.type == "cuda":
-        waits, took = (sum(cycle.waits[i] for cycle in recorded.cycles) / n for i in (0, 1))
-        rows.append(Row("time/waits", took / 1e6, "s", conditions=where | {"calls": waits}))
+        waits, microseconds = (sum(cycle.waits[i] for cycle in recorded.cycles) / n for i in (0, 1))
+        rows.append(Row("time/waits", microseconds / 1e6, "s", conditions=where | {"calls": waits}))
     shares = {}
     for kind, of in KINDS.items():
         groups = collections.defaultdict(list)
@@ -311,8 +311,8 @@ def time_rows(session: Session, recorded: Recorded) -> list[Row]:
         at = where | {"ms": level.ms}
         rows += [Row(f"memory/timeline/{name}", n, "bytes", conditions=at) for name, n in level.bytes.items()]
     busy = torch.get_num_threads() if session.device.type == "cpu" else 1
-    found = hints(session.recipe, session.device, shares, limits.processors() - busy)
-    return rows + [Row(f"hint/{h.key}", h.share, "of the step", conditions=where | {"text": h.text}) for h in found]
+    advice = hints(session.recipe, session.device, shares, limits.processors() - busy)
+    return rows + [Row(f"hint/{h.key}", h.share, "of the step", conditions=where | {"text": h.text}) for h in advice]
 
 
 KINDS: dict[str, Callable[[trace.Call], str]] = {
@@ -360,6 +360,6 @@ def time_lines(rows: list[Row], where: str) -> Iterator[str]:
         yield ""
         yield from columns([f"  {kind}", "ms", "share", *more], cells, {1, 2, 3} if "calls" in more else {1, 2})
     yield ""
-    found = [row for row in rows if row.name.startswith("hint/")]
-    yield "what to try next:" if found else "what to try next: no setting of the layout stands out"
-    yield from (f"  {row.name.removeprefix('hint/')}: {row.conditions['text']}" for row in found)
+    advice = [row for row in rows if row.name.startswith("hint/")]
+    yield "what to try next:" if advice else "what to try next: no setting of the layout stands out"
+    yield from (f"  {row.name.removeprefix('hint/')}: {row.conditions['text']}" for row in advice)

@@ -38,14 +38,14 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def _fastest(call: Callable[[], object], device: torch.device) -> float:
     """Seconds."""
-    found = []
+    seconds = []
     for _ in range(REPEAT):
         began = time.perf_counter()
         call()
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def last_cache() -> int:

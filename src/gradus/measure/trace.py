@@ -227,31 +227,31 @@ def _called_from(place: Place, name: str) -> Place:
 
 def _on_gpu(kernels: list[dict], launches: dict[int, Call], phases: Phases) -> list[Call]:
     """The calls that launched kernels, with the kernels' times, and the time left: waiting for data, or idle."""
-    found: dict[int, Call] = {}
+    calls: dict[int, Call] = {}
     for kernel in kernels:
         launch = launches.get(kernel.get("args", {}).get("correlation"))
         if launch is not None:
             # without an operator around it, a launch is told by its kernel's name
             if launch.operation is None:
                 launch.operation = dataclasses.replace(launch, name=kernel["name"], kind="cpu_op")
-            call = found.setdefault(id(launch.operation), launch.operation)
+            call = calls.setdefault(id(launch.operation), launch.operation)
             call.own += kernel["dur"]
     busy = merged((k["ts"], k["ts"] + k["dur"]) for k in kernels)
-    left = sum(b - a for a, b in phases.steps) - sum(call.own for call in found.values())
+    left = sum(b - a for a, b in phases.steps) - sum(call.own for call in calls.values())
     waiting = min(max(left, 0.0), sum(b - a - overlap(busy, a, b) for a, b in phases.spans("data")))
     rest = Call(IDLE, "idle", 0, 0, IDLE, Place(), None, "", max(0.0, left - waiting))
-    return [*found.values(), Call("waiting for data", "idle", 0, 0, "data", Place(), None, "", waiting), rest]
+    return [*calls.values(), Call("waiting for data", "idle", 0, 0, "data", Place(), None, "", waiting), rest]
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Their union, in order."""
-    found: list[tuple[float, float]] = []
+    union: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def overlap(spans: list[tuple[float, float]], start: float, end: float) -> float:

@@ -147,8 +147,8 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     if not path.exists():
         if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name_or_path)):
             return _from_hub(str(name_or_path), weights_too)
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, beside) if beside else ''}")
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, siblings) if siblings else ''}")
     runs = path / "checkpoints"
     for folder in (path, runs / "best", *reversed(files.numbered(runs, "step-"))):
         if (folder / "config.json").is_file() or (folder / "params.json").is_file():
@@ -272,15 +272,15 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
             raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
-        made = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
-    wanted, stored = (getattr(c, "patches", None) for c in (made, config))
+        changed = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
+    wanted, stored = (getattr(c, "patches", None) for c in (changed, config))
     if "stem" in (wanted, stored) and wanted != stored:  # the other ways to make tokens have one weight for all
         has = "a" if stored == "stem" else "no"
         raise UserError(
             f"{where}: patches={wanted} does not fit these weights, which have {has} convolutional stem. "
             f"Set patches={stored}"
         )
-    return made
+    return changed
 
 
 @contextmanager
@@ -347,16 +347,16 @@ def load_deferred(
     from gradus.models.values import Deferred, drawn
 
     path = locate(name_or_path)
-    stored, given = _open(path, weights_too=True)
-    config, tensors = _override(stored, overrides, "load"), given
+    stored, stored_tensors = _open(path, weights_too=True)
+    config, tensors = _override(stored, overrides, "load"), stored_tensors
     model = build(config, "meta")
     if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
         from gradus.models.weights import vit_names
 
         tensors = vit_names.resized(stored, config, tensors)
-    found, report = weights.match(model, tensors, strict, path)
-    values = weights.ours(model, found, tensors, path)
-    if tensors is not given:
+    rules, report = weights.match(model, tensors, strict, path)
+    values = weights.ours(model, rules, tensors, path)
+    if tensors is not stored_tensors:
         report.resized.append(f"positions from images of {stored.image_size} to {config.image_size} pixels")
     if report.new:
         values = drawn(model, seed) | values
@@ -369,8 +369,8 @@ def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadRepo
 
     path = locate(name_or_path)
     _, tensors = _open(path, weights_too=True)
-    found, report = weights.match(model, tensors, True, path)
-    fill(dict(model.named_parameters()), weights.ours(model, found, tensors, path))
+    rules, report = weights.match(model, tensors, True, path)
+    fill(dict(model.named_parameters()), weights.ours(model, rules, tensors, path))
     return report
 
 
@@ -394,8 +394,8 @@ def convert(
     path = locate(name_or_path)
     config, tensors = _open(path, weights_too=True)
     model = build(config, device="meta")
-    found, _ = weights.match(model, tensors, True, path)
-    stored = weights.theirs(model, weights.ours(model, found, tensors, path))
-    dtype, as_stored = dtype or tensors[next(iter(found))].read().dtype, dtype is None
+    rules, _ = weights.match(model, tensors, True, path)
+    stored = weights.theirs(model, weights.ours(model, rules, tensors, path))
+    dtype, as_stored = dtype or tensors[next(iter(rules))].read().dtype, dtype is None
     written = ((name, tensor.read() if as_stored else tensor.read().to(dtype)) for name, tensor in stored.items())
     weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes)

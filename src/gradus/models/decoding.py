@@ -186,8 +186,8 @@ def generate(
         lengths = lengths + 1
         waiting.append(to_host(new))
         if len(waiting) > ahead:
-            yield (given := waiting.pop(0)())
-            ended |= torch.isin(given, torch.tensor(ends, dtype=torch.long))
+            yield (tokens := waiting.pop(0)())
+            ended |= torch.isin(tokens, torch.tensor(ends, dtype=torch.long))
             if bool(ended.all()):
                 return
     yield from (get() for get in waiting)
@@ -259,7 +259,7 @@ def beam_search(
         steps.reorder((first + parent).flatten())
         logits = steps.decode(token.flatten(), lengths)
         lengths = lengths + 1
-    return [max(found, key=lambda one: one[0])[1] for found in ended]
+    return [max(candidates, key=lambda one: one[0])[1] for candidates in ended]
 
 
 def _note_ended(

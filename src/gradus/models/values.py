@@ -63,13 +63,13 @@ def materialise(model: nn.Module, device: str | torch.device, values: Values | N
 
     views: further modules around some of the same parameters.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for root in (model, *views):
         for module in root.modules():
             for name, p in list(module.named_parameters(recurse=False)):
-                if p.is_meta and p not in made:
-                    made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                setattr(module, name, made.get(p, p))
+                if p.is_meta and p not in replacements:
+                    replacements[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                setattr(module, name, replacements.get(p, p))
     if isinstance(model, FSDPModule):
         model.to(device)  # FSDP2 takes up the new parameters, of its inner units too
     if values is not None:

@@ -49,10 +49,10 @@ def rng_state(device: torch.device, rank: int) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
-    put = {"cpu": torch.set_rng_state, "mps": torch.mps.set_rng_state}
-    put["cuda"] = lambda value: torch.cuda.set_rng_state(value, device)
+    setters = {"cpu": torch.set_rng_state, "mps": torch.mps.set_rng_state}
+    setters["cuda"] = lambda value: torch.cuda.set_rng_state(value, device)
     for key, value in state.items():
-        put[key.split(".")[1]](value)
+        setters[key.split(".")[1]](value)
 
 
 def damage(folder: Path, needs: str = "training.json", rank: int = 0, size: int = 1) -> str | None:
@@ -150,8 +150,8 @@ class Checkpoints:
 
         def with_ranges(aside: Path) -> None:
             more(aside)
-            if found := qat.ranges(parallel.bare):
-                write_json(aside / qat.FILE, found)
+            if ranges := qat.ranges(parallel.bare):
+                write_json(aside / qat.FILE, ranges)
 
         parameters, group = {h.name: h.parameter for h in parallel.local_parameters}, parallel.mesh.group("pipeline")
         sharded.export(parameters, parallel.bare.config, target, tokenizers, group, with_ranges)
@@ -232,7 +232,7 @@ class Checkpoints:
         return worlds.gathered(self._find_best(metric, higher) if _place()[0] == 0 else None)[0]
 
     def _find_best(self, metric: str, higher: bool) -> dict[str, Any] | None:
-        found: list[tuple[float, int, Path]] = []
+        candidates: list[tuple[float, int, Path]] = []
         link = self.folder / "best"
         for folder in sorted(self.folder.glob("best-step-*")):
             if problem := damage(folder, "best.json"):
@@ -243,10 +243,10 @@ class Checkpoints:
             evaluated = _evaluated(folder)
             value = evaluated["metrics"].get(metric)
             if value is not None and math.isfinite(value):
-                found.append((value if higher else -value, evaluated["step"], folder))
-        if not found:
+                candidates.append((value if higher else -value, evaluated["step"], folder))
+        if not candidates:
             return None
-        value, step, folder = max(found, key=lambda f: (f[0], -f[1]))  # of equal ones the first
+        value, step, folder = max(candidates, key=lambda f: (f[0], -f[1]))  # of equal ones the first
         self._call_best(folder, metric)
         return {"value": value if higher else -value, "step": step}
 

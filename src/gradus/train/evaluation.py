@@ -65,10 +65,10 @@ class Evaluation(Hook):
             between = functools.partial(self._cut_together, trainer) if stops and parallel.several else None
             if trainer.device.type == "cpu":
                 machine.release_freed_memory()
-            found = evaluate(parallel, task, split, trainer.precision, trainer.device, between)
-        metrics = {f"{split}/{name}": value for name, value in found.items()}
+            values = evaluate(parallel, task, split, trainer.precision, trainer.device, between)
+        metrics = {f"{split}/{name}": value for name, value in values.items()}
         units = task.units
-        rows = [Row(f"{split}/{name}", value, units.get(name, ""), p.step, conditions) for name, value in found.items()]
+        rows = [Row(f"{split}/{name}", x, units.get(name, ""), p.step, conditions) for name, x in values.items()]
         trainer.log(rows, f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows))
         if split == "valid":
             p.last_evaluation, p.evaluation_due = metrics, False
@@ -124,10 +124,10 @@ def evaluate(
                     between()
                 for batch in step.micro_batches:
                     batch = precision.cast_batch(task.to_device(batch, device))
-                    found = _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else instead)
-                    _add(totals, found)
+                    batch_sums = _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else instead)
+                    _add(totals, batch_sums)
                     if each is not None:
-                        each.append(found)
+                        each.append(batch_sums)
             sums: dict[str, list[float]] = {}
             for of_process in parallel.collect(totals):
                 _add(sums, of_process)
@@ -150,8 +150,8 @@ def _loader(parallel: Parallel, task: Task, split: str) -> Loader:
     return Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, rank=rank, world=world)
 
 
-def _add(totals: dict[str, list[float]], found: dict[str, tuple[float, int]]) -> None:
-    for name, (value, count) in found.items():
+def _add(totals: dict[str, list[float]], sums: dict[str, tuple[float, int]]) -> None:
+    for name, (value, count) in sums.items():
         total = totals.setdefault(name, [0.0, 0])
         total[0] += float(value)
         total[1] += count
@@ -164,18 +164,18 @@ def _evaluate_batch(
 
     def run(model: nn.Module, batch: dict) -> dict:
         with precision.autocast():
-            found = task.evaluate(model, batch)
-        return {name: (float(v.full_tensor() if isinstance(v, DTensor) else v), n) for name, (v, n) in found.items()}
+            sums = task.evaluate(model, batch)
+        return {name: (float(v.full_tensor() if isinstance(v, DTensor) else v), n) for name, (v, n) in sums.items()}
 
     context, mesh = parallel.context, parallel.mesh
     if whole is not None:
-        found = run(whole, batch)
+        sums = run(whole, batch)
     else:
         if context:
             batch = context.prepare(batch)
-        found = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
-        if found is None or mesh.rank("tensor") or (context and context.redundant and mesh.rank("context")):
+        sums = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
+        if sums is None or mesh.rank("tensor") or (context and context.redundant and mesh.rank("context")):
             return {}
         if context and mesh.rank("context"):  # its part of the sequences; whose targets are counted once
-            found = {name: (value, 0) for name, (value, _) in found.items()}
-    return {} if "idle" in batch else found
+            sums = {name: (value, 0) for name, (value, _) in sums.items()}
+    return {} if "idle" in batch else sums

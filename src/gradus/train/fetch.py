@@ -35,9 +35,9 @@ def fetch(recipe: Recipe, to: Path, command: Sequence[str] | None = None) -> Ite
     failed: list[str] = []
     for name, stage in (("weights", _weights), ("tokenizer", _tokenizer), ("data", _data)):
         try:
-            source, found = stage(recipe, to / name)
-            settings |= found
-            yield f"{name:10} {source}" + (f" → {to / name} ({_size(to / name)})" if found else "")
+            source, stage_settings = stage(recipe, to / name)
+            settings |= stage_settings
+            yield f"{name:10} {source}" + (f" → {to / name} ({_size(to / name)})" if stage_settings else "")
         except UserError as e:
             failed.append(str(e))
         except OSError as e:
@@ -83,8 +83,8 @@ def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return "beside the weights: nothing more to fetch", {}
     path, place = Path(os.path.expanduser(config.path)), to
     if path.is_file():  # files that say how to read this one lie beside it
-        beside = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe")]
-        _copy([path, *beside], to)
+        companions = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe")]
+        _copy([path, *companions], to)
         place = to / path.name
     elif path.is_dir():
         _copy(_matching(path, TOKENIZERS), to)

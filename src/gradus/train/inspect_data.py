@@ -46,19 +46,19 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | bool
         raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
     path = expanded(paths[0])
     if len(paths) == 2:
-        found = _pair(path, expanded(paths[1]))
+        summary = _pair(path, expanded(paths[1]))
     elif path.is_dir() and not is_hub(path):
-        found = _folder(path, text_column, label)
+        summary = _folder(path, text_column, label)
     elif find_cifar(path):
-        found = _images(path)
+        summary = _images(path)
     else:
-        found = _table(paths[0], find_split(paths[0], "train"), text_column, label)
+        summary = _table(paths[0], find_split(paths[0], "train"), text_column, label)
     no_label = label is False
     options = {"--text": text_column, "--label": None if no_label else label, "--no-label": no_label or None}
-    given = [f"{name} {value}".removesuffix(" True") for name, value in options.items() if value is not None]
-    if given and not {"text", "image"} & set(found.data):
-        raise UserError(f"{given[0]}: {paths[0]} has no columns ({WHAT[found.kind]}). Leave it out.")
-    return found
+    chosen = [f"{name} {value}".removesuffix(" True") for name, value in options.items() if value is not None]
+    if chosen and not {"text", "image"} & set(summary.data):
+        raise UserError(f"{chosen[0]}: {paths[0]} has no columns ({WHAT[summary.kind]}). Leave it out.")
+    return summary
 
 
 def _side(file: Path) -> tuple[str, str] | None:
@@ -135,7 +135,7 @@ class Column:
             return False
         words = (sum(bool(re.search(r"[^\W\d_]", word)) for word in x[:200].split()) for x in self.cells)
         without_spaces = (re.search("[\u0e00-\u0e7f\u3040-\u30ff\u4e00-\u9fff]{4}", x[:200]) for x in self.cells)
-        return 2 * sum(n > 1 or bool(found) for n, found in zip(words, without_spaces)) > len(self.cells)
+        return 2 * sum(n > 1 or bool(match) for n, match in zip(words, without_spaces)) > len(self.cells)
 
     @property
     def is_few(self) -> bool:
@@ -216,8 +216,8 @@ def _need_header(file: Path, columns: dict[str, Column]) -> None:
 def _named(columns: Iterable[str], *names: Sequence[str]) -> list[str]:
     """The columns with one of the first of these lists of names, in which there is any."""
     for some in names:
-        if found := [name for name in columns if name.strip().casefold() in some]:
-            return found
+        if matches := [name for name in columns if name.strip().casefold() in some]:
+            return matches
     return []
 
 

@@ -33,12 +33,12 @@ RESUME = "nothing up to the last checkpoint is lost. Free some space, then conti
 
 def environment(device: torch.device) -> dict:
     """The conditions of every number of this run: the machine as found, software, device, threads."""
-    found = machine.describe() | {"device": str(device)}
+    facts = machine.describe() | {"device": str(device)}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
-        found["gpu"] = {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}",
+        facts["gpu"] = {"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}",
                         "cuda": torch.version.cuda}  # fmt: skip
-    return found
+    return facts
 
 
 TICK = 1.0  # seconds between two drawings of the live line
@@ -243,14 +243,14 @@ def locked(folder: Path, what: str, instead: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unlocked_after(folder: Path, lock: int, made: list[Path]) -> Iterator[None]:
+def _unlocked_after(folder: Path, lock: int, new_folders: list[Path]) -> Iterator[None]:
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             (folder / LOCK).unlink()
         os.close(lock)
-        for path in made:
+        for path in new_folders:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
 

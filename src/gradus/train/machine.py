@@ -45,7 +45,7 @@ def describe() -> dict[str, Any]:
     """What this machine is, as plain values that JSON can hold. Bytes, °C, W and % (0..100), by the names that
     nvidia-smi has for them."""
     memory, limit = memory_bytes()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "gradus": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -66,7 +66,7 @@ def describe() -> dict[str, Any]:
         "launchers": _launchers(),
         **_nvidia(),
     }
-    return {k: v for k, v in found.items() if v not in (None, {}, [], 0)}
+    return {k: v for k, v in facts.items() if v not in (None, {}, [], 0)}
 
 
 def tune_memory() -> None:
@@ -138,11 +138,11 @@ def _os_name() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def memory_bytes() -> tuple[int | None, int | None]:
@@ -181,8 +181,8 @@ def _backends() -> list[str]:
 
 def _launchers() -> dict[str, str]:
     """Launcher → its path: on PATH, or beside this Python."""
-    beside = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
-    return {name: path for name in LAUNCHERS if (path := shutil.which(name, path=beside))}
+    search_path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)))
+    return {name: path for name in LAUNCHERS if (path := shutil.which(name, path=search_path))}
 
 
 def open_nvml() -> tuple[ModuleType | None, str | None]:
@@ -240,7 +240,7 @@ def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
     pci, memory, use, ecc, mig = map(ask, ("PciInfo", "MemoryInfo", "UtilizationRates", "EccMode", "MigMode"))
     power, cap, mode, state = map(ask, ("PowerUsage", "EnforcedPowerLimit", "ComputeMode", "PerformanceState"))
     generation, width = (f"{ask(f'CurrPcieLink{of}')} of {ask(f'MaxPcieLink{of}')}" for of in ("Generation", "Width"))
-    found = {
+    facts = {
         "name": _text(ask("Name")),
         "temperature_c": ask("Temperature", library.NVML_TEMPERATURE_GPU),
         "performance_state": None if state is None or state == library.NVML_PSTATE_UNKNOWN else f"P{state}",
@@ -260,7 +260,7 @@ def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
         "pcie": None if "None" in generation + width else f"generation {generation}, {width} lanes",
         "nvlinks": _nvlinks(library, gpu),
     }
-    return {k: v for k, v in found.items() if v is not None}
+    return {k: v for k, v in facts.items() if v is not None}
 
 
 def _on(value: int | None) -> str | None:

@@ -46,13 +46,13 @@ def new(
     that no reader knows, that are ambiguous or that cannot be trained on, and for an init of another kind.
     """
     target = _target(file)
-    found = look(paths, text_column, label)
-    config = _weights(init, found) if init else None
-    yield from map(printable, found.lines)
+    summary = look(paths, text_column, label)
+    config = _weights(init, summary) if init else None
+    yield from map(printable, summary.lines)
     if init and expanded(init).exists():
         init = str(expanded(init).absolute())
-    sections = _draft(found, init, config)
-    facts = Facts(tasks.open_task(_recipe(target, sections)), found)
+    sections = _draft(summary, init, config)
+    facts = Facts(tasks.open_task(_recipe(target, sections)), summary)
     yield from map(printable, facts.lines())
     _fit_to(sections, facts, config)
     session = open_session(_recipe(target, sections))
@@ -62,7 +62,7 @@ def new(
     family, minutes = session.recipe.model.family, max(1, round(minutes))
     about = f"{derived['parameters'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples; "
     about += f"about {minutes} minute{'s' if minutes > 1 else ''} on two CPU cores (an estimate)"
-    what = printable(f"{Path(found.data['path']).name}: {WHAT[found.kind]}, for {family}")
+    what = printable(f"{Path(summary.data['path']).name}: {WHAT[summary.kind]}, for {family}")
     commands = [f"  gradus {verb} {target.name}" for verb in ("check", "train", "plan")]
     try:
         files.write_text(target, _text(target, sections, [what, about, *commands], init))
@@ -85,11 +85,11 @@ def _target(file: str) -> Path:
     return target
 
 
-def _weights(init: str, found: DataSummary) -> ModelConfig:
+def _weights(init: str, summary: DataSummary) -> ModelConfig:
     """The configuration of weights to fine-tune. Raises UserError where there are none that learn these data."""
     config = models.config_of(init)
-    if config.family not in (known := learners(TASK[found.kind])[found.kind]):
-        raise UserError(f"--init {init}: a {config.family}, and {WHAT[found.kind]} are for {' or '.join(known)}.")
+    if config.family not in (known := learners(TASK[summary.kind])[summary.kind]):
+        raise UserError(f"--init {init}: a {config.family}, and {WHAT[summary.kind]} are for {' or '.join(known)}.")
     models.load_deferred(init, strict=False)  # headers only
     return config
 
@@ -107,7 +107,7 @@ class Facts:
     """Numbers of data as a task has opened them."""
 
     task: Any
-    found: DataSummary
+    summary: DataSummary
 
     @property
     def train(self) -> Any:
@@ -115,7 +115,7 @@ class Facts:
 
     def lengths(self) -> np.ndarray:
         """Tokens of each training sample, of a pair of the longer side."""
-        if self.found.kind != "pairs":
+        if self.summary.kind != "pairs":
             return np.asarray(self.train.lengths)
         part = isinstance(self.train, Part)
         data, rows = (self.train.dataset, self.train.indices) if part else (self.train, slice(None))
@@ -123,7 +123,7 @@ class Facts:
 
     def lines(self) -> Iterator[str]:
         """What was found."""
-        splits, kind = self.task.splits, self.found.kind
+        splits, kind = self.task.splits, self.summary.kind
         unit = {"text": "windows", "pairs": "pairs", "images": "images", "labelled": "texts"}[kind]
         sizes = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
         yield f"splits     {sizes} {unit}{self._held_out()}"
@@ -148,7 +148,7 @@ class Facts:
         return not isinstance(getattr(self.train, "dataset", self.train), LazyImages)
 
     def _held_out(self) -> str:
-        kind, data = self.found.kind, self.found.data
+        kind, data = self.summary.kind, self.summary.data
         if kind == "images":
             there = not self.task.splits["valid"].name.endswith("(held out)")
         elif kind == "pairs":
@@ -163,11 +163,11 @@ class Facts:
 # ---------------------------------------------------------------- the recipe
 
 
-def _draft(found: DataSummary, init: str | None, config: ModelConfig | None) -> Sections:
+def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -> Sections:
     """The sections of a recipe that opens these data."""
-    kind, path = found.kind, found.data["path"]
+    kind, path = summary.kind, summary.data["path"]
     model = {"init": init} if init else dict(presets.DRAFTS[kind])
-    sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(found.data)}
+    sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(summary.data)}
     if init and kind == "images":
         sections["data"] |= _normalisation(init)
     elif init:
@@ -175,7 +175,7 @@ def _draft(found: DataSummary, init: str | None, config: ModelConfig | None) -> 
         if kind == "text":
             sections["data"]["max_len"] = min(config.seq_len, 128)
     elif kind == "text" and not path.startswith("hf:"):
-        corpus = Corpus.open(find_split(path, "train"), found.data.get("text", "text"))
+        corpus = Corpus.open(find_split(path, "train"), summary.data.get("text", "text"))
         sections["tokenizer"], model["seq_len"] = _alphabet(corpus)
     elif kind != "images":
         lowercase = {"lowercase": True} if kind == "labelled" else {}
@@ -213,7 +213,7 @@ def _normalisation(init: str) -> dict[str, list[float]]:
 
 def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> None:
     """Lengths and sizes that suit what the data were found to be."""
-    kind, model, data = facts.found.kind, sections["model"], sections["data"]
+    kind, model, data = facts.summary.kind, sections["model"], sections["data"]
     if kind in ("labelled", "pairs"):
         most = min(128, getattr(config, "seq_len", 128))
         length = int(min(most, 8 * -(-(np.percentile(facts.lengths(), 98) + 2) // 8)))
@@ -236,7 +236,7 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
 
 def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: Facts, tuned: bool) -> float:
     """Set how long to train, so that it is minutes; returns how many."""
-    kind, m = facts.found.kind, recipe.model
+    kind, m = facts.summary.kind, recipe.model
     if kind == "images":
         length = (m.image_size // m.patch_size) ** 2 + 1
     else:

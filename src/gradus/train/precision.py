@@ -64,8 +64,8 @@ class Precision:
             for own in parallel.local_parameters:  # what others step counts in the norm too
                 if id(own.local) not in stepped and own.local.grad is not None:
                     own.local.grad.div_(self.scaler.get_scale())
-            for found in infinities(self.scaler, optimizer):
-                parallel.sum(found, *AXES)  # where one process skips a step, all do
+            for flag in infinities(self.scaler, optimizer):
+                parallel.sum(flag, *AXES)  # where one process skips a step, all do
 
     def step(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
         """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite). The fused kernels
@@ -120,9 +120,9 @@ def emulated(layout: Layout, device: torch.device) -> str | None:
 def pick_device(name: str) -> torch.device:
     """`auto` takes the accelerator that is there, else the CPU. Raises UserError when the named one is absent."""
     if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        known = found is not None and found.type in ("cuda", "mps")
-        return torch.device(found.type) if known else torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        known = accelerator is not None and accelerator.type in ("cuda", "mps")
+        return torch.device(accelerator.type) if known else torch.device("cpu")
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there[name]:
         raise UserError(f"layout.device={name}: there is none here. Use layout.device=auto.")

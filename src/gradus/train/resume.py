@@ -80,12 +80,12 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
     plan = task.plan("train", now.batch.samples, now.batch.tokens)
     was, last = total_steps(before, plan), total_steps(now, plan)
     key = "steps" if now.train.steps is not None else "epochs"
-    given = f"train.{key}={getattr(now.train, key)}"
+    setting = f"train.{key}={getattr(now.train, key)}"
     more = f"Give more than {taken}: train.steps={2 * taken}, say, or start another run without --resume."
     if last < taken or (last == taken and was != last):
-        raise UserError(f"--resume: {given}: {taken} steps have been taken already and cannot be undone. {more}")
+        raise UserError(f"--resume: {setting}: {taken} steps have been taken already and cannot be undone. {more}")
     if last == was == taken and stated:
-        raise UserError(f"--resume: {given}: the run is finished, all its {taken} steps are taken. {more}")
+        raise UserError(f"--resume: {setting}: the run is finished, all its {taken} steps are taken. {more}")
     if last == was:
         return None
     schedule, next_step = now.schedule, taken + 1

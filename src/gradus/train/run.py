@@ -116,7 +116,7 @@ def train(
                 print(f"resumed from {start.checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
 
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
-        with _full_memory_told(trainer, derived["micro_batch"]):
+        with _full_memory_as_user_error(trainer, derived["micro_batch"]):
             with trainer.signals.noted():  # from before metrics.jsonl is there, by which others see that the run is on
                 own: list[RunLog | Sampler] = [Sampler(trainer.device)]
                 if world.first:
@@ -134,16 +134,16 @@ def start(
 ) -> Outcome:  # fmt: skip
     """`train` of the recipe, or of the run, that a command line means; options: its plan, flops and hooks. auto_resume:
     resume where log.dir holds a run already."""
-    folder, here = None, context.world
-    with options["plan"].ready(here):  # before the processes meet, which they do to find the run too
+    folder, world = None, context.world
+    with options["plan"].ready(world):  # before the processes meet, which they do to find the run too
         if resume:
             folder = resolve.run_to_resume(name, overrides, context)
         elif auto_resume:
             folder = resolve.run_to_auto_resume(name, overrides, context)
         context = dataclasses.replace(context, resuming=folder is not None)
-        recipe = resolve.load_and_print_notes(str(folder or name), overrides, context, quiet=not here.first)
+        recipe = resolve.load_and_print_notes(str(folder or name), overrides, context, quiet=not world.first)
         longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
-        return train(recipe, resume=folder, world=here, longer=longer, **options)
+        return train(recipe, resume=folder, world=world, longer=longer, **options)
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
 
 
 @contextlib.contextmanager
-def _full_memory_told(trainer: Trainer, micro_batch: int) -> Iterator[None]:
+def _full_memory_as_user_error(trainer: Trainer, micro_batch: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
@@ -280,12 +280,12 @@ def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
 def print_summary(trainer: Trainer, s: dict[str, Any], lines: list[str]) -> None:
     keys = [f"train_{key}" for key in ("runtime", "samples_per_second", "steps_per_second", "loss")]
     keys += ["epoch", "hours_per_epoch"]
-    told = {key: f"{s[key]:.6g}" for key in keys if key in s}  # no train_loss where no step was counted
-    told["where the time went"] = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
-    told["seen"] = f"{count(s['samples'])} samples, {count(s['tokens'])} tokens"
-    told["seen"] += f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""
-    told |= {name: f"{value:.4f}" for name, value in s["metrics"].items()}
-    print("", *(f"{name:26} {text}" for name, text in told.items()), sep="\n")
+    texts = {key: f"{s[key]:.6g}" for key in keys if key in s}  # no train_loss where no step was counted
+    texts["where the time went"] = "  ".join(f"{k} {v:.1f} s" for k, v in s["seconds"].items())
+    texts["seen"] = f"{count(s['samples'])} samples, {count(s['tokens'])} tokens"
+    texts["seen"] += f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""
+    texts |= {name: f"{value:.4f}" for name, value in s["metrics"].items()}
+    print("", *(f"{name:26} {text}" for name, text in texts.items()), sep="\n")
     if best := s["best"]:
         text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
         print(colour(text, "green"))

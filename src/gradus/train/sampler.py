@@ -48,17 +48,17 @@ class Sampler(Hook):
         """`gpuN/utilisation` (%), `gpuN/memory_used` (bytes, of all processes on it), `gpuN/power` (W),
         `gpuN/temperature` (°C); `cpu/utilisation` (%), `cpu/power` (W, the packages that RAPL counts),
         `memory/resident` (bytes)."""
-        found = [row for index, handle in self.gpus.items() for row in self._gpu(index, handle, step)]
+        rows = [row for index, handle in self.gpus.items() for row in self._gpu(index, handle, step)]
         jiffies, self._jiffies = self._jiffies, self._read_jiffies()
         if jiffies and self._jiffies:
             busy, total = (after - before for after, before in zip(self._jiffies, jiffies))
             if total > 0:
-                found.append(Row("cpu/utilisation", 100.0 * busy / total, "%", step))
+                rows.append(Row("cpu/utilisation", 100.0 * busy / total, "%", step))
         if self._energy:
-            found += self._power(step)
+            rows += self._power(step)
         if taken := machine.resident():
-            found.append(Row("memory/resident", taken, "bytes", step))
-        return found
+            rows.append(Row("memory/resident", taken, "bytes", step))
+        return rows
 
     def close(self) -> None:
         if self.library:
@@ -89,13 +89,13 @@ class Sampler(Hook):
     def _read_energy() -> dict[Path, tuple[int, int]]:
         """Package → (microjoules, the value at which its counter starts again), from Linux's power capping framework,
         which on most machines only root can read."""
-        found = {}
+        counters = {}
         for folder in POWERCAP.glob("intel-rapl:*"):  # AMD's too
             with contextlib.suppress(OSError, ValueError):
                 if (folder / "name").read_text().startswith("package"):
                     energy = int((folder / "energy_uj").read_text())
-                    found[folder] = (energy, int((folder / "max_energy_range_uj").read_text()))
-        return found
+                    counters[folder] = (energy, int((folder / "max_energy_range_uj").read_text()))
+        return counters
 
     def _power(self, step: int | None) -> list[Row]:
         (before, began), (self._energy, self._at) = (self._energy, self._at), (self._read_energy(), time.monotonic())

@@ -110,16 +110,16 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
 
 def _open_device(layout: Layout, world: World) -> torch.device:
     """This process's device, with the threads and the arithmetic that the layout asks for."""
-    here, local = os.cpu_count() or 1, world.local_size
+    processors, local = os.cpu_count() or 1, world.local_size
     if layout.threads:
         torch.set_num_threads(layout.threads)
-        if world.first and layout.threads * local > here:
+        if world.first and layout.threads * local > processors:
             threads = f"layout.threads={layout.threads}" + f" in each of {local} processes" * (local > 1)
-            waits = f"more than the {here} processors here, so threads wait for each other"
-            print(f"note: {threads}: {waits}. Use {max(1, here // local)}.", file=sys.stderr)
+            waits = f"more than the {processors} processors here, so threads wait for each other"
+            print(f"note: {threads}: {waits}. Use {max(1, processors // local)}.", file=sys.stderr)
     elif world.size > 1 and "OMP_NUM_THREADS" not in os.environ:
         allowed = limits.processors()  # srun and mpirun may bind each process
-        torch.set_num_threads(max(1, min(allowed, here // local)))
+        torch.set_num_threads(max(1, min(allowed, processors // local)))
     device = pick_device(layout.device)
     if device.type == "cuda":
         # a launcher may show each process one GPU only

@@ -246,10 +246,10 @@ def read(checkpoint: Path) -> dict[str, Stored]:
         return dict(stored_sharded.read(checkpoint))
     config = models.config_of(checkpoint)
     model, theirs = models.build(config, device="meta"), weights.read_tensors(checkpoint)
-    found, _ = weights.match(model, theirs, True, checkpoint)
+    rules, _ = weights.match(model, theirs, True, checkpoint)
     file = checkpoint / "training.safetensors"  # none beside weights from elsewhere
     training = weights.read_files([file]) if file.is_file() else {}
-    stored = {f"model.{name}": stored for name, stored in weights.ours(model, found, theirs, checkpoint).items()}
+    stored = {f"model.{name}": stored for name, stored in weights.ours(model, rules, theirs, checkpoint).items()}
     return stored | {_key(key, stored_names(config)): stored for key, stored in training.items()}
 
 
@@ -285,15 +285,15 @@ def load_state(checkpoint: Path, parameters: Mapping[str, Tensor]) -> dict[str, 
     `load`."""
     stored, names = read(checkpoint), stored_names(models.config_of(checkpoint))
     kinds = sorted({key.partition(".")[0] for key in stored} - {"model", "rng"})
-    found = {}
+    state = {}
     for key, parameter in ((f"{kind}.{name}", p) for name, p in parameters.items() for kind in kinds):
         source = stored.get(_key(key, names))
         if source is None:
             raise _foreign(checkpoint, f"{key} not in it")
         if source.shape not in ((), tuple(parameter.shape)):
             raise _foreign(checkpoint, f"{key} is {source.shape} there and {tuple(parameter.shape)} here")
-        found[key] = source.part(*place(parameter)) if source.shape else source.read()
-    return found
+        state[key] = source.part(*place(parameter)) if source.shape else source.read()
+    return state
 
 
 # ---------------------------------------------------------------- weights of a live model, in the Hugging Face layout
@@ -337,10 +337,10 @@ def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterato
     for rule in weights.rules_of(config.family).rules(config):
         rules.setdefault(tuple((names[our], rule.index) for our in rule.names), rule)
     last = {name: i for i, keys in enumerate(rules) for name, _ in keys}
-    held: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for i, (keys, rule) in enumerate(rules.items()):
-        while not all(name in held for name, _ in keys):
+        while not all(name in gathered for name, _ in keys):
             name, tensor = next(parts)
-            held[name] = tensor.cpu()
-        yield rule.theirs, rule.to_theirs(*(held[name] if n is None else held[name][n] for name, n in keys))
-        held = {name: tensor for name, tensor in held.items() if last[name] > i}
+            gathered[name] = tensor.cpu()
+        yield rule.theirs, rule.to_theirs(*(gathered[name] if n is None else gathered[name][n] for name, n in keys))
+        gathered = {name: tensor for name, tensor in gathered.items() if last[name] > i}

@@ -218,18 +218,18 @@ def match(
     rules = table.rules(model.config)
     ours, first = model.state_dict(keep_vars=True), first_names(model)
     prefixes = getattr(table, "PREFIXES", ())
-    wanted, given = (
+    rule_prefix, stored_prefix = (
         next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
         for names in ([rule.theirs for rule in rules], tensors)
     )
-    by_name = {rule.theirs.removeprefix(wanted): rule for rule in rules}
+    by_name = {rule.theirs.removeprefix(rule_prefix): rule for rule in rules}
     assert len(by_name) == len(rules), "two rules for one tensor"
 
-    found: dict[str, Rule] = {}
+    matched: dict[str, Rule] = {}
     unused, misshapen, reshaped = [], [], []
     there: set[tuple[str, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
     for name, tensor in tensors.items():
-        rule = by_name.get(name.removeprefix(given))
+        rule = by_name.get(name.removeprefix(stored_prefix))
         if rule is None:
             if not name.endswith(getattr(table, "IGNORABLE", ())):
                 unused.append(name)
@@ -237,7 +237,7 @@ def match(
         refuse_integers(name, tensor, where)
         shape = rule.shape(ours)
         if shape == tuple(tensor.shape):
-            found[name] = rule
+            matched[name] = rule
         elif not strict and all(in_head(n) for n in rule.names):
             reshaped.append(name)
             continue
@@ -260,10 +260,10 @@ def match(
             f"{'; '.join(f'{what} {some(names)}' for what, names in faults if names)}. "
             "With strict=False missing tensors and a misshapen head start untrained, and extra ones are ignored"
         )
-    if not found:
+    if not matched:
         holds = some(list(tensors)) or "nothing"
         raise UserError(f"{where}: none of its tensors belongs to a {model.config.family}; it holds {holds}")
-    return found, LoadReport(new, unused, reshaped)
+    return matched, LoadReport(new, unused, reshaped)
 
 
 # types of weights, as safetensors and as PyTorch call them
@@ -291,7 +291,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def ours(
-    model: nn.Module, found: Mapping[str, Rule], tensors: Mapping[str, Stored], where: object
+    model: nn.Module, rules: Mapping[str, Rule], tensors: Mapping[str, Stored], where: object
 ) -> dict[str, Stored]:
     """The model's parameters by name (a tied one by its first) that `match` found whole, each made from theirs when it
     is read. Reading raises UserError where tied tensors differ."""
@@ -299,7 +299,7 @@ def ours(
 
     @functools.lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
     def converted(theirs: str) -> tuple[Tensor, ...]:
-        parts = found[theirs].to_ours(tensors[theirs].read())
+        parts = rules[theirs].to_ours(tensors[theirs].read())
         return parts if isinstance(parts, tuple) else (parts,)
 
     def one(sources: list[tuple[str, int]]) -> Tensor:
@@ -312,23 +312,23 @@ def ours(
                 )
         return tensor
 
-    def made(sources: list[tuple[str, int]], shape: tuple[int, ...]) -> Stored:
+    def stored(sources: list[tuple[str, int]], shape: tuple[int, ...]) -> Stored:
         source = sources[0][0]
-        if len(sources) == 1 and found[source].to_ours is identity:
+        if len(sources) == 1 and rules[source].to_ours is identity:
             return tensors[source]
         return Stored(shape, partial(one, sources), dtype=tensors[source].dtype)
 
     of: dict[str, dict[int | None, list[tuple[str, int]]]] = {}
-    for source, rule in found.items():
+    for source, rule in rules.items():
         for i, name in enumerate(rule.names):
             of.setdefault(first[name], {}).setdefault(rule.index, []).append((source, i))
     values = {}
     for name, sources in of.items():
         shape = tuple(mine[name].shape)
         if None in sources:
-            values[name] = made(sources[None], shape)
+            values[name] = stored(sources[None], shape)
         elif len(sources) == len(mine[name]):
-            layers = [made(sources[i], shape[1:]) for i in sorted(sources)]
+            layers = [stored(sources[i], shape[1:]) for i in sorted(sources)]
             values[name] = Stacked(shape, None, dtype=layers[0].dtype, layers=layers)
     return values
 
@@ -340,7 +340,7 @@ def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
     """Parameters of the model by name (a tied one by its first) as Hugging Face names and stores them, each once, made
     from ours when it is read. What no rule knows stays as it is."""
     first = first_names(model)
-    made: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     taken: set[tuple[str, int | None]] = set()
     for rule in rules_of(model.config.family).rules(model.config):
         keys = rule.keys(first)
@@ -352,9 +352,9 @@ def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
             shape = rule.shape({name: ours[first[name]] for name in rule.names})
             read = partial(lambda rule, parts: rule.to_theirs(*(part.read() for part in parts)), rule, parts)
             parts = [Stored(shape, read, dtype=parts[0].dtype)]
-        made[rule.theirs] = parts[0]
+        renamed[rule.theirs] = parts[0]
     known = {name for name, _ in taken}
-    return made | {name: stored for name, stored in ours.items() if name not in known}
+    return renamed | {name: stored for name, stored in ours.items() if name not in known}
 
 
 def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

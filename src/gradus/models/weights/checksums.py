@@ -32,8 +32,8 @@ def of(file: Path) -> dict[str, int | str]:
 def write(folder: Path, known: Mapping[str, dict] = {}) -> None:
     """Write checksums.json for every file below `folder`. known: checksums computed already, by path below `folder`."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
-    told = {name: known.get(name) or of(folder / name) for name in names}
-    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
+    sums = {name: known.get(name) or of(folder / name) for name in names}
+    (folder / FILE).write_text(json.dumps(sums, indent=1) + "\n")
 
 
 def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
@@ -60,26 +60,26 @@ def read(folder: Path) -> dict[str, dict] | None:
     """The checksums by path below `folder`, None where there are none. Raises ValueError where checksums.json is
     damaged."""
     try:
-        told = json.loads(limits.regular(folder / FILE).read_text(encoding="utf-8"))
+        sums = json.loads(limits.regular(folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (RecursionError, UserError):  # UserError: a pipe or a device, which could be read without end
         raise ValueError(FILE) from None
     if not (
-        isinstance(told, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in told.values())
+        isinstance(sums, dict) and all(isinstance(v, dict) and v.keys() == {"bytes", "crc32"} for v in sums.values())
     ):
         raise ValueError(FILE)
-    return told
+    return sums
 
 
-def damage(folder: Path, told: Mapping[str, dict], names: Iterable[str]) -> str | None:
+def damage(folder: Path, sums: Mapping[str, dict], names: Iterable[str]) -> str | None:
     """What is wrong with these files of a folder, in words; None where they are as they were written."""
     for name in names:
         try:
             size = (folder / name).stat().st_size
-            if size != told[name]["bytes"]:
-                return f"{name} has {size:,} bytes and was written with {told[name]['bytes']:,}"
-            if of(folder / name) != told[name]:
+            if size != sums[name]["bytes"]:
+                return f"{name} has {size:,} bytes and was written with {sums[name]['bytes']:,}"
+            if of(folder / name) != sums[name]:
                 return f"{name} is not what was written (its checksum differs)"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -91,8 +91,8 @@ def damage(folder: Path, told: Mapping[str, dict], names: Iterable[str]) -> str 
 def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
     """Raises UserError where a file with such a name is not as it was written."""
     try:
-        told = read(folder) or {}
-        problem = damage(folder, told, filter(wanted, told))
+        sums = read(folder) or {}
+        problem = damage(folder, sums, filter(wanted, sums))
     except (ValueError, OSError):
         problem = f"{FILE} is not readable"
     if problem:

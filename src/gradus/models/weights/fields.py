@@ -94,5 +94,5 @@ def one_dropout(family: str, hf: Mapping[str, Any], name: str, others: Mapping[s
     dropout = hf.get(name, 0.1)
     for other, value in others.items():
         if value not in (None, dropout):
-            given = f"{other}={value} but {name}={dropout}"
-            raise UserError(f"config.json: {given}; family {family} has one dropout. Make them equal there")
+            mismatch = f"{other}={value} but {name}={dropout}"
+            raise UserError(f"config.json: {mismatch}; family {family} has one dropout. Make them equal there")

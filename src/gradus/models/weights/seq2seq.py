@@ -56,9 +56,9 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
         raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", way_out)
     dropout = hf.get("dropout", 0.1)
     others = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout")}
-    if given := ", ".join(f"{name}={value}" for name, value in others.items() if value != dropout):
+    if ignored := ", ".join(f"{name}={value}" for name, value in others.items() if value != dropout):
         training = f"training uses model.dropout={dropout} everywhere"
-        warnings.warn(f"config.json: {given}, but dropout={dropout}: {training}", stacklevel=2)
+        warnings.warn(f"config.json: {ignored}, but dropout={dropout}: {training}", stacklevel=2)
     same, n_decoder_layers = fields.read(hf, FIELDS), hf["decoder_layers"]
     target_vocab_size = hf.get("decoder_vocab_size")
     return Seq2SeqConfig(

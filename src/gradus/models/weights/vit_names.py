@@ -45,7 +45,7 @@ def knows(names: Mapping[str, object]) -> bool:
 
 def read(tensors: Mapping[str, Stored], where: object) -> tuple[ViTConfig, dict[str, Stored]]:
     """(configuration, tensors under Hugging Face's names). Raises UserError for a tensor that a plain ViT has not."""
-    found: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     unknown = []
     for name, tensor in tensors.items():
         block, (owner, _, kind) = BLOCK.fullmatch(name), name.rpartition(".")
@@ -53,30 +53,30 @@ def read(tensors: Mapping[str, Stored], where: object) -> tuple[ViTConfig, dict[
         if theirs is None:
             unknown.append(name)
         elif not block:
-            found[theirs if name in OUTSIDE else f"{theirs}.{kind}"] = tensor
+            renamed[theirs if name in OUTSIDE else f"{theirs}.{kind}"] = tensor
         else:
             parts = theirs if isinstance(theirs, tuple) else (theirs,)
             for i, part in enumerate(parts):
                 own = tensor if len(parts) == 1 else third(tensor, i)
-                found[f"encoder.layer.{block[1]}.{part}.{block[3]}"] = own
+                renamed[f"encoder.layer.{block[1]}.{part}.{block[3]}"] = own
     if unknown:
         raise UserError(f"{where}: {some(unknown)}: no plain ViT has them. Gradus reads vit_* of torchvision and timm")
     positions, projection = (
-        found.get(f"embeddings.{name}") for name in ("position_embeddings", "patch_embeddings.projection.weight")
+        renamed.get(f"embeddings.{name}") for name in ("position_embeddings", "patch_embeddings.projection.weight")
     )
-    up = found.get("encoder.layer.0.intermediate.dense.weight")
-    if positions is None or projection is None or up is None or "embeddings.cls_token" not in found:
+    up = renamed.get("encoder.layer.0.intermediate.dense.weight")
+    if positions is None or projection is None or up is None or "embeddings.cls_token" not in renamed:
         raise UserError(f"{where}: not a whole ViT: its positions, class token, patches or first block are missing")
     d_model, n_channels, patch_size, _ = projection.shape
-    classifier = found.get("classifier.weight")
+    classifier = renamed.get("classifier.weight")
     config = ViTConfig(
-        n_layers=1 + max(int(name.split(".")[2]) for name in found if name.startswith("encoder.layer.")),
+        n_layers=1 + max(int(name.split(".")[2]) for name in renamed if name.startswith("encoder.layer.")),
         d_model=d_model, n_heads=WIDE.get(d_model, max(1, d_model // 64)), d_ff=up.shape[0], norm_eps=1e-6,
         n_channels=n_channels, patch_size=patch_size, image_size=round((positions.shape[1] - 1) ** 0.5) * patch_size,
         n_classes=classifier.shape[0] if classifier else None,
     )  # fmt: skip
     body = "vit." if classifier else ""
-    return config, {name if name.startswith("classifier") else f"{body}{name}": x for name, x in found.items()}
+    return config, {name if name.startswith("classifier") else f"{body}{name}": x for name, x in renamed.items()}
 
 
 def third(tensor: Stored, i: int) -> Stored:
@@ -93,17 +93,17 @@ def third(tensor: Stored, i: int) -> Stored:
 
 def resized(stored: ViTConfig, config: ViTConfig, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Positions for images of another size, as timm makes them when it loads: bicubic, smoothed where they shrink."""
-    end, made = "embeddings.position_embeddings", dict(tensors)
+    end, new_tensors = "embeddings.position_embeddings", dict(tensors)
     if stored.image_size == config.image_size or stored.patch_size != config.patch_size:
-        return made
+        return new_tensors
     token = int(stored.pool == "class_token")
     old, new = (c.image_size // c.patch_size for c in (stored, config))
     for name, tensor in tensors.items():
         if name.endswith(end):
             shape = (1, new * new + token, tensor.shape[2])
             make: Callable[[], Tensor] = partial(interpolated, tensor, token, old, new)
-            made[name] = Stored(shape, make, dtype=tensor.dtype)
-    return made
+            new_tensors[name] = Stored(shape, make, dtype=tensor.dtype)
+    return new_tensors
 
 
 def interpolated(tensor: Stored, token: int, old: int, new: int) -> Tensor:
