@@ -72,7 +72,7 @@ def traced(recipe: Recipe, n: int) -> Traced:
         layout = recipe.layout
         replicas = n // (layout.tensor * layout.pipeline * layout.context * layout.expert * layout.shard)
         first = found[0].work if found[0] is not busiest else None
-        _kept[key] = Traced(dataclasses.replace(busiest.work, model_flops=engine.model_flops(busiest)), first, busiest.own / busiest.width, replicas)
+        _kept[key] = Traced(dataclasses.replace(busiest.work, model_flops=engine.model_flops(busiest)), first, busiest.param_bytes / busiest.width, replicas)
     return _kept[key]
 
 
@@ -219,10 +219,10 @@ class _Theirs(Process):
     each: float = 12.0
 
     @property
-    def state(self) -> float:
+    def optimizer_bytes(self) -> float:
         layout = self.recipe.layout
         replicas = self.n // (layout.tensor * layout.pipeline * layout.context * layout.shard)
-        return self.stepped * self.each / replicas
+        return self.stepped_elements * self.each / replicas
 
 
 def memory_of(run: Any) -> float:
@@ -231,10 +231,10 @@ def memory_of(run: Any) -> float:
     most = 0.0
     for p in engine.processes(run.recipe, run.cluster.n, "cuda", None):
         # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
-        every = {s: dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for s, stage in p.every.items()}
-        theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)} | {"every": every})
+        every = {s: dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for s, stage in p.stages_by_number.items()}
+        theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)} | {"stages_by_number": every})
         if software.state:
             theirs.each = software.state
-        wide = 4.0 * theirs.own / theirs.width if run.wide_gradients else 0.0
+        wide = 4.0 * theirs.param_bytes / theirs.width if run.wide_gradients else 0.0
         most = max(most, max(theirs.peak.reserved, theirs.peak.bytes) + wide)
     return most

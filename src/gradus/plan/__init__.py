@@ -1,1 +1,20 @@
-"""The plan: what a recipe will cost, traced from the code that trains, and set against what was measured."""
+"""What a run will cost, before anything is spent.
+
+A plan of a training run, in the order in which it comes about:
+
+    answer                      the request → recipe, hardware, layout; the figures as rows
+    hf                          a bare model (a preset, a config.json) → a whole recipe, with published settings
+    search, sketch              which layout: all are estimated from a trace of one block, the best composed in full
+    engine                      the hub: recipe and layout → the processes that need most → memory and work of a step
+    batches                     the micro-batches of a process, synthetic where no data are opened
+    profiles, tracing, trace    which blocks are traced; a small model stepped under fake tensors; what its step records
+    compose                     profiles → a stage with all its blocks: its operations and copies
+    peak, traffic               events of memory over the step, and their peak; what keeps parameters alike sends
+    step                        work → seconds, by roofline (operations), collectives (transfers), tables (calibrated)
+    counts                      parameters and operations of the model alone, for MFU
+    budget                      seconds → days, money, energy, CO2
+    figures, keys, show         a figure with its formula, a layout as words, the screen
+
+Beside it: `serving`, `passes` and `pass_tracing` (a model in use), `devices` (a recipe on every device), `web` (the
+page), `published` (how far published runs are off), `store` (what was traced, on disk), `work` (the words they share).
+"""

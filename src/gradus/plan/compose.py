@@ -205,7 +205,7 @@ def tied_gradients(p: Process) -> Iterator[tuple[float, int]]:
     gives back."""
     layout, rank_of = p.recipe.layout, pipelines.ranks(p.recipe.layout)
     holders: dict[str, set[int]] = {}
-    for s, stage in p.every.items():
+    for s, stage in p.stages_by_number.items():
         for name in stage.profile.units.get("", {}):
             holders.setdefault(name, set()).add(rank_of[s])
     own = {name: w for stage in p.stages for name, w in stage.profile.units.get("", {}).items()}
@@ -270,7 +270,7 @@ def sharding_copies(p: Process) -> Counts:
                     for key, count in _fsdp_copies(p, *chosen, sharded_over(layout, expert), again):
                         add_counts(out, {key: count}, times)
     elif p.replicated:
-        own = p.own
+        own = p.param_bytes
         half = layout.compress in ("bf16", "fp16") and p.width == 4
         copies = [("copy", (5.5 if half else 6) * own), ("div", 2 * own), *([("to_copy", 1.5 * own)] if half else [])]
         for name, nbytes in copies:
@@ -290,21 +290,22 @@ def _fsdp_copies(
     they are gathered for the backward pass too."""
     computed, reduced = fsdp_widths(p.recipe.layout, p.width)
     in_pipeline = p.recipe.layout.pipeline > 1
-    scatters = p.micro if in_pipeline else 1
+    scatters = p.n_micro_batches if in_pipeline else 1
     full, elements = sum(padded(w, k) for w in trained), sum(w.size for w in trained)
     moved = transposed_shards(trained, k)
     cast = sum(padded(w, k) * (w.computed + w.width) for w in frozen if w.computed != w.width)
     cast += full * (computed + p.width) if computed != p.width else 0
     for phase in ("forward", "backward") if backward else ("forward",):
         gathered = 2 * (full * computed + gathered_bytes(frozen, k))
-        yield _copy("split_with_sizes_copy", computed, phase, gathered), p.micro
-        yield _copy("foreach_copy", computed, phase, cast / k), p.micro
+        yield _copy("split_with_sizes_copy", computed, phase, gathered), p.n_micro_batches
+        yield _copy("foreach_copy", computed, phase, cast / k), p.n_micro_batches
         for w in moved:
-            yield _copy("cat", computed, phase, 3 * w.size * computed), p.micro
-    summed_whole = p.micro > 1 and not in_pipeline and reduced != computed  # in the type that they are summed in
+            yield _copy("cat", computed, phase, 3 * w.size * computed), p.n_micro_batches
+    # gradients stay whole, in the type that they are summed in
+    summed_whole = p.n_micro_batches > 1 and not in_pipeline and reduced != computed
     if summed_whole:
         yield _copy("to_copy", computed, "backward", elements * (computed + reduced)), 1
-        yield _copy("add", reduced, "backward", elements * (2 * reduced + computed)), p.micro - 1
+        yield _copy("add", reduced, "backward", elements * (2 * reduced + computed)), p.n_micro_batches - 1
     if scatters > 1:
         yield _copy("add", reduced, "backward", 3 * full / k * p.width), scatters - 1
     width = reduced if summed_whole else computed
@@ -322,7 +323,7 @@ def optimizer_ops(p: Process) -> list[Op]:
     tensors; and the copies of sums after the backward pass."""
     profile, layout = p.stages[0].profile, p.recipe.layout
     traced = [w for weights in profile.units.values() for w in weights.values()]
-    scale = p.own / sum(w.size * w.computed for w in traced)
+    scale = p.param_bytes / sum(w.size * w.computed for w in traced)
     tensors = sum(times for _, times in p.elements) / len(traced)
     share = sizes(layout, p.n)["replicate"] if layout.shard_optimizer else 1
     dtype = "fp32" if p.width == 4 else "bf16"
@@ -341,13 +342,13 @@ def optimizer_ops(p: Process) -> list[Op]:
     for name, nbytes, count in _summing(p, share):
         out.append(Op("memory", name, dtype, "optimizer", 0.0, nbytes, (), count))
     for (_, kind, name, of, _, flops, moved, shape), count in profile.prepare.items():
-        out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.given.parts))
+        out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.micro_batches.parts))
     return out
 
 
 def _summing(p: Process, share: int) -> Iterator[tuple[str, float, float]]:
     """(name, bytes, how often) of what is done with gradients and weights to send them."""
-    layout, own = p.recipe.layout, p.own
+    layout, own = p.recipe.layout, p.param_bytes
     replicas = sizes(layout, p.n)["replicate"]
     weights = ((w, times) for stage in p.stages for _, unit, times in stage.units() for w in unit.values())
     partial = p.width * sum(w.size * times for w, times in weights if w.partial)

@@ -171,19 +171,22 @@ class Process:
     recipe: Recipe
     n: int
     rank: int  # along the pipeline
-    given: MicroBatches
+    micro_batches: MicroBatches
     target: Target
     task: Task | None
-    every: dict[int, Stage]  # of the pipeline: those that are looked at, by number
-    last: dict[int, Stage]  # the same for a smaller last micro-batch; {} where there is none
+    stages_by_number: dict[int, Stage]  # of the pipeline, those that are looked at
+    tail_by_number: dict[int, Stage]  # the same for a smaller last micro-batch; {} where there is none
 
     @property
     def stages(self) -> list[Stage]:
-        return [self.every[s] for s in compose.stages_of(self.rank, self.recipe.layout)]
+        """The stages of this process."""
+        return [self.stages_by_number[s] for s in compose.stages_of(self.rank, self.recipe.layout)]
 
     @property
     def tail(self) -> list[Stage]:
-        return [self.last[s] for s in compose.stages_of(self.rank, self.recipe.layout)] if self.last else []
+        """The same, profiled for a smaller last micro-batch; [] where there is none."""
+        numbers = compose.stages_of(self.rank, self.recipe.layout) if self.tail_by_number else []
+        return [self.tail_by_number[s] for s in numbers]
 
     @property
     def width(self) -> int:
@@ -205,14 +208,14 @@ class Process:
         return several and not split and ddp
 
     @property
-    def groups(self) -> set[tuple[int, int]]:
+    def communicators(self) -> set[tuple[int, int]]:
         """(size, distance between neighbours) of the groups of processes that it sends to: each has a communicator."""
         shape, stride = sizes(self.recipe.layout, self.n), strides(self.recipe.layout, self.n)
         inner = {(shape[axis], stride[axis]) for axis in ("tensor", "context", "expert") if shape[axis] > 1}
         return inner | {(t.group, t.stride) for t in traffic.of_parameters(self)}
 
     @property
-    def fresh(self) -> bool:
+    def gradients_anew(self) -> bool:
         """Whether every micro-batch makes its gradients anew: FSDP2 has summed the last one's, or keeps them in another
         type."""
         layout = self.recipe.layout
@@ -220,14 +223,15 @@ class Process:
         return layout.shard > 1 and (layout.pipeline > 1 or computed != reduced)
 
     @property
-    def shares(self) -> int:
-        """Into how many the samples of a step are split."""
+    def data_parallel(self) -> int:
+        """Into how many parts the samples of a step are split."""
         layout = self.recipe.layout
         return self.n // (layout.tensor * layout.pipeline * layout.context)
 
     @property
-    def micro(self) -> int:
-        return pipelines.needed(self.recipe.layout, self.given.count)
+    def n_micro_batches(self) -> int:
+        """How many this process runs: at least those that it is given, and as many as the schedule needs."""
+        return pipelines.needed(self.recipe.layout, self.micro_batches.count)
 
     @functools.cached_property
     def elements(self) -> list[tuple[int, int]]:
@@ -236,30 +240,30 @@ class Process:
         return [(compose.local_bytes(w, layout) // self.width, n) for w, n in traffic.in_order(self.stages)]
 
     @functools.cached_property
-    def frozen(self) -> int:
+    def frozen_bytes(self) -> int:
         """Bytes of the parameters and buffers that are not trained."""
         layout = self.recipe.layout
         return sum(compose.local_bytes(w, layout) * n for w, n in traffic.in_order(self.stages, frozen=True))
 
     @functools.cached_property
-    def own(self) -> int:
+    def param_bytes(self) -> int:
         """Bytes of the parameters that this process holds."""
         return self.width * sum(size * times for size, times in self.elements)
 
     @functools.cached_property
-    def state(self) -> float:
+    def optimizer_bytes(self) -> float:
         """Bytes of the optimizer's state."""
         layout, optimizer = self.recipe.layout, self.recipe.optimizer
         each = momenta(optimizer) * self.width
         replicas = sizes(layout, self.n)["replicate"]
         tensors = sum(times for _, times in self.elements) / (replicas if layout.shard_optimizer else 1)
         if optimizer.name != "sgd":
-            each += 4 * tensors / self.stepped  # counts of steps
-        outer = 2 * self.own if layout.diloco else 0
-        return self.stepped * each + outer
+            each += 4 * tensors / self.stepped_elements  # counts of steps
+        outer = 2 * self.param_bytes if layout.diloco else 0
+        return self.stepped_elements * each + outer
 
     @functools.cached_property
-    def stepped(self) -> int:
+    def stepped_elements(self) -> int:
         """Elements that this process steps."""
         replicas = sizes(self.recipe.layout, self.n)["replicate"]
         every = [size for size, times in self.elements for _ in range(times)]
@@ -272,8 +276,9 @@ class Process:
 
     @property
     def held(self) -> dict[str, int]:
-        gradients = int(self.peak.gradients)
-        return {"weights": int(self.own + self.frozen), "optimizer": int(self.state), "gradients": gradients}
+        weights = self.param_bytes + self.frozen_bytes
+        held = {"weights": weights, "optimizer": self.optimizer_bytes, "gradients": self.peak.gradients}
+        return {name: int(nbytes) for name, nbytes in held.items()}
 
     @functools.cached_property
     def work(self) -> Work:
@@ -329,12 +334,12 @@ def _ranks_that_differ(layout: Layout, parts: list[Part], bounds: list[int]) -> 
 
 
 def _work(p: Process) -> Work:
-    layout, micro, given = p.recipe.layout, p.micro, p.given
+    layout, micro, given = p.recipe.layout, p.n_micro_batches, p.micro_batches
     whole = given.count - 1 if p.tail else micro
-    ops, sent = compose.operations(p.stages, whole, p.fresh)
+    ops, sent = compose.operations(p.stages, whole, p.gradients_anew)
     parts = whole if p.tail else given.parts + micro - given.count
     if p.tail:
-        for total, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.fresh, first=False)):
+        for total, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.gradients_anew, first=False)):
             compose.add_counts(total, more)
     compose.add_counts(ops, compose.sharding_copies(p))
     return Work(
@@ -345,8 +350,8 @@ def _work(p: Process) -> Work:
         stages=layout.pipeline,
         virtual=stages_per_process(layout),
         schedule=layout.schedule,
-        samples=given.samples * p.shares,
-        tokens=given.tokens * p.shares,
+        samples=given.samples * p.data_parallel,
+        tokens=given.tokens * p.data_parallel,
         data_bytes=given.nbytes,
     )
 
@@ -354,9 +359,9 @@ def _work(p: Process) -> Work:
 def model_flops(p: Process) -> float:
     """Operations of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery
     et al. 2022, appendix B)."""
-    ops = operations_of(p.recipe, Layout(device="cpu"), p.given.full, "cuda", p.task)
+    ops = operations_of(p.recipe, Layout(device="cpu"), p.micro_batches.full, "cuda", p.task)
     each = (n * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), n in ops.items())
-    return p.shares * p.given.parts * sum(each)
+    return p.data_parallel * p.micro_batches.parts * sum(each)
 
 
 def operations_of(
@@ -466,7 +471,7 @@ def memory_of(composed: list[Process], resident: int | None = None) -> Memory:
     framework = 0
     if p.target == "cuda":
         reserved = max(peak.reserved, peak.bytes)
-        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.groups))
+        framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.communicators))
     memory = Memory(
         components, allocated, reserved, framework, p.rank * (p.n // layout.pipeline), peak.at, p.held,
         parameters(p.recipe), list(_notes(p, components["gradients"])),
@@ -483,10 +488,10 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
         yield f"layout.compile={layout.compile}: {how}."
     if layout.offload and p.target == "cpu":
         yield "layout.offload: on a CPU nothing is offloaded: its memory is the host's."
-    if layout.shard > 1 and layout.pipeline == 1 and p.micro > 1:
+    if layout.shard > 1 and layout.pipeline == 1 and p.n_micro_batches > 1:
         yield (
-            f"FSDP keeps gradients whole while {p.micro} micro-batches add up: {gradients / 1e9:,.1f} GB at the peak. "
-            "layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
+            f"FSDP keeps gradients whole while {p.n_micro_batches} micro-batches add up: {gradients / 1e9:,.1f} GB at the "
+            "peak. layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
         )
     if getattr(p.recipe.model, "n_experts", None):
         yield (
@@ -495,12 +500,12 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
         )
     replicas = sizes(layout, p.n)["replicate"]
     axes = [axis for axis in ("tensor", "pipeline", "expert") if getattr(layout, axis) > 1]
-    if axes and replicas > 1 and layout.shard == 1 and p.state:
+    if axes and replicas > 1 and layout.shard == 1 and p.optimizer_bytes:
         schedules = layout.pipeline > 1 and layout.schedule in ("interleaved", "zero_bubble")
         only = ", with layout.schedule=1f1b," * schedules
         yield (
-            f"all {replicas} replicas keep the same optimizer state, {p.state / 1e9:,.1f} GB per device: ZeRO-1 "
-            f"(layout.shard_optimizer) is not combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
+            f"all {replicas} replicas keep the same optimizer state, {p.optimizer_bytes / 1e9:,.1f} GB per device: "
+            f"ZeRO-1 (layout.shard_optimizer) is not combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
         )
 
 

@@ -123,8 +123,9 @@ class Unit:
 class Fsdp:
     """The events of FSDP2 in a step, from edge to edge.
 
-    A unit is sharded, arriving (gathered, not yet copied out), or open. One gather's buffer is given back when the next
-    one has been copied out, a reduction's input when the next one begins.
+    A unit is sharded, arriving (gathered, not yet copied out), or open. One gather's buffer is freed when the next one
+    has been copied out, a reduction's input when the next one begins. The copies that this takes are counted by
+    `compose.sharding_copies`, what is sent by `traffic.of_parameters`.
     """
 
     def __init__(self, layout: Layout, width: int, trained: Units, frozen: Units, on_host: bool):
@@ -307,30 +308,31 @@ def peak(p: Process) -> Peak:
     """What a process has alive at most, and when."""
     timeline = Timeline(_start(p))
     _passes(p, timeline)
-    if p.replicated and p.micro > 1:  # what the earlier micro-batches' gradients were is in the buckets now
-        timeline.change(-level(transient=p.own))
+    if p.replicated and p.n_micro_batches > 1:  # what the earlier micro-batches' gradients were is in the buckets now
+        timeline.change(-level(transient=p.param_bytes))
     for nbytes, with_gradients in _flat_buffers(p):
-        buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.own)
+        buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.param_bytes)
         timeline.add(buffer[None], np.zeros((1, N + 3)), np.full(1, PHASES.index("optimizer")))
     return timeline.most()
 
 
 def _start(p: Process) -> np.ndarray:
     layout, stages, first = p.recipe.layout, p.stages, p.stages[0].profile
-    start = level(weights=p.frozen) + first.batch * p.given.parts + p.micro * sum(s.profile.buffers for s in stages)
+    buffers = p.n_micro_batches * sum(stage.profile.buffers for stage in stages)
+    start = level(weights=p.frozen_bytes) + first.batch * p.micro_batches.parts + buffers
     numbers = stages_of(p.rank, layout)
     for s, stage in zip(numbers, stages):  # from stage to stage of the process nothing is received
         if s + 1 in numbers:
             hidden = NAMES[int(stage.profile.buffers[:N].argmax())]
-            start = start - p.micro * level(**{hidden: 2 * stage.profile.sent["forward"]})
+            start = start - p.n_micro_batches * level(**{hidden: 2 * stage.profile.sent["forward"]})
     if not p.on_host:
-        start = start + level(weights=p.own, optimizer=p.state)
-    return start + level(gradients=p.own) if p.replicated else start
+        start = start + level(weights=p.param_bytes, optimizer=p.optimizer_bytes)
+    return start + level(gradients=p.param_bytes) if p.replicated else start
 
 
 def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
     """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
-    layout, own = p.recipe.layout, p.own
+    layout, own = p.recipe.layout, p.param_bytes
     replicas = sizes(layout, p.n)["replicate"]
     bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
     yield from ((min(bucket, summed), True) for summed in summed_gradients(p))
@@ -339,16 +341,17 @@ def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
     if replicas > 1 and (layout.local_sgd or layout.diloco):
         yield min(bucket, own) + (own if layout.diloco else 0), False
     if replicas > 1 and layout.shard_optimizer:
-        yield min(2 * p.width * p.stepped, own), True
+        yield min(2 * p.width * p.stepped_elements, own), True
 
 
 def _passes(p: Process, timeline: Timeline) -> None:
     """All micro-batches, forward and backward."""
-    layout, stages, micro = p.recipe.layout, p.stages, p.micro
+    layout, stages, micro = p.recipe.layout, p.stages, p.n_micro_batches
     one_by_one = layout.pipeline == 1
     if one_by_one or layout.schedule == "1f1b":  # more leave nothing new
         micro = min(micro, 3 if one_by_one else layout.pipeline + 2)
-    smaller = micro - 1 if one_by_one else p.given.count - 1  # from here on they are as long as the last; idle ones too
+    # from here on micro-batches are as long as the last; idle ones too
+    smaller = micro - 1 if one_by_one else p.micro_batches.count - 1
     profile = stages[0].profile
     fsdp = Fsdp(layout, p.width, profile.units, profile.frozen, p.on_host) if layout.shard > 1 else None
     copies = [level(gathered=stage.autocast_copies()) for stage in stages]
@@ -362,10 +365,11 @@ def _passes(p: Process, timeline: Timeline) -> None:
     in_flight = np.zeros(N + 3)
     done: set[tuple[str, int]] = set()
     for kind, s, i in order:
-        last = i == micro - 1 or not one_by_one
-        later = kind == "forward" or (not p.fresh and ((kind, s) in done or (p.replicated and last)))
+        reduces = i == micro - 1 or not one_by_one
+        # all backward passes but the first add to gradients that are there; DDP's last one to its buckets always
+        adds = not p.gradients_anew and ((kind, s) in done or (p.replicated and reduces))
         stage = p.tail[s] if p.tail and i >= smaller else stages[s]
-        _pass(stage, kind, later, last, p.replicated, fsdp, timeline)
+        _pass(stage, kind, kind == "forward" or adds, reduces, p.replicated, fsdp, timeline)
         if kind == "forward":
             timeline.change(-copies[s])
         if kind == ("weights" if split else "backward") and (kind, s) not in done:
@@ -379,9 +383,9 @@ def _passes(p: Process, timeline: Timeline) -> None:
 
 
 def _pass(
-    stage: Stage, kind: str, later: bool, last: bool, replicated: bool, fsdp: Fsdp | None, timeline: Timeline
+    stage: Stage, kind: str, later: bool, reduces: bool, replicated: bool, fsdp: Fsdp | None, timeline: Timeline
 ) -> None:
-    """One pass of a micro-batch over a stage."""
+    """One pass of a micro-batch over a stage. later: as of `Stage.run`. reduces: whether gradients are reduced."""
     run = stage.run(kind, later)
     usual, loss = PHASES.index("forward" if kind == "forward" else "backward"), PHASES.index("loss")
     phases = np.array([loss if edge == ("", "post_forward") else usual for edge in run.edges])
@@ -389,7 +393,7 @@ def _pass(
         rows = (in_buckets(run.peak), in_buckets(run.net)) if replicated else (run.peak, run.net)
         timeline.add(*rows, phases)
         return
-    if not (events := list(fsdp.run(run.edges, kind, last))):
+    if not (events := list(fsdp.run(run.edges, kind, reduces))):
         timeline.add(run.peak, run.net, phases)
         return
     before, changes = [at for at, *_ in events], _rows(events)

@@ -150,8 +150,8 @@ class Part:
 
     @functools.cached_property
     def chosen(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of each stack that are traced. A part with others on one side alone has two of them, so that every
-        part has three stages."""
+        """The blocks of each stack that are traced: own ones and a neighbour on each side; at an end of the model two on
+        the other side, so that the small pipeline of `plan.tracing` has three stages."""
         one_sided = len(self.stacks) == 1 and 0 in (self.stacks[0][0], self.stacks[0][2])
         most, out = 2 if one_sided else 1, []
         for (before, own, after), kinds in zip(self.stacks, self.own_kinds):
@@ -181,7 +181,7 @@ class Part:
 
     @property
     def bounds(self) -> list[int]:
-        """Of the stages of this part and of what is before and after it."""
+        """The first block of each stage of the small pipeline (`plan.tracing`), and the number of all blocks."""
         first, own = sum(s[0] for s in self.stacks), sum(s[1] for s in self.stacks)
         inner = {1, first} if len(self.stacks) == 1 else {first}
         outer = {first + own, first + own + 1} if len(self.stacks) == 1 else {first + own}
@@ -190,7 +190,7 @@ class Part:
 
     @property
     def index(self) -> int:
-        """Its stage."""
+        """Which stage of the small pipeline this part is."""
         return self.bounds.index(sum(s[0] for s in self.stacks))
 
 

@@ -372,9 +372,9 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
             candidates += [space.price(Layout.model_validate(layout)) for layout in kept[key]]
         return good, [dataclasses.replace(c, time=None) for c in large]
     enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
-    from gradus.plan.trace import collecting
+    from gradus.plan.trace import gc_paused
 
-    with collecting():
+    with gc_paused():
         for c in contest(space, enough):
             (good if c.time else large).append(c)
             good.sort(key=lambda c: c.order)

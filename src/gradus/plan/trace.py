@@ -282,29 +282,27 @@ def _leave_world() -> None:
     _current = None
 
 
-_is_collecting = False
+_gc_is_paused = False
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[None]:
-    """Hold the garbage collector still around one trace or several.
-
-    The collector scans older objects once, and a world that the next trace needs too stays, with DTensor's caches.
-    """
-    global _is_collecting
-    if _is_collecting:
+def gc_paused() -> Iterator[None]:
+    """Keep the garbage collector from running by itself during one trace or several: what is there already is scanned
+    once, and a fake world that the next trace needs too stays alive, with DTensor's caches."""
+    global _gc_is_paused
+    if _gc_is_paused:
         gc.collect()
         gc.freeze()
         yield
         return
-    was_enabled, _is_collecting = gc.isenabled(), True
+    was_enabled, _gc_is_paused = gc.isenabled(), True
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        _is_collecting = False
+        _gc_is_paused = False
         _leave_world()
         gc.unfreeze()
         if was_enabled:
@@ -699,7 +697,7 @@ def trace_recipe(
     micro_batches = micro_batches or batches.micro_batches(recipe, n, task=task)
     task = task or batches.task_without_data(recipe)
     recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"compile": "none", "offload": False})})
-    with collecting():
+    with gc_paused():
         mesh = Mesh.make(recipe.layout, _enter_world(n, rank)) if n > 1 else None
         with FakeTensorMode() as fake:
             true_counts: dict[int, int] = {}

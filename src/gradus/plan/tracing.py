@@ -1,8 +1,15 @@
 """Profiles are read off the very modules, under fake tensors.
 
 A small model is stepped once with two micro-batches: of each stack the first block, one of each kind between, and the
-last (`Part.chosen`). It is split only as its blocks are: over tensor, context and expert. Its time line of memory, its
-operations and its transfers are cut at the edges of its units.
+last (`Part.chosen`), split as the layout splits a block: over tensor, context and expert. A stage of a pipeline is
+traced in a small pipeline, between a block or two of its neighbours:
+
+    first stage      [own blocks] → [block] → [block]
+    inner stage      [block] → [own blocks] → [block]
+    last stage       [block] → [block] → [own blocks]
+
+The time line of memory, the operations and the transfers are cut at the edges of the units. Replicas, shards and the
+schedule take no part: they are arithmetic (`plan.compose`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Shape = dict[str, int]  # axis → processes along it, or the distance between n
 
 
 def of_parameters(p: Process) -> list[Transfer]:
-    """Of one process in one step."""
+    """The transfers of one process in one step."""
     shape, stride = sizes(p.recipe.layout, p.n), strides(p.recipe.layout, p.n)
     parts = _pipeline(p, stride), _shards(p, shape, stride), _replicas(p, shape, stride), _partial(p)
     every = [t for part in (*parts, _control(p, shape, stride)) for t in part]
@@ -50,7 +50,7 @@ def _pipeline(p: Process, stride: Shape) -> Iterator[Transfer]:
     for s, stage in zip(stages_of(p.rank, layout), p.stages):
         for kind, neighbour in (("forward", s + 1), ("backward", s - 1)):
             if rank_of.get(neighbour, p.rank) != p.rank and kind in stage.profile.sent:
-                yield Transfer("pipeline", "send", stage.profile.sent[kind], p.micro, group, apart, kind)
+                yield Transfer("pipeline", "send", stage.profile.sent[kind], p.n_micro_batches, group, apart, kind)
     for nbytes, calls in tied_gradients(p):
         yield Transfer("pipeline", "send", nbytes, calls, group, apart, "optimizer")
 
@@ -75,7 +75,7 @@ def _shards(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
     if layout.shard == 1:
         return
     computed, reduced = fsdp_widths(layout, p.width)
-    scatters = p.micro if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
+    scatters = p.n_micro_batches if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
     for stage in p.stages:
         for unit, weights, times in stage.units():
             for expert in (False, True):  # split experts are a unit of their own
@@ -85,7 +85,7 @@ def _shards(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
                 whole = elements * computed + gathered_bytes(frozen, k)
                 again = stage.backward_gathers(unit, bool(weights), times) if layout.reshard else 0
                 for phase, gathers in (("forward", times), ("backward", again)):
-                    yield Transfer("shard", "all_gather", whole, gathers * p.micro, k, apart, phase, phase)
+                    yield Transfer("shard", "all_gather", whole, gathers * p.n_micro_batches, k, apart, phase, phase)
                 backward, calls = ("backward", "backward"), times * scatters
                 yield Transfer("shard", "reduce_scatter", elements * reduced, calls, k, apart, *backward)
                 replicas = shape["replicate"], stride["replicate"]
@@ -187,8 +187,8 @@ def _partial(p: Process) -> Iterator[Transfer]:
         yield Transfer("tensor", "all_reduce", nbytes, 1, layout.tensor, 1, "optimizer")
         return
     computed, reduced = fsdp_widths(layout, p.width)
-    width = computed if p.micro == 1 or layout.pipeline > 1 else reduced  # added up in the type of the sum
-    sums = p.micro if layout.pipeline > 1 else 1
+    width = computed if p.n_micro_batches == 1 or layout.pipeline > 1 else reduced  # added up in the type of the sum
+    sums = p.n_micro_batches if layout.pipeline > 1 else 1
     for size, times in partial:
         yield Transfer("tensor", "all_reduce", size * width, times * sums, layout.tensor, 1, "backward")
 
