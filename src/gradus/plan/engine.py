@@ -490,8 +490,8 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
         yield "layout.offload: on a CPU nothing is offloaded: its memory is the host's."
     if layout.shard > 1 and layout.pipeline == 1 and p.n_micro_batches > 1:
         yield (
-            f"FSDP keeps gradients whole while {p.n_micro_batches} micro-batches add up: {gradients / 1e9:,.1f} GB at the "
-            "peak. layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
+            f"FSDP keeps gradients whole while {p.n_micro_batches} micro-batches add up: "
+            f"{gradients / 1e9:,.1f} GB at the peak. layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
         )
     if getattr(p.recipe.model, "n_experts", None):
         yield (
@@ -505,7 +505,8 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
         only = ", with layout.schedule=1f1b," * schedules
         yield (
             f"all {replicas} replicas keep the same optimizer state, {p.optimizer_bytes / 1e9:,.1f} GB per device: "
-            f"ZeRO-1 (layout.shard_optimizer) is not combined with layout.{axes[0]}. layout.shard={replicas}{only} splits it."
+            f"ZeRO-1 (layout.shard_optimizer) is not combined with layout.{axes[0]}. "
+            f"layout.shard={replicas}{only} splits it."
         )
 
 

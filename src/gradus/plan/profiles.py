@@ -150,8 +150,8 @@ class Part:
 
     @functools.cached_property
     def chosen(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of each stack that are traced: own ones and a neighbour on each side; at an end of the model two on
-        the other side, so that the small pipeline of `plan.tracing` has three stages."""
+        """The blocks of each stack that are traced: own ones and a neighbour on each side; at an end of the model two
+        on the other side, so that the small pipeline of `plan.tracing` has three stages."""
         one_sided = len(self.stacks) == 1 and 0 in (self.stacks[0][0], self.stacks[0][2])
         most, out = 2 if one_sided else 1, []
         for (before, own, after), kinds in zip(self.stacks, self.own_kinds):
