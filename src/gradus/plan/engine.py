@@ -491,7 +491,8 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
     if layout.shard > 1 and layout.pipeline == 1 and p.n_micro_batches > 1:
         yield (
             f"FSDP keeps gradients whole while {p.n_micro_batches} micro-batches add up: "
-            f"{gradients / 1e9:,.1f} GB at the peak. layout.micro_batch=null (all samples at once) or layout.pipeline keeps a part of them."
+            f"{gradients / 1e9:,.1f} GB at the peak. layout.micro_batch=null (all samples at once) or layout.pipeline "
+            "keeps a part of them."
         )
     if getattr(p.recipe.model, "n_experts", None):
         yield (
