@@ -53,6 +53,10 @@ class EnginePair(NamedTuple):
     def __str__(self) -> str:
         return f"{self.engine} {self.precision}"
 
+    @property
+    def named(self) -> dict[str, str]:
+        return {"engine": self.engine, "precision": self.precision}
+
 
 def bench(args: Any) -> Iterator[str]:
     """The verb. Yields what is printed; returns the exit code."""
@@ -181,7 +185,7 @@ def configuration(pair: EnginePair, batch: int, length: int | None, options: dic
     words = [str(pair), f"batch {batch}"]
     words += [f"{length} tokens"] if length else []
     words += [f"{options['new']} new"] if options["new"] else []
-    options = {**options, **pair._asdict(), "batch": batch, "length": length}
+    options = {**options, **pair.named, "batch": batch, "length": length}
     return Configuration(" · ".join(words), None, at, "engine", options=options)
 
 
@@ -345,7 +349,7 @@ def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: se
     rows = {name: value for name, (value, _) in sample.values.items() if name.startswith("check/")}
     rows["check/computes"] = sample.ranks[0].facts["computes"]
     try:
-        verdict([{"name": name, "value": value, **pair._asdict()} for name, value in rows.items()])
+        verdict([{"name": name, "value": value, **pair.named} for name, value in rows.items()])
     except UserError:
         return False
     if not pair.precision.startswith("int") or pair.precision in named:
