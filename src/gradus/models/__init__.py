@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 __all__ = [
     "Family", "Stack", "build", "config_of", "convert", "count", "deferred", "families", "load", "load_deferred",
     "load_weights", "locate",
-    "lookup", "outline", "register", "save", "to_config_json", "weights",
+    "lookup", "register", "save", "to_config_json", "weights",
 ]  # fmt: skip
 
 
@@ -75,16 +75,6 @@ def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:
 
     model = build(config, "meta")
     return Deferred(model, drawn(model, seed))
-
-
-def outline(config: schema.ModelConfig) -> nn.Module:
-    """The model on "meta", to be looked at alone: the next one who asks is given the same. Errors as in `build`."""
-    return _outline(type(config), config.model_dump_json())
-
-
-@functools.lru_cache(maxsize=2)
-def _outline(kind: type[schema.ModelConfig], config: str) -> nn.Module:
-    return build(kind.model_validate_json(config), "meta")
 
 
 def count(config: schema.ModelConfig) -> dict[str, int]:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 # ---------------------------------------------------------------- what stands in the place of other stages' parts
 
 
-class _Skip(nn.Module):
+class Skip(nn.Module):
     """In the place of a block: returns its input."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
@@ -196,7 +196,7 @@ class Cutter:
         needed, names = self.parts(own), self.parameters_of(model, own)
         for i, name in enumerate(self.blocks):
             if i not in own:
-                model.set_submodule(name, _Skip())
+                model.set_submodule(name, Skip())
         for stack in self.stacks:
             for name in {*stack.before, *stack.after, *stack.beside} - needed:
                 part = _get(model, name)
@@ -207,7 +207,7 @@ class Cutter:
                     placeholder = torch.zeros(1, 1, self.d_model, device=device, dtype=part.dtype)
                     model.register_buffer(name, placeholder, persistent=False)
                 elif name in stack.beside:
-                    model.set_submodule(name, _Skip())
+                    model.set_submodule(name, Skip())
                 elif name in stack.after or isinstance(part, nn.LayerNorm):
                     model.set_submodule(name, nn.Identity())
                 else:

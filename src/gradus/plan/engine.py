@@ -85,8 +85,8 @@ def code(*more: str) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
 
 
-def _family_code(family: str) -> str:
-    """Of a family that is registered from elsewhere."""
+def family_code(family: str) -> str:
+    """The source of a family that is registered from elsewhere; '' of one that `code` covers."""
     model = models.lookup(family).model
     return "" if model.__module__.startswith("gradus.") else inspect.getsource(sys.modules[model.__module__])
 
@@ -122,7 +122,7 @@ def _question(recipe: Recipe, part: Part, batch: dict, target: Target, split: bo
     chosen = {k: int(v.sum()) for k, v in tensors.items() if k in ("select", "labels") and v.dtype == torch.bool}
     return [
         *sections, few.data.model_dump(mode="json", exclude={"path"}), optimizer, few.train.clip_norm, few.train.qat,
-        part.small.stacks, part.small.kinds, part.ends, target, split, micro, _family_code(few.model.family),
+        part.small.stacks, part.small.kinds, part.ends, target, split, micro, family_code(few.model.family),
         [(k, list(v.shape), str(v.dtype), chosen.get(k, 0)) for k, v in tensors.items()],
         __version__, torch.__version__, code(),
     ]  # fmt: skip

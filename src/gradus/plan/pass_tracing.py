@@ -16,19 +16,13 @@ from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward, Mixtu
 from gradus.models.decoding import Steps
 from gradus.models.family import Family
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.pipeline import Skip
 from gradus.patch import replaced
 from gradus.plan.passes import Pass, Usage, active_elements
 from gradus.plan.profiles import block_kinds
 from gradus.plan.trace import Recorder
 from gradus.recipe.schema import ModelConfig
 from gradus.torch_private import FLASH, memory_id, tree_leaves
-
-
-class _Repeated(nn.Module):
-    """In the place of a block that is like one that runs."""
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x
 
 
 class PassTracer(Recorder):
@@ -134,5 +128,5 @@ def _keep_one_of_each_kind(model: nn.Module, family: Family) -> dict[nn.Module, 
             kept = first.setdefault(kinds[i], block)
             times[kept] = times.get(kept, 0) + 1
             if kept is not block:
-                blocks[i] = _Repeated()
+                blocks[i] = Skip()  # like one that runs
     return times

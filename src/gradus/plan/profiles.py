@@ -93,7 +93,7 @@ def block_kinds(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
 @functools.lru_cache(maxsize=64)
 def _block_kinds(config_type: type[ModelConfig], text: str) -> tuple[tuple[str, ...], ...]:
     config = config_type.model_validate_json(text)
-    model, stacks = models.outline(config), models.lookup(config.family).stacks
+    model, stacks = models.build(config, "meta"), models.lookup(config.family).stacks
     trained, kinds = False, []
     for stack in stacks:
         names = tuple(f"{name}." for name in (*stack.before, *stack.beside))

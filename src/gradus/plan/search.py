@@ -7,20 +7,15 @@ search's first.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import heapq
 import itertools
-import json
 import math
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradus import files
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
 from gradus.parallel import check
@@ -31,6 +26,7 @@ from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.profiles import Part, block_kinds
 from gradus.plan.step import StepTime, step_time
+from gradus.plan.store import stored
 from gradus.recipe.axes import DATA, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
@@ -363,17 +359,25 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
     """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for,
     the first is the same: what is roughly within SURE of the fastest is priced. Which layouts they are is kept on disk,
     by what was asked."""
-    path = _kept_at(space, most)
-    good: list[Candidate] = []
-    large: list[Candidate] = []
-    if path and (kept := _kept(path)):
+    won: dict[str, list[Candidate]] = {}
+
+    def layouts() -> dict[str, Any]:
+        won["good"], won["large"] = _contested(space, most)
+        return {"tried": space.tried} | {key: [c.layout.model_dump(mode="json") for c in won[key]] for key in won}
+
+    kept = layouts() if space.task else stored("layouts", _question(space, most), layouts)  # data are no question
+    if not won:
         space.tried = kept["tried"]
-        for key, candidates in (("good", good), ("large", large)):
-            candidates += [space.price(Layout.model_validate(layout)) for layout in kept[key]]
-        return good, [dataclasses.replace(c, time=None) for c in large]
-    enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
+        won = {key: [space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large")}
+    return won["good"], [dataclasses.replace(c, time=None) for c in won["large"]]
+
+
+def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate]]:
     from gradus.plan.trace import gc_paused
 
+    good: list[Candidate] = []
+    large: list[Candidate] = []
+    enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
     with gc_paused():
         for c in contest(space, enough):
             (good if c.time else large).append(c)
@@ -382,32 +386,15 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
         check.validate(space._with(space.base), space.n)  # says what is wrong
         where = f"{space.recipe.name}: no layout is possible on {space.n} devices"
         raise UserError(f"{where}. Use another number of devices, or another batch.samples.")
-    if path:
-        both = {"good": good, "large": large}
-        layouts = {key: [c.layout.model_dump(mode="json") for c in found] for key, found in both.items()}
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_text(path, json.dumps({"tried": space.tried, **layouts}))
     return good, large
 
 
-def _kept_at(space: Space, most: int) -> Path | None:
-    """Where the answer to this question is kept; None where it depends on data."""
-    if space.task:
-        return None
+def _question(space: Space, most: int) -> list[Any]:
+    """All that the answer of `ranked` depends on."""
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
-    asked = recipe.model_dump_json(exclude={"name", "log", "evaluate"}), recipe.layout.model_fields_set, space.said
-    versions = torch.__version__, engine.code("plan", "hardware")
-    text = json.dumps([*asked, space.n, most, device, *versions], default=sorted)
-    return files.cache_dir() / "layouts" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def _kept(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-        return found if found.keys() >= {"tried", "good", "large"} else None
-    except (OSError, ValueError, AttributeError):  # absent, or torn
-        return None
+    asked = recipe.model_dump_json(exclude={"name", "log", "evaluate"}), sorted(recipe.layout.model_fields_set)
+    versions = torch.__version__, engine.code("plan", "hardware"), engine.family_code(recipe.model.family)
+    return [*asked, sorted(space.said), space.n, most, device, *versions]
 
 
 # ---------------------------------------------------------------- what is asked

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +34,8 @@ LEFT_OUT = "the prompt's activations, workspaces, the framework"
 @functools.lru_cache(maxsize=64)
 def _usage(kind: type[ModelConfig], fields: str, batch: int, tokens: int, source: int) -> Usage:
     config = kind.model_validate_json(fields)
-    written = inspect.getsource(sys.modules[models.lookup(config.family).model.__module__])
-    question = fields, batch, tokens, source, written, engine.code("plan"), torch.__version__
+    versions = engine.family_code(config.family), engine.code("plan"), torch.__version__
+    question = fields, batch, tokens, source, *versions
 
     def trace() -> dict:
         from gradus.plan.pass_tracing import PassTracer  # half a second, which what is kept need not wait for

@@ -33,11 +33,12 @@ from gradus.layers import kernels, masks
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
-from gradus.parallel.fake import cast, fake_world, replaced
+from gradus.parallel.fake import cast, fake_world
 from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.pipeline import Stage
 from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
+from gradus.patch import replaced
 from gradus.plan import batches
 from gradus.plan.work import COMPONENTS, Target, Work, op_of, transfer_of
 from gradus.recipe.schema import Recipe

@@ -31,8 +31,8 @@ from gradus.layers import Block
 from gradus.layers.moe import Experts
 from gradus.parallel import apply, engine, pipeline
 from gradus.parallel.engine import Parallel
-from gradus.parallel.fake import replaced
 from gradus.parallel.shard import ends
+from gradus.patch import replaced
 from gradus.plan import trace
 from gradus.plan.profiles import INDEX, Edge, N, Part, Piece, Profile, Stretch, Units, Weight, pool, small_recipe
 from gradus.plan.work import Target
