@@ -25,7 +25,7 @@ from gradus.plan import batches as making
 from gradus.plan import engine
 from gradus.plan.budget import usual_goodput
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.compose import Stage, sharded_over
+from gradus.plan.compose import Stage, fsdp_widths, sharded_over
 from gradus.plan.cut import Cuts, between, with_samples
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
@@ -33,6 +33,7 @@ from gradus.plan.profiles import Part, Profile, block_kinds
 from gradus.plan.roofline import parameters
 from gradus.plan.step import StepTime, Sums, bubble_share, step_time
 from gradus.plan.store import stored
+from gradus.plan.traffic import nearest
 from gradus.plan.work import op_of, transfer_of
 from gradus.recipe.axes import DATA, needed, sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
@@ -222,11 +223,15 @@ class Space:
 
     def least_bytes(self, layout: Layout) -> float:
         """Of weights, gradients and the optimizer's state, where the stages of a pipeline hold equal parts."""
-        width, replicas = 2 if layout.precision.startswith("pure_") else 4, sizes(layout, self.n)["replicate"]
+        replicas = sizes(layout, self.n)["replicate"]
+        momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
+        return self._least_elements(layout) * _width(layout) * (2 + momenta)
+
+    def _least_elements(self, layout: Layout) -> float:
+        """Of the parameters that a process holds."""
         units = self._whole(layout).units
         own = sum(w.size * n / sharded_over(layout, w.expert) for _, unit, _, n in units for w in unit.values())
-        momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
-        return own / layout.pipeline * width * (2 + momenta)
+        return own / layout.pipeline
 
     def least_seconds(self, layout: Layout, bubble: float = 0.0) -> float:
         """Of a step's operations and of what blocks send, nothing computed again, where the stages of a pipeline do
@@ -240,7 +245,20 @@ class Space:
                 seconds = collective_seconds(t.kind, t.payload, t.group, t.stride, self.cluster, fit)
                 sums.on_all_stages += seconds * t.calls
             self.seconds_of[key] = sums.on_all_stages
-        return LEAST * self.seconds_of[key] * self.batches_of(layout).parts * (1 + bubble) / layout.pipeline
+        computing = LEAST * self.seconds_of[key] * self.batches_of(layout).parts / layout.pipeline
+        return computing * (1 + bubble) + max(0.0, self._least_traffic(layout) - computing)
+
+    def _least_traffic(self, layout: Layout) -> float:
+        """Seconds of what keeps the parameters of all alike, all of one kind in one call."""
+        kept, computed = self._least_elements(layout), fsdp_widths(layout, _width(layout))[0]
+        shape, stride = sizes(layout, self.n), strides(layout, self.n)
+        if layout.shard == 1:
+            calls = [("all_reduce", kept * _width(layout), shape["replicate"], stride["replicate"], 1)]
+        else:
+            ranks, spacing = sharded_over(layout, expert=False), nearest(layout, stride)
+            gathers = self.batches_of(layout).count * (2 if layout.reshard else 1)
+            calls = [("all_gather", kept * ranks * computed, ranks, spacing, gathers)]
+        return sum(n * collective_seconds(*call, self.cluster) for *call, n in calls)
 
     # ------------------------------------------------------------ estimates
 
@@ -401,6 +419,11 @@ class Space:
         if c.fits:
             c.time = step_time(engine.work_of(processes), self.cluster)
         return c
+
+
+def _width(layout: Layout) -> int:
+    """Bytes of a weight."""
+    return 2 if layout.precision.startswith("pure_") else 4
 
 
 def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:
