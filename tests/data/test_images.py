@@ -25,7 +25,6 @@ from gradus.data.images import ArrayImages, FileImages, LazyImages, channel_stat
 from gradus.data.loader import Loader, Plan
 from gradus.data.splits import Part
 from gradus.errors import UserError
-from gradus.infer.grid import picture_grid
 from gradus.recipe.schema import ImagesData
 
 
@@ -474,22 +473,6 @@ def test_settings_that_do_not_fit_are_said():
         Augment(ImagesData(mean=[0.5]), None, data)
     with pytest.raises(UserError, match=r"data\.std=.*above 0"):
         Augment(ImagesData(std=[0.5, 0.0, 0.5]), None, data)
-
-
-def test_picture_grid(tmp_path):
-    images = [*random_images(3, 1, 8, 8), random_images(1, 3, 300, 200)[0]]
-    picture_grid(
-        images,
-        ["7", "cat, not a dog at all", "a title that is far too long to be shown in full", "x"],
-        ["green", "red", "#ff0000", "green"],
-        tmp_path / "g.png",
-    )
-    grid = np.asarray(Image.open(tmp_path / "g.png").convert("RGB")).astype(int)
-    reddish, greenish = (grid[..., 0] - grid[..., 1:].max(-1) > 200).sum(), ((grid[..., 1] > 100) & (grid[..., 0] + grid[..., 2] < 60)).sum()
-    assert reddish > 100 and greenish > 10
-    tile = np.repeat(np.repeat(images[0][0], 16, 0), 16, 1)  # the first image, 16 times enlarged, pixel for pixel
-    found = any(np.array_equal(grid[top : top + 128, 12:140, 0], tile) for top in range(10, 60))
-    assert found and os.listdir(tmp_path) == ["g.png"]
 
 
 # ---------------------------------------------------------------- CIFAR-10's own files
