@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gradus.models.weights import Rule, fields
-from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import Seq2SeqConfig
 
 if TYPE_CHECKING:
@@ -28,11 +27,7 @@ IGNORABLE = (
 ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
 NORM_EPS = 1e-5  # theirs is no field
-FIELDS = {
-    "vocab_size": ("vocab_size", NEEDED), "n_layers": ("encoder_layers", NEEDED), "d_model": ("d_model", NEEDED),
-    "n_heads": ("encoder_attention_heads", NEEDED), "d_ff": ("encoder_ffn_dim", NEEDED),
-    "seq_len": ("max_position_embeddings", NEEDED), "dropout": ("dropout", 0.1),
-}  # fmt: skip
+FIELDS = fields.names()["seq2seq"]["fields"]
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:
