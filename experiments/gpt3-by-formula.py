@@ -65,7 +65,7 @@ def rows() -> Iterator[Row]:
     keep = ("memory/", "parameters/total", "time/step", "time/mfu")
     yield from (Row(r.name, r.value, r.unit, None, {"kind": "planned", "layout": made.layout_keys}) for r in made.rows if r.name.startswith(keep))
     for name, said in LINKS.items():
-        link = hardware.link(name)
+        link = hardware.links()[name]
         found = {"payload": 350e9 / link.bandwidth, "all-reduce of 8": ring_factor("all_reduce", 8) * 350e9 / link.bandwidth}
         found |= {"all-reduce of 800": ring_factor("all_reduce", 800) * 350e9 / link.bandwidth}
         yield Row("link/bandwidth", link.bandwidth, "bytes/s", None, {"link": name, "source says": said})

@@ -97,9 +97,9 @@ def test_peaks_are_dense_and_halve_with_the_width():
 def test_one_direction_is_half_of_both():
     for link in hardware.links().values():
         assert link.both is None or link.both == pytest.approx(2 * link.bandwidth), link.name
-    one_way = {name: hardware.link(name).bandwidth / 1e9 for name in ("NVLink 5", "InfiniBand NDR", "InfiniBand XDR", "PCIe 5 x16", "Omni-Path 100")}
+    one_way = {name: hardware.links()[name].bandwidth / 1e9 for name in ("NVLink 5", "InfiniBand NDR", "InfiniBand XDR", "PCIe 5 x16", "Omni-Path 100")}
     assert one_way == pytest.approx({"NVLink 5": 900, "InfiniBand NDR": 50, "InfiniBand XDR": 100, "PCIe 5 x16": 63, "Omni-Path 100": 12.5})
-    assert [hardware.link(f"NVLink {i}").bandwidth / 1e9 for i in range(1, 7)] == pytest.approx([80, 150, 300, 450, 900, 1800])
+    assert [hardware.links()[f"NVLink {i}"].bandwidth / 1e9 for i in range(1, 7)] == pytest.approx([80, 150, 300, 450, 900, 1800])
 
 
 def test_memory_is_counted_in_gib():
@@ -219,7 +219,7 @@ devices:
         changed = hardware.find("A100", path)
         assert (changed.power, changed.peaks["bf16"], changed.memory) == (350, 312e12, 80 * 2**30)
         assert str(mine) in changed.source and "power" in changed.source, "whose figure it is"
-        assert hardware.cluster("2xToaster", path).n == 2
+    assert hardware.cluster("2xToaster").n == 2
 
 
 def test_the_usual_place(tmp_path):
@@ -319,7 +319,7 @@ def measured(name, **more):
     )  # fmt: skip
 
 
-def test_a_measured_device_comes_back_as_it_was(tmp_path):
+def test_a_measured_device_comes_back_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "new" / "hardware.yaml"
     device = measured("box", aliases=("this", "here", "cpu"))
     assert hardware.add_device(device, file) == file
@@ -331,8 +331,9 @@ def test_a_measured_device_comes_back_as_it_was(tmp_path):
         elif field.name != "link":
             assert new == old, field.name
     assert back.link == dataclasses.replace(device.link, latency=back.link.latency) and back.link.latency == pytest.approx(2.5e-5)
-    assert hardware.cluster("cpu", file) == hardware.cluster("here", file) == hardware.Cluster(back, 1)
-    assert hardware.cluster("4xcpu", file).n == 4, "processes on one machine"
+    monkeypatch.setenv("GRADUS_HARDWARE", str(file))
+    assert hardware.cluster("cpu") == hardware.cluster("here") == hardware.Cluster(back, 1)
+    assert hardware.cluster("4xcpu").n == 4, "processes on one machine"
 
 
 def test_the_newest_measurement_is_this_machine(tmp_path):
@@ -392,16 +393,19 @@ def test_a_price_is_the_range_of_its_quotes():
     assert hardware.price("P100") is None, "unknown is absent"
 
 
-def test_own_prices_replace_the_quotes_and_may_be_in_another_currency(tmp_path):
+def test_own_prices_replace_the_quotes_and_may_be_in_another_currency(tmp_path, monkeypatch):
+    packaged = hardware.price("A100")
     file = write(
         tmp_path / "prices.yaml", "date: 2026-06-01\ncurrency: EUR\nrate: 0.9\nprices: {H100: {low: 1, expected: 1.5, high: 3, source: my contract}}"
     )
-    mine = hardware.price("H100-SXM", file)
+    monkeypatch.setenv("GRADUS_PRICES", str(file))
+    mine = hardware.price("H100-SXM")
     assert (mine.low, mine.expected, mine.high, mine.currency, mine.date) == (1, 1.5, 3, "EUR", "2026-06-01")
     assert "my contract" in mine.source
-    packaged, converted = hardware.price("A100"), hardware.price("A100", file)
+    converted = hardware.price("A100")
     assert converted.currency == "EUR" and converted.low == pytest.approx(0.9 * packaged.low) and converted.high == pytest.approx(0.9 * packaged.high)
-    dollars = hardware.price("A100", write(file, "prices: {A100: [{low: 1, high: 2, source: a}, {low: 3, high: 4, source: b}]}"))
+    write(file, "prices: {A100: [{low: 1, high: 2, source: a}, {low: 3, high: 4, source: b}]}")
+    dollars = hardware.price("A100")
     assert (dollars.low, dollars.expected, dollars.high, dollars.currency) == (1, 2.5, 4, "USD")
 
 
@@ -416,9 +420,10 @@ def test_own_prices_replace_the_quotes_and_may_be_in_another_currency(tmp_path):
         ("prices: {H1000: {low: 1, high: 2}}", "H1000: no such device"),
     ],
 )
-def test_wrong_prices_are_named(tmp_path, text, says):
+def test_wrong_prices_are_named(tmp_path, monkeypatch, text, says):
+    monkeypatch.setenv("GRADUS_PRICES", str(write(tmp_path / "prices.yaml", text)))
     with pytest.raises(UserError, match=re.escape(says)):
-        hardware.price("H100", write(tmp_path / "prices.yaml", text))
+        hardware.price("H100")
 
 
 def test_grids():
@@ -431,18 +436,21 @@ def test_grids():
     assert hardware.pue()[:3] == (1.09, 1.14, 1.43)
 
 
-def test_an_own_grid(tmp_path):
+def test_an_own_grid(tmp_path, monkeypatch):
+    packaged = hardware.grid("FR")
     file = write(tmp_path / "grid.yaml", "year: 2026\npue: {low: 1, expected: 1.05, high: 1.1}\ngrids: {roof: {intensity: 20 g/kWh, source: panels}}")
-    assert (hardware.grid("roof", file).intensity, hardware.grid("roof", file).year) == (pytest.approx(20 / 3.6e9), 2026)
-    assert hardware.grid("FR", file) == hardware.grid("FR")
-    assert hardware.pue(file)[:3] == (1, 1.05, 1.1)
+    monkeypatch.setenv("GRADUS_GRID", str(file))
+    assert (hardware.grid("roof").intensity, hardware.grid("roof").year) == (pytest.approx(20 / 3.6e9), 2026)
+    assert hardware.grid("FR") == packaged
+    assert hardware.pue()[:3] == (1, 1.05, 1.1)
     for text, says in (
         ("grids: {roof: {intensity: 20}}", "grids.roof"),
         ("pue: {low: 0.5, expected: 1, high: 1}", "pue.low"),
         ("pue: {low: 2, expected: 1, high: 3}", "must not decrease"),
     ):
+        write(file, text)
         with pytest.raises(UserError, match=says):
-            hardware.grids(write(file, text))
+            hardware.grids()
 
 
 # ---------------------------------------------------------------- printed
