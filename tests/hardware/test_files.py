@@ -7,22 +7,17 @@ import re
 
 import pytest
 import yaml
+from hardware_parts import measured, write
 
 from gradus import hardware
-from gradus.cli import main
 from gradus.errors import UserError
-from gradus.hardware import files, tables
-from gradus.hardware.units import in_unit, quantity
+from gradus.hardware import files
 
 pytestmark = pytest.mark.usefixtures("own_files")
 
 
-def write(path, text):
-    path.write_text(text)
-    return path
-
-
 # ---------------------------------------------------------------- figures
+
 
 # name, fp32, tf32, bf16, fp16, fp8 in TFLOP/s (dense), GB/s of memory, W, GB/s of the link in one direction: as the vendors' sheets have them
 PUBLISHED = [
@@ -188,14 +183,6 @@ def test_clusters_that_are_none(text, says):
         hardware.cluster(text)
 
 
-def test_groups_lie_on_nodes():
-    cluster = hardware.cluster("1024xH100")
-    assert cluster.link_of(8, 1) == (8, 1)
-    assert cluster.link_of(16, 1) == (8, 2)
-    assert cluster.link_of(4, 8) == (1, 4)
-    assert cluster.link_of(4, 2) == (4, 1)
-
-
 # ---------------------------------------------------------------- the user's file
 
 
@@ -231,48 +218,6 @@ def test_the_usual_place(tmp_path):
     assert hardware.find("kettle").node == 8
 
 
-GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"}
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"memry": "4 GiB"}, r"devices\.X\.memry: unknown key\. Did you mean memory\?"),
-        ({"memory": 4}, r"devices\.X\.memory: 4 is not a number with a unit\. Units: B, kB, MB, GB"),
-        ({"memory": "4 Gib"}, r"devices\.X\.memory: '4 Gib': 'Gib' is not a unit of bytes\. Did you mean GiB"),
-        ({"memory": "4 GB/s"}, r"devices\.X\.memory: '4 GB/s': 'GB/s' is not a unit of bytes"),
-        ({"memory": "four GiB"}, r"devices\.X\.memory: 'four GiB' is not a number"),
-        ({"memory": "-4 GiB"}, r"devices\.X\.memory: '-4 GiB': -4 is not a positive number"),
-        ({"memory": "nan GiB"}, r"devices\.X\.memory"),
-        ({"memory": "1-2 GiB"}, r"devices\.X\.memory: '1-2 GiB': 1-2 is not a positive number"),
-        ({"memory": None}, r"devices\.X\.memory: missing"),
-        ({"bandwidth": None}, r"devices\.X\.bandwidth: missing"),
-        ({"usable": "5 GiB"}, r"devices\.X\.usable: more than memory"),
-        ({"peaks": {"fp33": "1 TFLOP/s"}}, r"devices\.X\.peaks\.fp33: 'fp33': Input should be 'fp32', 'tf32'"),
-        ({"peaks": {"fp32": "1 TB/s"}}, r"devices\.X\.peaks\.fp32: '1 TB/s': 'TB/s' is not a unit of operations/s"),
-        ({"peaks": {}}, r"devices\.X\.peaks: \{\}: .* at least 1"),
-        ({"peaks": 3}, r"devices\.X\.peaks: 3: expected keys with values"),
-        ({"power": "4 GW"}, r"devices\.X\.power: '4 GW'"),
-        ({"node": 0}, r"devices\.X\.node: 0: .* greater than or equal to 1"),
-        ({"node": 2.5}, r"devices\.X\.node: 2.5: .* valid integer"),
-        ({"kind": "fpga"}, r"devices\.X\.kind: 'fpga': .* 'gpu', 'tpu' or 'cpu'"),
-        ({"link": "NVLink 7"}, r"devices\.X\.link: 'NVLink 7' is not a known link\. Did you mean NVLink"),
-        ({"link": {"bandwidth": "5 GB"}}, r"devices\.X\.link\.bandwidth: '5 GB'"),
-        ({"link": {"bandwidth": "5 GB/s", "efficiency": 80}}, r"devices\.X\.link\.efficiency: 80: .* less than or equal to 1"),
-        ({"driver": "("}, r"devices\.X\.driver: '\(' is not a pattern"),
-        ({"date": "yesterday"}, r"devices\.X\.date: 'yesterday' is not a date"),
-        ({"aliases": [3090]}, r"devices\.X\.aliases"),
-        ({"measured": 3}, r"devices\.X\.measured"),
-    ],
-)
-def test_a_wrong_entry_is_named(tmp_path, more, says):
-    entry = {k: v for k, v in {**GOOD, **more}.items() if v is not None}
-    file = write(tmp_path / "mine.yaml", yaml.safe_dump({"devices": {"X": entry}}))
-    with pytest.raises(UserError, match=says) as error:
-        hardware.find("X", file)
-    assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -305,18 +250,6 @@ def test_a_file_that_was_asked_for_must_be_there(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"none\.yaml: no such"):
             ask()
         monkeypatch.delenv(f"GRADUS_{kind}")
-
-
-# ---------------------------------------------------------------- what calibrate writes
-
-
-def measured(name, **more):
-    tables = {"matmul": [[64, 64, 64, 1.5e-6], [128, 128, 128, 2e-6]], "spread": 0.03}
-    link = hardware.Link("shared memory", 3.25e9, 0.7, 2.5e-5, source="measured")
-    return hardware.Device(
-        name, {"fp32": 51_234_567_890.0, "bf16": 7.5e10}, 8.25e9, 1.234e10, kind="cpu", node=1, link=link, measured=tables, usable=0.875,
-        source="gradus calibrate", date="2026-06-01", **more,
-    )  # fmt: skip
 
 
 def test_a_measured_device_comes_back_as_it_was(tmp_path, monkeypatch):
@@ -354,30 +287,6 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path):
     with pytest.raises(UserError, match="bandwidth"):
         hardware.add_device(dataclasses.replace(measured("box"), bandwidth=-1.0), file)
     assert file.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["hardware.yaml"]
-
-
-# ---------------------------------------------------------------- units
-
-
-@pytest.mark.parametrize(
-    ("text", "what", "value"),
-    [
-        ("80 GiB", "bytes", 80 * 2**30),
-        ("80GB", "bytes", 80e9),
-        ("400 Gb/s", "bytes/s", 50e9),
-        ("400 GB/s", "bytes/s", 400e9),
-        ("1.8 TB/s", "bytes/s", 1.8e12),
-        ("312 TFLOP/s", "operations/s", 312e12),
-        ("0.7 kW", "watts", 700),
-        ("5 us", "seconds", 5e-6),
-        ("360 g/kWh", "kg/J", 1e-7),
-        ("1e3 GB/s", "bytes/s", 1e12),
-    ],
-)
-def test_quantities(text, what, value):
-    assert quantity(text, what) == pytest.approx(value, rel=1e-12)
-    number, unit = re.fullmatch(r"(\S+?)\s*([A-Za-z/]+)", text).groups()
-    assert in_unit(value, what, unit) == f"{float(number):.12g} {unit}"
 
 
 # ---------------------------------------------------------------- prices and grids
@@ -451,29 +360,3 @@ def test_an_own_grid(tmp_path, monkeypatch):
         write(file, text)
         with pytest.raises(UserError, match=says):
             hardware.grids()
-
-
-# ---------------------------------------------------------------- printed
-
-
-def test_the_tables_name_all(capsys):
-    assert main(["hardware"]) == 0
-    printed = capsys.readouterr().out
-    for name in [*hardware.devices(), *hardware.links()]:
-        assert re.search(rf"^{re.escape(name)}\s", printed, re.M), name
-    assert max(len(line) for line in printed.splitlines() if "hardware.yaml" not in line) <= 80  # but for a long path
-    row = " ".join(line for line in printed.splitlines() if line.startswith("H100-SXM "))  # of both tables
-    for figure in ("67", "494", "989", "1979", "80 GiB", "HBM3", "3350", "700", "2022", "450", "50"):
-        assert re.search(rf"\s{figure}(\s|$)", row), figure
-
-
-def test_one_device_with_its_sources(capsys):
-    assert main(["hardware", "NVIDIA", "H100", "NVL"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "bf16 835 TFLOP/s" in printed and "94 GiB" in printed and "63 GB/s in one direction (126 GB/s both directions together)" in printed
-    assert "NVIDIA H100 data sheet" in printed
-    assert "sources differ by a factor of 5.1" in " ".join(" ".join(tables.lines("H100")).split())
-    assert main(["hardware", "NVLink", "5"]) == 0
-    assert "900 GB/s = 7200 Gb/s in one direction (1800 GB/s both directions together)" in " ".join(capsys.readouterr().out.split())
-    assert main(["hardware", "X999"]) == 2
-    assert "gradus calibrate" in capsys.readouterr().err
