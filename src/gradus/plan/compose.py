@@ -36,6 +36,7 @@ class Run:
     """One pass of a micro-batch over a stage. peak, net: (pieces, components and pools), as in `Stretch`."""
 
     edges: list[tuple[str, str]]  # (unit, edge) of each piece; "blocks.1@3": of the fourth block after the first
+    times: list[int]  # how often the pieces of a block follow each other: of many alike, those between two of them
     peak: np.ndarray
     net: np.ndarray
 
@@ -61,30 +62,47 @@ class Stage:
     def run(self, kind: str, later: bool) -> Run:
         """kind: forward, backward or weights. later: of another micro-batch than the first."""
         if (kind, later) not in self._runs:
-            pieces = list(self._all_blocks((self.profile.later if later else self.profile.first)[kind], kind))
-            edges = [(piece.unit, piece.edge) for piece in pieces]
-            peak, net = ([getattr(piece.stretch, name) for piece in pieces] for name in ("peak", "net"))
-            self._runs[kind, later] = Run(edges, *(np.reshape(rows, (-1, N + 3)) for rows in (peak, net)))
+            every = list(self._all_blocks((self.profile.later if later else self.profile.first)[kind], kind))
+            edges, times = [(piece.unit, piece.edge) for piece, _ in every], [many for _, many in every]
+            peak, net = ([getattr(piece.stretch, name) for piece, _ in every] for name in ("peak", "net"))
+            self._runs[kind, later] = Run(edges, times, *(np.reshape(rows, (-1, N + 3)) for rows in (peak, net)))
         return self._runs[kind, later]
 
     @functools.cached_property
     def _runs(self) -> dict[tuple[str, bool], Run]:
         return {}
 
-    def _all_blocks(self, pieces: list[Piece], kind: str) -> Iterator[Piece]:
+    def _all_blocks(self, pieces: list[Piece], kind: str) -> Iterator[tuple[Piece, int]]:
+        """Each piece, and how often its block follows itself."""
         between: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
             between.setdefault(self._block(piece.unit), []).append(piece)
         done = set()
         for (stack, number), group in itertools.groupby(pieces, lambda piece: self._block(piece.unit)):
             if not stack or number in (0, max(self.stands_for[stack])):
-                yield from group
+                yield from ((piece, 1) for piece in group)
             elif stack not in done:
                 done.add(stack)
-                inner = list(enumerate(self.stands_for[stack][1:-1]))
-                for i, traced in inner if kind == "forward" else reversed(inner):
+                inner = list(_alike(self.stands_for[stack][1:-1]))
+                for i, traced, times in inner if kind == "forward" else reversed(inner):
                     for piece in between.get((stack, traced), ()):  # none where nothing goes back
-                        yield Piece(f"{piece.unit}@{i}", piece.edge, piece.stretch)
+                        yield Piece(f"{piece.unit}@{i}", piece.edge, piece.stretch), times
+
+    def counts(self, later: bool = False) -> tuple[Counts, Counts]:
+        """(operations, transfers) of a micro-batch. later: of another one than the first."""
+        if later not in self._counts:
+            ops: Counts = {}
+            sent: Counts = {}
+            for pieces in (self.profile.later if later else self.profile.first).values():
+                for piece, times in self.totals(pieces):
+                    add_counts(ops, piece.stretch.ops, times)
+                    add_counts(sent, piece.stretch.transfers, times)
+            self._counts[later] = ops, sent
+        return self._counts[later]
+
+    @functools.cached_property
+    def _counts(self) -> dict[bool, tuple[Counts, Counts]]:
+        return {}
 
     def totals(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
         """Each piece, and how often."""
@@ -121,12 +139,12 @@ class Stage:
             total = total + times * piece.stretch.net
         return total
 
-    def units(self, frozen: bool = False) -> Iterator[tuple[str, dict[str, Weight], int]]:
-        """(name, what of it is trained or else frozen, how often)."""
-        profile = self.profile
-        for unit in {**profile.units, **profile.frozen}:
-            yield unit, (profile.frozen if frozen else profile.units).get(unit, {}), self._times(unit)
-
+    @functools.cached_property
+    def units(self) -> list[tuple[str, dict[str, Weight], dict[str, Weight], int]]:
+        """(name, what of it is trained, what is frozen, how often)."""
+        trained, frozen = self.profile.units, self.profile.frozen
+        names = {**trained, **frozen}
+        return [(unit, trained.get(unit, {}), frozen.get(unit, {}), self._times(unit)) for unit in names]
 
     @functools.cached_property
     def backward_units(self) -> set[str]:
@@ -140,6 +158,16 @@ class Stage:
             return times
         order = [piece.unit for piece in self.profile.later["forward"] if piece.edge == "post_forward"]
         return int(any(a == unit and b in self.backward_units for a, b in itertools.pairwise(order)))
+
+
+def _alike(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(which block, which traced one stands for it, how often): of four and more alike, those between the first and the
+    last are one, often, as nothing changes from one to the next."""
+    for traced, group in itertools.groupby(enumerate(blocks), lambda pair: pair[1]):
+        numbers = [i for i, _ in group]
+        many = len(numbers) - 2
+        times = [1, many, 1] if many > 1 else [1] * len(numbers)
+        yield from ((i, traced, n) for i, n in zip([*numbers[: len(times) - 1], numbers[-1]], times))
 
 
 # ---------------------------------------------------------------- what a process holds of a parameter
@@ -226,7 +254,7 @@ def summed_gradients(p: Process) -> list[float]:
     for expert in (False, True):
         if shape["replicate"] * layout.context * (1 if expert else layout.expert) == 1:
             continue
-        weights = ((w, n) for stage in p.stages for _, unit, n in stage.units() for w in unit.values())
+        weights = ((w, n) for stage in p.stages for _, unit, _, n in stage.units for w in unit.values())
         out.append(float(sum(w.size * width_of(w, layout) * n for w, n in weights if w.expert == expert)))
     return out
 
@@ -241,13 +269,12 @@ def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool
     anew. first: one of them is the first."""
     ops: Counts = {}
     sent: Counts = {}
+    new = micro if fresh else int(first)  # micro-batches that add to no gradients
     for stage in stages:
-        new = micro if fresh else int(first)  # micro-batches that add to no gradients
-        for runs, many in ((stage.profile.first, new), (stage.profile.later, micro - new)):
-            for pieces in runs.values() if many else ():
-                for piece, times in stage.totals(pieces):
-                    add_counts(ops, piece.stretch.ops, times * many)
-                    add_counts(sent, piece.stretch.transfers, times * many)
+        for later, many in ((False, new), (True, micro - new)):
+            if many:
+                for total, counts in zip((ops, sent), stage.counts(later)):
+                    add_counts(total, counts, many)
     return ops, sent
 
 
@@ -262,8 +289,8 @@ def sharding_copies(p: Process) -> Counts:
     out: Counts = {}
     if layout.shard > 1:
         for stage in p.stages:
-            for unit, weights, times in stage.units():
-                frozen = {name: w for name, w in stage.profile.frozen.get(unit, {}).items() if not w.buffer}
+            for unit, weights, others, times in stage.units:
+                frozen = {name: w for name, w in others.items() if not w.buffer}
                 again = layout.reshard and (bool(weights) or unit in stage.backward_units)
                 for expert in (False, True):
                     chosen = ([w for w in held.values() if w.expert == expert] for held in (weights, frozen))
@@ -322,9 +349,9 @@ def optimizer_ops(p: Process) -> list[Op]:
     """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of
     tensors; and the copies of sums after the backward pass."""
     profile, layout = p.stages[0].profile, p.recipe.layout
-    traced = [w for weights in profile.units.values() for w in weights.values()]
-    scale = p.param_bytes / sum(w.size * w.computed for w in traced)
-    tensors = sum(times for _, times in p.elements) / len(traced)
+    traced, nbytes = profile.stepped
+    scale = p.param_bytes / nbytes
+    tensors = sum(times for _, times in p.elements) / traced
     share = sizes(layout, p.n)["replicate"] if layout.shard_optimizer else 1
     dtype = "fp32" if p.width == 4 else "bf16"
     out = []
@@ -350,7 +377,7 @@ def _summing(p: Process, share: int) -> Iterator[tuple[str, float, float]]:
     """(name, bytes, how often) of what is done with gradients and weights to send them."""
     layout, own = p.recipe.layout, p.param_bytes
     replicas = sizes(layout, p.n)["replicate"]
-    weights = ((w, times) for stage in p.stages for _, unit, times in stage.units() for w in unit.values())
+    weights = ((w, times) for stage in p.stages for _, unit, _, times in stage.units for w in unit.values())
     partial = p.width * sum(w.size * times for w, times in weights if w.partial)
     local = (layout.local_sgd or layout.diloco) if replicas > 1 else None
     server = layout.replicate == "parameter_server"
