@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import json
 import os
 import platform
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from gradus import __version__, limits
+from gradus import __version__, files, limits
 from gradus.errors import how_to_install
 from gradus.train.machine import cpu_flags, cpu_name, describe
 
@@ -24,15 +22,10 @@ from gradus.train.machine import cpu_flags, cpu_name, describe
 WRITTEN = {"temperature_c": "{} °C", "power_w": "{:.0f} W", "power_cap_w": "{:.0f} W", "utilisation": "{} %"}
 
 
-@functools.cache
-def _words() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load((importlib.resources.files("gradus.measure") / "machine.yaml").read_text(encoding="utf-8"))
-
-
 def lines(facts: dict[str, Any] | None = None) -> Iterator[str]:
     """The description (train.machine.describe) as text: a line a figure, its value and a word on it. What is absent has
     no line."""
-    facts, notes = describe() if facts is None else facts, _words()
+    facts, notes = describe() if facts is None else facts, files.packaged("measure/machine.yaml")
     versions = [(name, version, notes["packages"][name]) for name, version in facts.get("versions", {}).items()]
     sections = {
         "machine": _figures(notes["machine"], facts),

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import yaml
-
+from gradus import files
 from gradus.errors import UserError, did_you_mean
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
 
-# theirs → ours
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
-
-@functools.cache
 def names() -> dict[str, dict[str, Any]]:
     """Tables of names by family: names.yaml, whose head says what each of them is."""
-    return yaml.safe_load((importlib.resources.files(__package__) / "names.yaml").read_text(encoding="utf-8"))
+    return files.packaged("models/weights/names.yaml")
 
 
 def read(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,11 +53,13 @@ def n_classes(hf: Mapping[str, Any]) -> int:
 
 
 def activation(family: str, name: str, value: Any) -> str:
-    return ACTIVATIONS[one_of(family, name, value, ACTIVATIONS)]
+    known = names()[family]["activations"]
+    return known[one_of(family, name, value, known)]
 
 
 def their_activation(config: ModelConfig) -> str:
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    known = names()[config.family]["activations"]
+    return next(theirs for theirs, ours in known.items() if ours == config.activation)
 
 
 def layers(names: Mapping[str, str], kinds: Collection[str] = ("weight", "bias")) -> list[Rule]:

@@ -13,14 +13,8 @@ MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2")
 PREFIXES = ("model.",)
 IGNORABLE = ("rotary_emb.inv_freq",)
 
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaModel"),
-    "mistral": ("MistralForCausalLM", "MistralModel"),
-    "mixtral": ("MixtralForCausalLM", "MixtralModel"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
-}
 NAMES = fields.names()["llama"]
-SCALING = NAMES["scaling"]  # ours → theirs
+ARCHITECTURES, SCALING = NAMES["architectures"], NAMES["scaling"]
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:

@@ -24,10 +24,8 @@ IGNORABLE = (
     "encoder.embed_positions.weight", "decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight",
 )  # fmt: skip
 
-ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
 NORM_EPS = 1e-5  # theirs is no field
-FIELDS = fields.names()["seq2seq"]["fields"]
+FIELDS, ARCHITECTURES = (fields.names()["seq2seq"][table] for table in ("fields", "architectures"))
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:
@@ -40,7 +38,7 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     fields.architecture("seq2seq", hf, [ARCHITECTURES[kind]])
     if kind == "gradus-seq2seq":
         return Seq2SeqConfig(**fields.from_ours(hf))
-    activation = fields.one_of("seq2seq", "activation_function", hf.get("activation_function", "gelu"), ACTIVATIONS)
+    activation = fields.activation("seq2seq", "activation_function", hf.get("activation_function", "gelu"))
     fixed = {"scale_embedding": True, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
     fixed |= {f"decoder_{name}": hf[f"encoder_{name}"] for name in ("attention_heads", "ffn_dim")}
     fields.only("seq2seq", {"scale_embedding": False, **hf}, fixed)
@@ -65,7 +63,7 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
         tie_output=tie,
         output_bias=True,
         positions="halves",
-        activation=ACTIVATIONS[activation],
+        activation=activation,
         norm_eps=NORM_EPS,
     )
 
@@ -87,7 +85,7 @@ def config_to_hf(config: Seq2SeqConfig) -> dict:
         "decoder_layers": config.n_decoder_layers or config.n_layers,
         "decoder_attention_heads": config.n_heads,
         "decoder_ffn_dim": config.d_ff,
-        "activation_function": config.activation,
+        "activation_function": fields.their_activation(config),
         "attention_dropout": config.dropout,
         "activation_dropout": config.dropout,
         "scale_embedding": True,

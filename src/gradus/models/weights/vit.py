@@ -15,11 +15,8 @@ MODEL_TYPES = ("vit", "ijepa", "gradus-vit")
 PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
-ARCHITECTURES = {
-    "vit": ("ViTForImageClassification", "ViTModel"),
-    "ijepa": ("IJepaForImageClassification", "IJepaModel"),
-}
 NAMES = fields.names()["vit"]
+ARCHITECTURES = NAMES["architectures"]
 
 
 def config_from_hf(hf: dict) -> ViTConfig:
