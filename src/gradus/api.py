@@ -296,7 +296,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     language model), or `answer` (a translation). Raises UserError for a model that does none of this, or an input that
     cannot be read.
     """
-    from gradus.infer.predict import records_of, visible
+    from gradus.infer.predict import records_of
 
     several = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping) and not _is_picture(inputs)
     items, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
@@ -310,7 +310,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
         return []
     with _keep_mode(source):
         records = list(records_of(source, readable, top))
-    return [{**visible(record), "input": item} for item, record in zip(items, records)]
+    return [{**record, "input": item} for item, record in zip(items, records)]
 
 
 def generate(

@@ -273,16 +273,14 @@ def _using(verb: Verb) -> None:
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     add("--beams", **whole(1_000), default=1, help="beam width for translations (default 1: greedy)")
     _engine(add)
-    text = "text or image in: label, filled mask, translation or features out"
+    text = "text or image in: label, filled mask or translation out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: each line as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
-    add("--features", **FLAG, help="print or save hidden states instead of a prediction")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
-    add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
-    add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
+    add("--to", metavar="FILE", help="the predictions as .jsonl")
     _engine(add)
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")

@@ -301,7 +301,7 @@ def config_of(name_or_path: str | Path) -> schema.ModelConfig:
 
 
 def load(
-    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None,
+    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu", **overrides: Any,
 ) -> nn.Module:  # fmt: skip
     """Load a model with its weights from a local folder (Hugging Face's or Meta's layout, or a Gradus run: its best or
@@ -309,8 +309,7 @@ def load(
 
     strict: every tensor must fit. strict=False leaves tensors that are missing, or a head of another size, freshly
     initialised and ignores extra ones; `model.load_report` (weights.LoadReport) names them. dtype: float32 unless
-    given; "auto" is that of the first stored tensor. overrides replace fields of the configuration (dropout=0.0,
-    head="classification", n_classes=2, ...).
+    given. overrides replace fields of the configuration (dropout=0.0, head="classification", n_classes=2, ...).
 
     Beside the model, memory holds one tensor at a time. Raises UserError for anything absent, damaged or refused, and
     for what does not fit.
@@ -318,14 +317,6 @@ def load(
     import torch
 
     loaded = load_deferred(name_or_path, strict=strict, **overrides)
-    if dtype == "auto":
-        known = (name for name in loaded.values if name not in loaded.report.new)
-        dtype = next((loaded.values[name].read().dtype for name in known), None)
-    elif isinstance(dtype, str):
-        known = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
-        if dtype not in known:
-            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*known, 'auto'])}")
-        dtype = known[dtype]
     loaded.model.to(dtype or torch.float32)
     return loaded.on(device)
 

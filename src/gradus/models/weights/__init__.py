@@ -11,6 +11,8 @@
     unknown_to_transformers(config)
                            of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
+names.yaml has tables of names for several of them (`fields.names`).
+
 Nothing is unpickled freely: safetensors are memory-mapped, `.bin` and `.pth` are read with weights_only or refused.
 Files are written aside and renamed, config.json last: a folder without config.json is not whole.
 """
