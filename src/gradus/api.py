@@ -191,12 +191,11 @@ def train(
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
-    context, words = RunContext(world=world.find(), settings=settings), _words(overrides)
-    proof, resume = Proof(_flag("force", force)), _flag("resume", resume)
+    name, words, here = files.run_of(_path("recipe", recipe)), _words(overrides), world.find()
+    context, resume = RunContext(world=here, settings=settings), _flag("resume", resume)
     try:
-        outcome = start(
-            _path("recipe", recipe), words, context, hooks=hooks, plan=proof, flops=for_run, resume=resume
-        )  # fmt: skip
+        with Proof(_flag("force", force), here) as proof:
+            outcome = start(name, words, context, resume=resume, plan=proof, flops=for_run, hooks=hooks)
         return Run(outcome.folder)
     except Stopped as stop:
         return Run(stop.checkpoint.parent.parent)

@@ -457,12 +457,14 @@ def train(args) -> int:
     from gradus.train.run import start
     from gradus.train.signals import Stopped
 
-    world, options = worlds.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
-    context = RunContext(args.json_file, world)
+    world = worlds.find()
     if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
-        outcome = start(args.recipe, args.overrides, context, plan=Proof(args.force), flops=for_run, **options)
+        with Proof(args.force, world) as proof:
+            how, options = RunContext(args.json_file, world), {"plan": proof, "flops": for_run}
+            resuming = {"resume": args.resume, "auto_resume": args.auto_resume}
+            outcome = start(args.recipe, args.overrides, how, **resuming, **options)
     except Stopped as stop:
         if world.first:
             how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import math
 import multiprocessing
 import os
 import signal
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
-from gradus.recipe.schema import DataConfig
+from gradus.recipe.schema import DataConfig, Train
 
 POOL = 50  # batches whose samples are sorted by length together: little padding, and still a random order
 
@@ -89,6 +90,22 @@ class Plan:
         """Steps of epoch 0. With batch_tokens, shuffled, other epochs may have a few more or fewer: len(plan.epoch(e))
         is exact."""
         return -(-self.n // self.batch_samples) if self.batch_samples is not None else len(self.epoch(0))
+
+    def total_steps(self, train: Train) -> int:
+        """Optimizer steps of a whole run; part of an epoch counts its steps, rounded up."""
+        if train.steps is not None:
+            return train.steps
+        whole = int(train.epochs)
+        rest = train.epochs - whole
+        # rounded first: 1.1 - 1 is a little more than 0.1
+        part = math.ceil(round(rest * len(self.epoch(whole)), 6)) if rest else 0
+        return self.steps_before(whole) + part or 1
+
+    def steps_before(self, epoch: int) -> int:
+        """Steps of all epochs before this one."""
+        if self.batch_samples is not None:
+            return epoch * self.steps_per_epoch
+        return sum(len(self.epoch(e)) for e in range(epoch))
 
 
 @dataclasses.dataclass

@@ -16,8 +16,9 @@ from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
 from gradus.limits import CONFIG_FILE, TOKEN, read_json
 from gradus.models.weights import checksums
+from gradus.parallel.device import pick_device
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.train.precision import Precision, pick_device
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines

@@ -43,12 +43,12 @@ from gradus.models.decoding import complete
 from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
-from gradus.train.precision import Precision
 from gradus.train.resolve import RunContext
 from gradus.train.session import Session, open_session
 

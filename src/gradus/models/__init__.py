@@ -345,6 +345,7 @@ def load_deferred(
 
         tensors = vit_names.resized(stored, config, tensors)
     rules, report = weights.match(model, tensors, strict, path)
+    report.stored = stored
     values = weights.ours(model, rules, tensors, path)
     if tensors is not stored_tensors:
         report.resized.append(f"positions from images of {stored.image_size} to {config.image_size} pixels")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from gradus import models
 from gradus.errors import divisors, either
-from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig
 
 
@@ -62,7 +61,7 @@ def tensor(model: ModelConfig, layout: Layout) -> Iterator[str]:
 def pipeline(model: ModelConfig, layout: Layout) -> Iterator[str]:
     """Every reason why this model cannot be split over this layout.pipeline, one line each."""
     n = layout.pipeline
-    per_process, family = stages_per_process(layout), models.lookup(model.family)
+    per_process, family = layout.stages_per_process, models.lookup(model.family)
     n_blocks = sum(family.n_blocks(model))
     if n * per_process > n_blocks:
         yield (

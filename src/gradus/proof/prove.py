@@ -75,11 +75,11 @@ class Energy(NamedTuple):
 
 
 class Proof(Plan):
-    """The plan of a run of `gradus train` and its measurement. A plan that fails is told in one line, and the run goes
-    on."""
+    """The plan of a run of `gradus train` and its measurement, around the whole of it. A plan that fails is told in one
+    line, and the run goes on."""
 
-    def __init__(self, force: bool = False):
-        self.force = force
+    def __init__(self, force: bool = False, world: worlds.World = worlds.World()):
+        self.force, self.world = force, world
         self.planner: Planner | None = None
         self.predicted: Predicted | None = None
         self.measured: list[Row] = []
@@ -92,18 +92,19 @@ class Proof(Plan):
 
     # ------------------------------------------------------------ before
 
-    @contextlib.contextmanager
-    def ready(self, world: worlds.World) -> Iterator[None]:
-        with self.opened:
-            if world.first and self.planner is None:  # it begins once: not again when the processes have met
-                with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
-                    self.planner = self.opened.enter_context(Planner())
-            yield
+    def __enter__(self) -> Proof:
+        """Before the processes meet."""
+        if self.world.first:
+            with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
+                self.planner = self.opened.enter_context(Planner())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.opened.close()
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
         world = session.mesh.world
-        verdict = self._predict(session, position) if world.first else None
-        refusal, self.step = worlds.from_first(verdict) if world.size > 1 else verdict
+        refusal, self.step = worlds.from_first(self._predict(session, position) if world.first else None)
         if refusal and not self.force:
             raise UserError(f"{refusal.removesuffix('.')}, or start anyway with --force.")
         if refusal and world.first:

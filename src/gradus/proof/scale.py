@@ -22,6 +22,7 @@ from gradus.errors import UserError
 from gradus.limits import processors
 from gradus.measure.collectives import BYTES, shown
 from gradus.parallel import world as worlds
+from gradus.parallel.device import enough_devices, pick_device
 from gradus.parallel.mesh import DATA, needed, sizes
 from gradus.parallel.replicate import POWERSGD_START
 from gradus.proof import results
@@ -34,7 +35,6 @@ from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
-from gradus.train.precision import enough_devices, pick_device
 
 SHOWN = (
     "samples_per_s", "speed_up", "efficiency", "time/step", "memory/process", "memory/device", "traffic/sent", "loss",

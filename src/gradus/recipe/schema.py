@@ -620,6 +620,13 @@ class Layout(Section):
     diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
     timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before the run fails
 
+    @property
+    def stages_per_process(self) -> int:
+        """Stages of the pipeline that a process has."""
+        if self.pipeline <= 1:
+            return 1
+        return self.stages or (2 if self.schedule in ("interleaved", "zero_bubble") else 1)
+
 
 def right_name(text: str) -> str:
     """The nearest name that a recipe may have: what may not stand in it becomes -."""

@@ -32,9 +32,9 @@ from gradus.models.weights import checksums, some
 from gradus.parallel import qat
 from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
+from gradus.parallel.precision import Precision
 from gradus.train.log import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
-from gradus.train.precision import Precision
 
 
 def rng_state(device: torch.device, rank: int) -> dict[str, Tensor]:

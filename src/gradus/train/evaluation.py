@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from gradus.data.loader import Loader
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA
+from gradus.parallel.precision import Precision
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.hooks import Hook
 from gradus.train.metrics import so_far
-from gradus.train.precision import Precision
 from gradus.train.signals import Cut
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from gradus.train.checkpoint import Checkpoints
 from gradus.train.clock import Clock
 from gradus.train.hooks import Hook
 from gradus.train.local import LocalSync
-from gradus.train.schedule import learning_rate, total_steps
+from gradus.train.schedule import learning_rate
 from gradus.train.signals import StopSignals
 from gradus.train.step import Progress, Stepper
 
@@ -50,7 +50,7 @@ class Trainer(Stepper):
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
         self.loader = session.loader(recipe.data)
-        self.last_step = total_steps(recipe, self.loader.plan)
+        self.last_step = session.steps.total
         self.start_step = 0  # where this start began
         self.epoch_steps = 0  # of the epoch under way
         self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of

@@ -17,7 +17,6 @@ from gradus.parallel.world import World
 from gradus.recipe.axes import DATA, needed, sizes
 from gradus.recipe.schema import Layout, Recipe
 from gradus.recipe.training_args import from_training_args
-from gradus.train.precision import meet
 
 Notes = list[str]
 
@@ -49,12 +48,16 @@ class RunContext:
         return recipe
 
 
-def load_and_print_notes(name: str, overrides: list[str], context: RunContext, quiet: bool = False) -> Recipe:
-    """The recipe of `load`. Its notes are printed to standard error, unless `quiet`."""
+def load_and_print_notes(name: str, overrides: list[str], context: RunContext) -> Recipe:
+    """The recipe of `load`, its notes printed."""
     recipe, notes = load(name, overrides, context)
-    for note in () if quiet else notes:
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(notes)
     return recipe
+
+
+def print_notes(notes: Notes) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def load(name: str, overrides: list[str], context: RunContext | None = None) -> tuple[Recipe, Notes]:
@@ -82,21 +85,16 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
     return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": share})})
 
 
-def run_to_auto_resume(name: str, overrides: list[str], context: RunContext) -> Path | None:
+def run_to_auto_resume(recipe: Recipe) -> Path | None:
     """The run that `--auto-resume` resumes; None where log.dir holds none yet. Rank 0 decides for all."""
-    recipe = load(name, overrides, context)[0]
     if recipe.log.dir is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
-    exists = (Path(recipe.log.dir) / "recipe.yaml").exists()
-    if context.world.size > 1:
-        meet(recipe.layout, context.world)
-        exists = worlds.from_first(exists)
-    return Path(recipe.log.dir) if exists else None
+    folder = Path(recipe.log.dir)
+    return folder if worlds.from_first((folder / "recipe.yaml").exists()) else None
 
 
 def run_to_resume(name: str, overrides: list[str], context: RunContext | None = None) -> Path:
     """The run folder that `--resume` means: RECIPE itself, else log.dir, else the newest run of that recipe."""
-    name = files.run_of(name)
     if (Path(name) / "recipe.yaml").exists():
         folder = dict(o.split("=", 1) for o in overrides if "=" in o).get("log.dir")
         if folder is not None and Path(folder).resolve() != Path(name).resolve():

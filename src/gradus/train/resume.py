@@ -12,7 +12,7 @@ from gradus.errors import UserError
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.schedule import learning_rate, total_steps
+from gradus.train.schedule import learning_rate
 from gradus.train.session import Session
 
 
@@ -76,9 +76,8 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
     before: the recipe as the run stored it. stated: the user gave a length. Raises UserError where no step would be
     left.
     """
-    now, task = session.recipe, session.task
-    plan = task.plan("train", now.batch.samples, now.batch.tokens)
-    was, last = total_steps(before, plan), total_steps(now, plan)
+    now, last = session.recipe, session.steps.total
+    was = session.steps.order.total_steps(before.train)
     key = "steps" if now.train.steps is not None else "epochs"
     setting = f"train.{key}={getattr(now.train, key)}"
     more = f"Give more than {taken}: train.steps={2 * taken}, say, or start another run without --resume."
