@@ -172,18 +172,25 @@ class Loader:
         keys = [(epoch, step, *self._share(batches[step])) for step in range(start, len(batches))]
         began = time.perf_counter()
         results = self._results(keys)
-        for _, step, indices, *_ in keys:
+        for key in keys:
             assert turn == self._turn, "another iteration of this loader has begun: the workers serve one at a time"
-            result = next(results)
-            if isinstance(result, Exception):
-                raise result
-            micro_batches = [
-                {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
-                for batch in result
-            ]
+            step = self._step(key, next(results), len(batches[key[1]]))
             self.wait_s += time.perf_counter() - began
-            yield Step(epoch, step, indices, micro_batches, len(batches[step]))
+            yield step
             began = time.perf_counter()
+
+    def look(self, epoch: int, step: int) -> Step:
+        """One step, fetched in this process. Raises as `steps`."""
+        batch = self.plan.epoch(epoch)[step]
+        key = (epoch, step, *self._share(batch))
+        return self._step(key, self._fetch[key], len(batch))
+
+    @staticmethod
+    def _step(key: tuple, result: list[dict[str, Any]] | Exception, samples: int) -> Step:
+        if isinstance(result, Exception):
+            raise result
+        arrays = ({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in b.items()} for b in result)
+        return Step(*key[:3], list(arrays), samples)
 
     def _share(self, batch: np.ndarray) -> tuple[np.ndarray, int, int]:
         """(this rank's samples, how many micro-batches every rank has, a sample for those that would have none)."""

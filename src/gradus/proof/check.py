@@ -486,7 +486,7 @@ def loader_speed(session: Session, seconds: float) -> float:
     """Samples/s of the recipe's loader with nobody to train, in about so many seconds; the batches fetched beforehand
     do not count."""
     data = session.recipe.data
-    with contextlib.closing(session.loader(data)) as loader:
+    with contextlib.closing(session.loader) as loader:
         steps = endless(loader)
         for _ in range(1 + data.workers * data.prefetch):
             next(steps)

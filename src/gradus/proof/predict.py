@@ -74,7 +74,7 @@ def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None,
     step += number - 1
     while step >= (length := len(order.epoch(epoch))):
         epoch, step = epoch + 1, step - length
-    return number, next(session.loader().steps(epoch, step)).micro_batches
+    return number, session.loader.look(epoch, step).micro_batches
 
 
 def predict(case: Case) -> Predicted:

@@ -94,7 +94,7 @@ def load_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: W
     meet(world, recipe.layout)
     session = open_session(recipe, None, world)
     data, samples = session.recipe.data, 0
-    with contextlib.closing(session.loader(data)) as loader:
+    with contextlib.closing(session.loader) as loader:
         source = endless(loader)
 
         def step(batch: Any) -> None:

@@ -49,7 +49,7 @@ class Trainer(Stepper):
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
-        self.loader = session.loader(recipe.data)
+        self.loader = session.loader
         self.last_step = session.steps.total
         self.start_step = 0  # where this start began
         self.epoch_steps = 0  # of the epoch under way

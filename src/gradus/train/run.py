@@ -101,7 +101,10 @@ def train(
             _print_model(session, new.report, resume is None)
         per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
         status.at("the laying out of the model")
-        trainer = Trainer(session, session.lay_out(new), folder)
+        parallel = session.lay_out(new)
+        if start.before is None and world.first:
+            files.link_latest(folder, Path("runs", recipe.name))
+        trainer = Trainer(session, parallel, folder)
         trainer.at = status.at
         if resume:
             status.at("the loading of a checkpoint")
@@ -189,7 +192,6 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         command = {"command": text} if (text := typed("train")) else {}
         write_json(folder / "environment.json", environment(session.device) | command)
         write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
-        files.link_latest(folder, Path("runs", session.recipe.name))
     elif extended:
         (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
         length = {key: getattr(session.recipe.train, key) for key in LENGTH}

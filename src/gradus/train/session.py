@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from typing import Any
@@ -23,7 +24,7 @@ from gradus.parallel.mesh import DATA, Mesh, needed, single_process, sizes
 from gradus.parallel.precision import Precision
 from gradus.parallel.world import World
 from gradus.recipe.check import with_warmup_below
-from gradus.recipe.schema import DataConfig, Layout, Recipe
+from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.train.schedule import learning_rate
 
@@ -92,10 +93,12 @@ class Session:
         parallel.bare.train()
         return parallel
 
-    def loader(self, loading: DataConfig | None = None) -> Loader:
-        """Of this process's share of the training samples, as the recipe batches them. loading: as Loader has it."""
-        task, place = self.task, {"rank": self.mesh.rank(*DATA), "world": self.mesh.size(*DATA)}
-        more = {"micro_batch": self.recipe.layout.micro_batch, "prepare": task.prepare, "loading": loading}
+    @functools.cached_property
+    def loader(self) -> Loader:
+        """Of this process's share of the training samples, as the recipe batches and loads them."""
+        r, task = self.recipe, self.task
+        place = {"rank": self.mesh.rank(*DATA), "world": self.mesh.size(*DATA), "micro_batch": r.layout.micro_batch}
+        more = {"prepare": task.prepare, "loading": r.data}
         return Loader(task.splits["train"], self.steps.order, task.collate, **more, **place)
 
 
@@ -178,7 +181,7 @@ def derive(session: Session) -> dict[str, Any]:
         "steps": steps.total,
         "epochs": round(steps.total / steps.order.steps_per_epoch, 3),
         "samples_per_step": steps.samples if r.batch.samples else f"about {steps.samples}",
-        "tokens_first_step": sum(b["n_tokens"] for b in next(of_all.steps(0)).micro_batches),  # without padding
+        "tokens_first_step": sum(b["n_tokens"] for b in of_all.look(0, 0).micro_batches),  # without padding
         "micro_batch": steps.micro_batch,
         "accumulation": steps.accumulation,
         "processes": mesh.world.size,
