@@ -12,7 +12,6 @@ from typing import Any
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
-from gradus.parallel import world as worlds
 from gradus.parallel.world import World
 from gradus.recipe.axes import DATA, needed, sizes
 from gradus.recipe.schema import Layout, Recipe
@@ -85,12 +84,12 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
     return recipe.model_copy(update={"layout": recipe.layout.model_copy(update={"micro_batch": share})})
 
 
-def run_to_auto_resume(recipe: Recipe) -> Path | None:
-    """The run that `--auto-resume` resumes; None where log.dir holds none yet. Rank 0 decides for all."""
-    if recipe.log.dir is None:
+def run_to_auto_resume(name: str, overrides: list[str], context: RunContext) -> Path | None:
+    """The run that `--auto-resume` resumes; None where log.dir holds none yet."""
+    folder = load(name, overrides, context)[0].log.dir
+    if folder is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
-    folder = Path(recipe.log.dir)
-    return folder if worlds.from_first((folder / "recipe.yaml").exists()) else None
+    return Path(folder) if (Path(folder) / "recipe.yaml").exists() else None
 
 
 def run_to_resume(name: str, overrides: list[str], context: RunContext | None = None) -> Path:

@@ -14,7 +14,7 @@ import torch
 
 from gradus import files, models
 from gradus import recipe as recipes
-from gradus.errors import UserError, colour
+from gradus.errors import EnvironmentFault, UserError, colour
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
@@ -66,8 +66,7 @@ def train(
     recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None,
     world: World = World(), longer: bool = False, hooks: Sequence[Hook] = (),
 ) -> Outcome:  # fmt: skip
-    """Train a recipe into a run folder, or go on with the run in `resume`. world: this process among all that do, which
-    have met.
+    """Train a recipe into a run folder, or go on with the run in `resume`. world: this process among all that do.
 
     longer: the user gave a new length for the resumed run; a finished one must not end at once.
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is
@@ -130,24 +129,24 @@ def start(
     **options: Any,
 ) -> Outcome:  # fmt: skip
     """`train` of the recipe, or of the run, that a command line means; options: its plan, flops and hooks. auto_resume:
-    resume where log.dir holds a run already. The processes meet here, once the recipe says how."""
-    world, folder = context.world, None
+    resume where log.dir holds a run already."""
+    folder = None
     if resume:
         folder = resolve.run_to_resume(name, overrides, context)
-    context = dataclasses.replace(context, resuming=resume)
+    elif auto_resume:
+        folder = resolve.run_to_auto_resume(name, overrides, context)
+    context = dataclasses.replace(context, resuming=folder is not None)
     recipe, notes = resolve.load(str(folder or name), overrides, context)
-    worlds.meet(world, recipe.layout)
-    if auto_resume and (folder := resolve.run_to_auto_resume(recipe)):
-        recipe, notes = resolve.load(str(folder), overrides, dataclasses.replace(context, resuming=True))
-    if world.first:
+    if context.world.first:
         resolve.print_notes(notes)
     longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
-    return train(recipe, resume=folder, world=world, longer=longer, **options)
+    return train(recipe, resume=folder, world=context.world, longer=longer, **options)
 
 
 @contextlib.contextmanager
 def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[Path]:
-    """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. Collective."""
+    """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. The processes meet here; all
+    go on with a run, or none."""
     with contextlib.ExitStack() as stack:
         folder, problem = resume or recipe.log.dir, None
         if world.first and not (has_parent() and folder):
@@ -155,9 +154,13 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
                 folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
             except UserError as e:
                 problem = str(e)
-        folder, problem = worlds.from_first((folder, problem))
+        worlds.meet(world, recipe.layout)
+        folder, problem, resumes = worlds.from_first((folder, problem, resume is not None))
         if problem:
             raise UserError(problem)
+        if resumes != (resume is not None):
+            seen = "a run that this process does not see" if resumes else "no run, and this process sees one"
+            raise EnvironmentFault(f"{folder}: rank 0 found {seen}. Let all hosts share log.dir, and start again.")
         yield Path(folder)
 
 
