@@ -126,13 +126,7 @@ def read_export_info(folder: Path) -> dict[str, Any] | None:
     file = next((name for name in KEYS if (folder / name).is_file()), None)
     if file is None:
         return None
-    try:
-        known = checksums.read(folder) or {}
-        problem = checksums.damage(folder, known, known)
-    except (OSError, ValueError):
-        known, problem = {}, f"{checksums.FILE} is not readable"
-    if file not in known:
-        problem = problem or f"{checksums.FILE} does not list {file}"
+    problem = checksums.damage(folder, needs=file)
     export_info = None if problem else read_json(folder / file, CONFIG_FILE)
     if not problem and not (isinstance(export_info, dict) and export_info.keys() >= KEYS[file]):
         problem = f"{file} has another version"

@@ -356,7 +356,7 @@ def mean_and_std(source: ModelSource) -> tuple[list[float], list[float]]:
         where, mean, std = f"{source.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
         file = source.folder / PREPROCESSOR
-        settings = models.weights.read_json(file) if file.is_file() else {}
+        settings = limits.read_object(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = source.config.n_channels
     if not all(isinstance(values, list) and len(values) == n for values in (mean, std)):

@@ -95,7 +95,9 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
         more = f"is more than a process's share of {share} samples. Set at most {share}."
         yield f"layout.micro_batch={layout.micro_batch} {more}"
     local = layout.local_sgd or layout.diloco
-    for where in ("train.checkpoint_every", "evaluate.every") if local else ():
+    if local is None:
+        return
+    for where in ("train.checkpoint_every", "evaluate.every"):
         section, key = where.split(".")
         every = getattr(getattr(recipe, section), key)
         if every and every % local.every:

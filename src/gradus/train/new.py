@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from gradus import files, models, tasks
+from gradus import files, limits, models, tasks
 from gradus.data.corpus import Corpus
 from gradus.data.images import LazyImages
 from gradus.data.readers import expanded
@@ -206,7 +206,7 @@ def _normalisation(init: str) -> dict[str, list[float]]:
     file = models.locate(init) / "preprocessor_config.json"
     if not file.is_file():
         return {}
-    settings = models.weights.read_json(file)
+    settings = limits.read_object(file)
     values = {key: settings.get(f"image_{key}") for key in ("mean", "std")}
     return values if all(isinstance(v, list) for v in values.values()) else {}
 

@@ -48,7 +48,7 @@ class StepPlan:
         return cls(order, order.total_steps(recipe.train), samples, micro, -(-share // micro))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Session:
     """A resolved recipe with its task, device, precision, processes and steps."""
 
@@ -63,13 +63,7 @@ class Session:
         """The model before it has memory, with the values it starts from: the paper's initialisation drawn from the
         recipe's seed, or `model.init`'s weights. values=False: none, since a checkpoint's will be read."""
         config, seed = self.recipe.model, self.recipe.train.seed
-        if not values:
-            start = Deferred(models.build(config, "meta"), None)
-        elif config.init is None:
-            start = models.deferred(config, seed)
-        else:
-            fields = {k: v for k, v in config.model_dump().items() if k not in ("family", "preset", "init")}
-            start = models.load_deferred(config.init, strict=False, seed=seed, **fields)
+        start = models.load_start(config, seed) if values else Deferred(models.build(config, "meta"), None)
         start.model.config = start.model.config.named(getattr(self.recipe.task, "classes", None))
         self.precision.cast(start.model)
         return start

@@ -151,7 +151,7 @@ def _read_file(file: Path) -> dict[str, Stored]:
 
 
 def _read_shards(index: Path) -> dict[str, Stored]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = limits.read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: no weight_map. Copy or download it again")
     tensors: dict[str, Stored] = {}
@@ -195,13 +195,6 @@ def unpickle(file: Path) -> dict[str, Tensor]:
             "Save model.state_dict() alone, best as safetensors"
         )
     return state
-
-
-def read_json(file: Path) -> dict:
-    content = limits.read_json(file, limits.CONFIG_FILE)
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object")
-    return content
 
 
 # ---------------------------------------------------------------- theirs → ours
