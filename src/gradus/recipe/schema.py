@@ -698,7 +698,7 @@ class Recipe(Section):
     log: Log = Log()  # what is written
 
 
-def family_of(config: type[ModelConfig]) -> str:
+def family_name(config: type[ModelConfig]) -> str:
     """The family that a class configures. Raises TypeError for one without a family or task."""
     name = config.model_fields["family"].default if "family" in config.model_fields else None
     if not isinstance(name, str) or not config.learns:
@@ -707,8 +707,8 @@ def family_of(config: type[ModelConfig]) -> str:
 
 
 def register_model(config: type[ModelConfig]) -> None:
-    """Let `model.family` of a recipe be that of this class too. Raises TypeError as `family_of`, or if it is taken."""
-    name = family_of(config)
+    """Let `model.family` of a recipe be that of this class too. TypeError as in `family_name`, or if it is taken."""
+    name = family_name(config)
     if MODELS.get(name) is config:
         return
     if name in MODELS:
