@@ -449,22 +449,19 @@ def train(args) -> int:
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
-    from gradus.measure.flops import for_run
     from gradus.parallel import status
     from gradus.parallel import world as worlds
-    from gradus.proof.prove import Proof
+    from gradus.proof.prove import train_and_prove
     from gradus.train.resolve import RunContext
-    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
     world = worlds.find()
     if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
-        with Proof(args.force, world) as proof:
-            how, options = RunContext(args.json_file, world), {"plan": proof, "flops": for_run}
-            resuming = {"resume": args.resume, "auto_resume": args.auto_resume}
-            outcome = start(args.recipe, args.overrides, how, **resuming, **options)
+        options = {"force": args.force, "resume": args.resume, "auto_resume": args.auto_resume}
+        context = RunContext(args.json_file, world)
+        outcome = train_and_prove(args.recipe, args.overrides, context, **options)
     except Stopped as stop:
         if world.first:
             how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -136,7 +135,7 @@ class Loader:
     all that is random about a sample, from a generator of (the plan's seed, epoch, index). collate(samples): a pure
     function to a dict of tensors. micro_batch: samples a forward pass (None: the whole share). loading: a recipe's
     `data`: workers, steps they are ahead, whether they outlive an epoch (None: no workers). rank of world: takes the
-    rank-th contiguous share of every batch. `wait_s`: seconds spent waiting for data so far.
+    rank-th contiguous share of every batch.
 
     Workers are forked from a server process of one thread (forkserver, else spawn), for plain fork would copy the locks
     of this process's threads. So data set, prepare and collate are pickled, and a large array belongs into a memory
@@ -153,7 +152,6 @@ class Loader:
         assert 0 <= rank < world and (micro_batch is None or micro_batch >= 1)
         self.plan, self.rank, self.world = plan, rank, world
         self.loading = loading if loading and loading.workers else None
-        self.wait_s = 0.0
         self._fetch = _Fetch(dataset, prepare, collate, plan.seed, micro_batch)
         self._keys: list = []  # what to fetch next; set anew before each iteration, so that the workers can stay
         self._background: torch.utils.data.DataLoader | None = None
@@ -170,14 +168,10 @@ class Loader:
         self._turn += 1
         turn = self._turn
         keys = [(epoch, step, *self._share(batches[step])) for step in range(start, len(batches))]
-        began = time.perf_counter()
         results = self._results(keys)
         for key in keys:
             assert turn == self._turn, "another iteration of this loader has begun: the workers serve one at a time"
-            step = self._step(key, next(results), len(batches[key[1]]))
-            self.wait_s += time.perf_counter() - began
-            yield step
-            began = time.perf_counter()
+            yield self._step(key, next(results), len(batches[key[1]]))
 
     def look(self, epoch: int, step: int) -> Step:
         """One step, fetched in this process. Raises as `steps`."""

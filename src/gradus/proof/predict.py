@@ -22,7 +22,8 @@ from gradus.plan.figures import figure
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.proof.memory_budget import MemoryBudget, budget_of, data_parallel_size, suggested_fix
+from gradus.proof.memory_budget import MemoryBudget, budget_of, suggested_fix
+from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, size
@@ -139,7 +140,7 @@ def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
     """The plan is of training. An evaluation keeps nothing for a backward pass, so it takes less of as many samples;
     not of many more."""
     recipe, budget = case.recipe, case.budget
-    training_share = -(-(recipe.batch.samples or 64) // data_parallel_size(recipe, budget.processes))
+    training_share = -(-(recipe.batch.samples or 64) // data_parallel_size(recipe.layout, budget.processes))
     evaluated = recipe.evaluate.batch or recipe.layout.micro_batch or training_share
     trained = max(len(next(v for v in batch.values() if isinstance(v, Tensor))) for batch in largest)
     if "valid" in budget.task.splits and evaluated > 2 * trained:

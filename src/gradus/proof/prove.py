@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
+from gradus.measure.flops import for_run
 from gradus.parallel import world as worlds
 from gradus.parallel.processes import Fault
 from gradus.proof.calibrate import calibrate_once
@@ -28,7 +29,8 @@ from gradus.proof.step_memory import memory_of_step
 from gradus.rows import Row, read_rows
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
-from gradus.train.run import Plan
+from gradus.train.resolve import RunContext
+from gradus.train.run import Outcome, Plan, start
 from gradus.train.session import Session
 
 FIRST_STEPS = 5  # of a start: their times do not count
@@ -197,7 +199,7 @@ class Proof(Plan):
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
         own_energy = self.energy._replace(source=self.meter.source) if self.meter else None
         self.opened.close()
-        energies = [energy for energy in trainer.parallel.collect(own_energy) if energy]
+        energies = [energy for energy in worlds.gathered(own_energy) if energy]
         if not trainer.parallel.mesh.world.first:
             return []
         if trainer.progress.step == trainer.start_step:  # of a run that had ended before
@@ -225,6 +227,14 @@ class Proof(Plan):
         with contextlib.suppress(UserError):
             return _compared(*files_of(folder), summary)
         return []
+
+
+def train_and_prove(
+    name: str, overrides: list[str], context: RunContext, *, force: bool = False, **options: Any
+) -> Outcome:  # fmt: skip
+    """`train.run.start` of a run that is planned before and measured beside. force: also where it will not fit."""
+    with Proof(force, context.world) as proof:
+        return start(name, overrides, context, plan=proof, flops=for_run, **options)
 
 
 def energy_rows(energies: Sequence[Energy]) -> Iterator[Row]:

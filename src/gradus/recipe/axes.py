@@ -27,6 +27,12 @@ def needed(layout: Layout) -> int:
     return math.prod(getattr(layout, axis) for axis in AXES if axis != "replicate")
 
 
+def data_parallel_size(layout: Layout, n_processes: int) -> int:
+    """How many processes, or groups of them, each take their own part of a batch."""
+    shape = sizes(layout, n_processes)
+    return math.prod(shape[axis] for axis in DATA)
+
+
 def strides(layout: Layout, n_processes: int) -> dict[str, int]:
     """Axis → distance between neighbouring ranks along it."""
     shape = sizes(layout, n_processes)
@@ -82,8 +88,8 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
         yield f"train.qat=true: the ranges of inputs need one process, and {n} were started. Start 1, or leave it out."
     if n % needed(recipe.layout):
         return
-    layout, shape = recipe.layout, sizes(recipe.layout, n)
-    data, samples = math.prod(shape[axis] for axis in DATA), recipe.batch.samples
+    layout, samples = recipe.layout, recipe.batch.samples
+    data = data_parallel_size(layout, n)
     if samples and samples % data:
         good = divisors(samples)
         near = either(k for k in (samples // data * data, -(-samples // data) * data) if k)

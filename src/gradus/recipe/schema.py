@@ -502,7 +502,6 @@ class SGD(Section):
     name: Literal["sgd"] = "sgd"
     lr: Rate  # learning rate, times what the schedule says
     momentum: Fraction = 0.0  # share of the last step that is kept
-    nesterov: bool = False  # Nesterov momentum
     weight_decay: NonNegativeFloat = 0.0  # of matrices, added to the gradient
 
 

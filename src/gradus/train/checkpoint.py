@@ -78,7 +78,7 @@ class Checkpoints:
         """
         damaged: dict[Path, str] = {}
         rank, size = _place()
-        for path in reversed(worlds.gathered(self.steps())[0]):
+        for path in reversed(worlds.from_first(self.steps())):
             own = checksums.damage(path, lambda names: names[rank::size], needs="training.json")
             problem = next(filter(None, worlds.gathered(own)), None)
             if problem is None:
@@ -215,7 +215,7 @@ class Checkpoints:
         None where none were evaluated by it. higher: whether that is better.
         Damaged ones are named and kept under another name. The same on every process. Collective.
         """
-        return worlds.gathered(self._find_best(metric, higher) if _place()[0] == 0 else None)[0]
+        return worlds.from_first(self._find_best(metric, higher) if _place()[0] == 0 else None)
 
     def _find_best(self, metric: str, higher: bool) -> dict[str, Any] | None:
         candidates: list[tuple[float, int, Path]] = []

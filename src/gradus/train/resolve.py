@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.world import World
-from gradus.recipe.axes import DATA, needed, sizes
+from gradus.recipe.axes import data_parallel_size, needed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.recipe.training_args import from_training_args
 
@@ -76,8 +75,7 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
     set_by_user = any(word.startswith("layout.micro_batch=") for word in overrides)
     if not (micro and samples) or n % needed(recipe.layout) or set_by_user:
         return recipe
-    processes = sizes(recipe.layout, n)
-    share = samples // math.prod(processes[axis] for axis in DATA)
+    share = samples // data_parallel_size(recipe.layout, n)
     if not 0 < share < micro:
         return recipe
     notes.append(f"layout.micro_batch={share} instead of {micro}: a process's share of batch.samples={samples}")

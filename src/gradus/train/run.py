@@ -269,7 +269,7 @@ def summary_of(trainer: Trainer, session: Session) -> dict[str, Any]:
         "parameters": models.count(r.model)["total"],
         "processes": session.mesh.world.size,
         "layout": session.mesh.describe(),
-        **{f"memory_{MEASURES[name]}_per_rank": trainer.parallel.collect(value) for name, value in memory.items()},
+        **{f"memory_{MEASURES[name]}_per_rank": worlds.gathered(value) for name, value in memory.items()},
         "steps": p.step,
         "epoch": round(epochs, 4),
         "samples": p.samples,
