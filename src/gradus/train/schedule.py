@@ -30,6 +30,11 @@ def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_
     return base * (schedule.final + (1.0 - schedule.final) * fall)
 
 
+def rate_of(recipe: Recipe, step: int, last_step: int) -> float:
+    """`learning_rate` of a recipe's run of so many steps."""
+    return learning_rate(recipe.schedule, recipe.optimizer.lr, step, last_step, recipe.model.d_model)
+
+
 def fine_tuning_rate(config: ModelConfig) -> float:
     """The usual learning rate of Adam for weights that are trained already, rounded to one digit."""
     return float(f"{models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6):.1g}")
@@ -40,7 +45,7 @@ def too_high(recipe: Recipe, last_step: int) -> str | None:
     the usual one for trained ones."""
     schedule, usual = recipe.schedule, fine_tuning_rate(recipe.model)
     peak = min(max(1, schedule.warmup_steps), last_step)
-    rate = learning_rate(schedule, recipe.optimizer.lr, peak, last_step, recipe.model.d_model)
+    rate = rate_of(recipe, peak, last_step)
     if recipe.model.init is None or recipe.optimizer.name == "sgd" or rate < 10 * usual:
         return None
     fix = f"optimizer.lr={usual:.0e}" + (" schedule.name=linear" if schedule.name == "noam" else "")

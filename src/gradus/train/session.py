@@ -26,7 +26,7 @@ from gradus.parallel.world import World
 from gradus.recipe.check import with_warmup_below
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
-from gradus.train.schedule import learning_rate
+from gradus.train.schedule import rate_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ def open_for(recipe: Recipe, n: int | None = None) -> Session:
 def derive(session: Session) -> dict[str, Any]:
     """What follows from the recipe: parameters, steps, tokens, micro-batch, accumulation, the schedule's end."""
     r, task, mesh, steps = session.recipe, session.task, session.mesh, session.steps
-    rate = [learning_rate(r.schedule, r.optimizer.lr, s, steps.total, r.model.d_model) for s in (1, steps.total)]
+    rate = [rate_of(r, step, steps.total) for step in (1, steps.total)]
     counts = models.count(r.model)
     of_all = Loader(task.splits["train"], steps.order, task.collate, prepare=task.prepare)
     return {
