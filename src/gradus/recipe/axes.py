@@ -1,5 +1,5 @@
 """The axes along which a layout splits the work, how many processes lie along each, and why so many cannot be arranged
-so. Without torch."""
+so. Torch is imported to count GPUs alone."""
 
 from __future__ import annotations
 
