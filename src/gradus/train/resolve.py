@@ -47,15 +47,11 @@ class RunContext:
 
 
 def load_and_print_notes(name: str, overrides: list[str], context: RunContext) -> Recipe:
-    """The recipe of `load`, its notes printed."""
+    """The recipe of `load`; rank 0 prints its notes."""
     recipe, notes = load(name, overrides, context)
-    print_notes(notes)
-    return recipe
-
-
-def print_notes(notes: Notes) -> None:
-    for note in notes:
+    for note in notes if context.world.first else ():
         print(f"note: {note}", file=sys.stderr)
+    return recipe
 
 
 def load(name: str, overrides: list[str], context: RunContext | None = None) -> tuple[Recipe, Notes]:

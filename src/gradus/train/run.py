@@ -136,9 +136,7 @@ def start(
     elif auto_resume:
         folder = resolve.run_to_auto_resume(name, overrides, context)
     context = dataclasses.replace(context, resuming=folder is not None)
-    recipe, notes = resolve.load(str(folder or name), overrides, context)
-    if context.world.first:
-        resolve.print_notes(notes)
+    recipe = resolve.load_and_print_notes(str(folder or name), overrides, context)
     longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
     return train(recipe, resume=folder, world=context.world, longer=longer, **options)
 
