@@ -147,12 +147,15 @@ def _clone(module: nn.Module) -> nn.Module:
 
 
 def _unused(part: nn.Module, zeros: _Zeros) -> nn.Module:
-    """`zeros` with the same parameters under the same names."""
+    """The same parameters under the same names, without hooks, and no computation."""
+    shell = type(part).__new__(type(part))
+    nn.Module.__init__(shell)
     for name, p in part.named_parameters(recurse=False):
-        zeros.register_parameter(name, p)
+        shell.register_parameter(name, p)
     for name, child in part.named_children():
-        zeros.add_module(name, child)
-    return zeros
+        shell.add_module(name, child)
+    shell.forward = zeros.forward
+    return shell
 
 
 class Cutter:
