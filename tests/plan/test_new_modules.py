@@ -237,7 +237,7 @@ def alone(world, names: list[str]) -> dict[str, dict]:
         model, layout = ALONE[name]
         r = recipe(model, **layout)
         memory = engine.plan_memory(r)
-        found[name] = {"planned": {**memory.held, "peak": memory.allocated}, "measured": measured(r), "parts": sum(memory.components.values())}
+        found[name] = {"planned": {**memory.state, "peak": memory.allocated}, "measured": measured(r), "parts": sum(memory.components.values())}
         if name not in COUNTED:
             continue
         work = engine.traced_work(r, target="cpu")
