@@ -447,20 +447,19 @@ def train(args) -> int:
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
-    from gradus.measure.flops import for_run
     from gradus.parallel import status
     from gradus.parallel import world as worlds
-    from gradus.proof.prove import Proof
+    from gradus.proof.prove import train_and_prove
     from gradus.train.resolve import RunContext
-    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
-    world, options = worlds.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
-    context = RunContext(args.json_file, world)
+    world = worlds.find()
     if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
-        outcome = start(args.recipe, args.overrides, context, plan=Proof(args.force), flops=for_run, **options)
+        options = {"force": args.force, "resume": args.resume, "auto_resume": args.auto_resume}
+        context = RunContext(args.json_file, world)
+        outcome = train_and_prove(args.recipe, args.overrides, context, **options)
     except Stopped as stop:
         if world.first:
             how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)

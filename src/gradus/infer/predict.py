@@ -40,12 +40,12 @@ from gradus.models.decoding import complete
 from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
-from gradus.train.precision import Precision
 from gradus.train.resolve import RunContext
 from gradus.train.session import Session, open_session
 
@@ -323,7 +323,7 @@ def mean_and_std(source: ModelSource) -> tuple[list[float], list[float]]:
         where, mean, std = f"{source.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
         file = source.folder / PREPROCESSOR
-        settings = models.weights.read_json(file) if file.is_file() else {}
+        settings = limits.read_object(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = source.config.n_channels
     if not all(isinstance(values, list) and len(values) == n for values in (mean, std)):

@@ -18,7 +18,7 @@ from gradus.errors import UserError
 from gradus.measure.profile import endless
 from gradus.parallel import status
 from gradus.parallel.traffic import collective
-from gradus.parallel.world import World
+from gradus.parallel.world import World, meet
 from gradus.plan import batches
 from gradus.proof.step_memory import memory_of_step
 from gradus.proof.timing import Subject, Timed, Window, peak_of_one_more, time_it
@@ -33,6 +33,7 @@ PROFILED = 3  # steps whose collectives are timed by name
 def train_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: World) -> Timed:
     """Steps of the recipe's training, in one of `world.size` processes that all call this. Collective. Writes
     nothing."""
+    meet(world, recipe.layout)
     session = open_session(recipe, None, world)
     parallel, traffic = session.lay_out(), TrafficCount()
     trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
@@ -90,9 +91,10 @@ def profile_communication(timed: Timed, subject: Subject, steps: int) -> None:
 
 def load_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: World) -> Timed:
     """Steps of the recipe's loader with nobody to train; the batches fetched beforehand do not count."""
+    meet(world, recipe.layout)
     session = open_session(recipe, None, world)
     data, samples = session.recipe.data, 0
-    with contextlib.closing(session.loader(data)) as loader:
+    with contextlib.closing(session.loader) as loader:
         source = endless(loader)
 
         def step(batch: Any) -> None:

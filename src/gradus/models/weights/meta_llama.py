@@ -12,8 +12,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Stored, fields, read_json, some, unpickle
+from gradus.models.weights import Stored, fields, some, unpickle
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     Raises UserError for parameters of a model that is not a plain Llama, and for shards that are missing, refused or do
     not fit.
     """
-    params = read_json(folder / "params.json")
+    params = limits.read_object(folder / "params.json")
     for key in params:
         if key not in PARAMS:
             suggestion = did_you_mean(key, PARAMS)
