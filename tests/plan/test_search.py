@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +29,7 @@ from gradus.plan.search import (
 )
 from gradus.plan.show import printed
 from gradus.recipe.schema import Layout, Recipe
+from gradus.rows import read_rows
 
 SMALL = {"model.n_layers": 4}
 WORDS = ("model.n_layers=4", "batch.samples=64")  # as recipe_of has it: what was traced for one question is there for the next
@@ -58,7 +61,7 @@ def test_the_winners_fit_and_are_allowed(found):
 
 def test_every_loser_says_why(found):
     assert all(bool(c.reason) == (c is not found.fastest) for c in found.table)
-    names = {row.conditions["layout"] for row in found.rows()}
+    names = {row["layout"] for row in found.rows()}
     assert found.keys(found.fastest) in names and any("fastest" in line for line in found.lines())
 
 
@@ -192,3 +195,19 @@ def test_all_families():
 def test_an_impossible_number_of_devices():
     with pytest.raises(UserError, match=r"batch\.samples"):
         search(recipe_of("gpt2-small", samples=1, **SMALL), hardware.cluster("7xH100"), fewer=False)
+
+
+ROWS = read_rows(Path(__file__).parents[2] / "benchmarks/results/search-exhaustive.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(dict.fromkeys(row["case"] for row in ROWS)))
+def test_the_best_of_all_layouts_are_found(case):
+    """The 20 best ways to split of every layout traced in full (benchmarks/search_exhaustive.py), each with its best layout; fewer are
+    priced for it."""
+    rows = [row for row in ROWS if row["case"] == case]
+    exhaustive = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/search_exhaustive.py"))
+    space = exhaustive["space_of"](case)
+    found = {c.keys: c.seconds for c in ranked(space, len(rows))[0]}
+    assert [found.get(row["layout"]) for row in rows] == pytest.approx([row["value"] for row in rows], rel=1e-6)
+    assert 0 < space.priced < rows[0]["priced"]
