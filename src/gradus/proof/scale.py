@@ -20,7 +20,6 @@ import torch
 
 from gradus.errors import UserError
 from gradus.limits import processors
-from gradus.measure.collectives import BYTES, shown
 from gradus.parallel import world as worlds
 from gradus.parallel.mesh import DATA, needed, sizes
 from gradus.parallel.replicate import POWERSGD_START
@@ -32,6 +31,7 @@ from gradus.proof.study_store import StudyStore, middle_of
 from gradus.proof.timing import PARTS, SPENT, Timed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+from gradus.text import in_unit, milliseconds
 from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
 from gradus.train.precision import enough_devices, pick_device
@@ -178,11 +178,6 @@ def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[
 # ------------------------------------------------------------ what is shown
 
 
-def ms(seconds: float) -> str:
-    value = max(0.0, seconds * 1e3)  # clocks differ by microseconds
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
 def noise_of(rows: Sequence[results.Record]) -> dict[str, float]:
     """Configuration → by what share of a step the rounds differ among themselves: half of the range, its own or the
     first configuration's."""
@@ -225,7 +220,7 @@ def step_lines(values: dict[str, dict[str, float]]) -> Iterator[str]:
     """The parts of a step. values: configuration → name → value."""
     yield "\na step in ms, mean over the processes; the parts add up to it:"
     names = ["time/step", *(f"time/step/{part}" for part in PARTS)]
-    body = [[c, *cells(of_c, names, ms)] for c, of_c in values.items()]
+    body = [[c, *cells(of_c, names, milliseconds)] for c, of_c in values.items()]
     yield from columns(["configuration", "step", *PARTS], body, RIGHT)
 
 
@@ -255,9 +250,9 @@ def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:
     yield "some may overlap with computing:"
     body = []
     for r in rows:
-        sent = shown(r["bytes"], BYTES) if "bytes" in r else "-"
+        sent = in_unit(r["bytes"], "binary") if "bytes" in r else "-"
         name = r["name"].removeprefix("collective/")
-        body.append([r["configuration"], name, f"{r['calls']:g}", ms(r["value"]), sent])
+        body.append([r["configuration"], name, f"{r['calls']:g}", milliseconds(r["value"]), sent])
     yield from columns(["configuration", "collective", "calls", "ms", "sent"], body, {2, 3, 4})
 
 
