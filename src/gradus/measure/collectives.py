@@ -26,9 +26,10 @@ from gradus.errors import UserError, did_you_mean, need
 from gradus.hardware.units import quantity
 from gradus.measure import machine
 from gradus.parallel import world as worlds
-from gradus.parallel.processes import ended_by_sigterm, run_group, run_program
+from gradus.parallel.processes import run_group, run_program
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile
+from gradus.signals import ended_by_sigterm
 from gradus.text import duration, in_unit
 from gradus.text import table as columns
 

@@ -29,7 +29,6 @@ from gradus.layers.kernels import naive
 from gradus.measure.profile import endless
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
-from gradus.parallel.processes import uninterrupted
 from gradus.patch import replaced
 from gradus.plan.batches import task_without_data
 from gradus.proof.memory_budget import changed, suggested_fix
@@ -37,6 +36,7 @@ from gradus.proof.predict import case_of, predict
 from gradus.proof.results import width
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
 from gradus.text import fold
 from gradus.train.loop import Trainer

@@ -20,7 +20,7 @@ import torch
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.parallel.mesh import single_process
-from gradus.parallel.processes import ended_by_sigterm, run_group
+from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.proof import runs
 from gradus.proof.engine_runner import engine_steps
@@ -33,6 +33,7 @@ from gradus.proof.study_store import PLAN, Sample, StudyStore, claimed, keep
 from gradus.proof.timing import Window
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, read_rows
+from gradus.signals import ended_by_sigterm
 from gradus.text import duration, size
 from gradus.train import machine
 from gradus.train.session import open_for, open_session
