@@ -204,7 +204,7 @@ TOGETHER = {
 }
 
 
-QUICK = {"table", "table, micro-batches", "tied embeddings", "in every block, checkpointing, micro-batches", "table in half, micro-batches", "masks",
+QUICK = {"table", "table, micro-batches", "in every block, checkpointing, micro-batches", "table in half, micro-batches", "masks",
          "convolution", "convolution, checkpointing", "convolution of all channels", "convolution of groups, checkpointing", "table, shard, kept",
          "in every block, shard, checkpointing", "table in half, shard, half", "in every block, pipeline", "experts cut within"}  # fmt: skip
 COUNTED = {"in every block, checkpointing, micro-batches", *(name for name in ALONE if "convolution" in name)}  # of which operations are
