@@ -573,16 +573,19 @@ def recipes(args) -> Iterable[str]:
 def models(args) -> Iterable[str]:
     from gradus.models import count
     from gradus.recipe.presets import PRESETS, config_of
+    from gradus.text import table
 
     if args.names:
         for name in args.names:
             counts = count(config_of(name))
             yield name + "".join(f"\n  {part:14} {n:>19,}" for part, n in counts.items())
         return
-    yield f"{'preset':22} {'family':8} {'layers':>6} {'d_model':>7} {'heads':>5} {'parameters':>19}"
-    for name in PRESETS:
-        c = config_of(name)
-        yield f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {count(c)['total']:>19,}"
+    configs = {name: config_of(name) for name in PRESETS}
+    body = [
+        [name, c.family, f"{c.n_layers}", f"{c.d_model}", f"{c.n_heads}", f"{count(c)['total']:,}"]
+        for name, c in configs.items()
+    ]
+    yield from table(["preset", "family", "layers", "d_model", "heads", "parameters"], body, {2, 3, 4, 5})
 
 
 def fetch(args) -> Iterable[str]:

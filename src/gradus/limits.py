@@ -56,7 +56,6 @@ RECIPE_FILE = MB  # the largest packaged one has 2 kB
 CONFIG_FILE = 100 * MB  # config.json, and the index of shards: 9 MB for DeepSeek-V3
 TOKENIZER_FILE = 200 * MB  # Gemma 3's has 33 MB
 HARDWARE_FILE = 10 * MB
-POINTS_FILE = 100 * MB  # --accuracy
 ROWS_FILE = 4 * GB  # metrics.jsonl
 DEPTH = 64  # mappings and lists inside one another; a tokenizer.json has about 10
 RECIPE_NODES = 100_000  # keys and values after YAML's aliases are written out
