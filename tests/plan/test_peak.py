@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus.plan.peak import Fsdp, Timeline, actions, level
+from gradus.plan.compose import Run, _alike
+from gradus.plan.peak import Fsdp, Span, _pass, actions, joined, level
 from gradus.plan.profiles import INDEX, N, Weight
 from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout
@@ -87,12 +88,44 @@ def test_one_process_has_one_micro_batch_at_a_time():
 
 
 def test_the_peak_is_where_most_is_alive():
-    timeline = Timeline(level(weights=1000.0))
-    rows = np.zeros((3, N + 3)), np.zeros((3, N + 3))
+    start, rows = level(weights=1000.0), (np.zeros((3, N + 3)), np.zeros((3, N + 3)))
     rows[0][:, INDEX["activations"]] = 10, 500, 20  # while each takes place
     rows[1][:, INDEX["gradients"]] = 100, 100, -150  # what each leaves
-    timeline.add(*rows, np.array([0, 2, 2]))
-    timeline.change(level(gradients=5000.0))  # between two events nothing is looked at
-    timeline.add(level(transient=7.0)[None], np.zeros((1, N + 3)), np.array([3]))
-    peak = timeline.most()
+    spans = [
+        Span.of(start[None], start[None], [""]), Span.of(*rows, ["forward", "backward", "backward"]),
+        Span.change(level(gradients=5000.0)),  # between two events nothing is looked at
+        Span.of(level(transient=7.0)[None], np.zeros((1, N + 3)), ["optimizer"]),
+    ]  # fmt: skip
+    peak = joined(spans)
     assert peak.bytes == 1000 + 50 + 5000 + 7 and peak.at == "optimizer" and peak.gradients == 5050
+
+
+@given(
+    n=st.integers(0, 12), shard=st.sampled_from([1, 4]), micro=st.integers(1, 3), reshard=st.booleans(),
+    param_dtype=st.sampled_from([None, "bf16"]),
+    nets=st.lists(st.integers(-50, 50), min_size=4, max_size=4), peaks=st.lists(st.integers(0, 90), min_size=4, max_size=4),
+)  # fmt: skip
+def test_many_alike_blocks_are_as_one_after_the_other(n, shard, micro, reshard, param_dtype, nets, peaks):
+    """A pass that goes through n alike blocks one by one, and one in which those between stand for all."""
+
+    def spans(blocks: list[tuple[int, int, int]]) -> list[Span]:
+        trained = {f"blocks.{i}": {"w": weight(8, 9)} for i in range(3)}
+        fsdp = Fsdp(Layout(shard=shard, reshard=reshard, param_dtype=param_dtype), 4, trained, {}, False)
+        names = [("blocks.0", 1), *((f"blocks.{traced}@{i}", times) for i, traced, times in blocks), ("blocks.2", 1)]
+        out = []
+        for i, kind in itertools.product(range(micro), ("forward", "backward")):
+            order = names if kind == "forward" else names[::-1]
+            rows = [np.zeros((2 * len(order), N + 3)) for _ in range(2)]
+            at = INDEX["activations" if kind == "forward" else "gradients"]
+            first = 0 if kind == "forward" else 2
+            for row in range(2 * len(order)):
+                rows[0][row, at], rows[1][row, at] = peaks[first + row % 2], nets[first + row % 2]
+            edges = [(name, f"{edge}_{kind}") for name, _ in order for edge in ("pre", "post")]
+            run = Run(edges, [times for _, times in order for _ in range(2)], *rows)
+            out.append(_pass(run, kind, i == micro - 1, False, fsdp if shard > 1 else None))
+        return out
+
+    one_by_one = joined(spans([(i, 1, 1) for i in range(n)]))
+    together = joined(spans(list(_alike([1] * n))))
+    assert together.bytes == one_by_one.bytes and together.gradients == pytest.approx(one_by_one.gradients)
+    assert together.pools == pytest.approx(one_by_one.pools)

@@ -36,6 +36,7 @@ class Run:
     """One pass of a micro-batch over a stage. peak, net: (pieces, components and pools), as in `Stretch`."""
 
     edges: list[tuple[str, str]]  # (unit, edge) of each piece; "blocks.1@3": of the fourth block after the first
+    times: list[int]  # how often the pieces of a block follow each other: of many alike, those between two of them
     peak: np.ndarray
     net: np.ndarray
 
@@ -61,30 +62,31 @@ class Stage:
     def run(self, kind: str, later: bool) -> Run:
         """kind: forward, backward or weights. later: of another micro-batch than the first."""
         if (kind, later) not in self._runs:
-            pieces = list(self._all_blocks((self.profile.later if later else self.profile.first)[kind], kind))
-            edges = [(piece.unit, piece.edge) for piece in pieces]
-            peak, net = ([getattr(piece.stretch, name) for piece in pieces] for name in ("peak", "net"))
-            self._runs[kind, later] = Run(edges, *(np.reshape(rows, (-1, N + 3)) for rows in (peak, net)))
+            every = list(self._all_blocks((self.profile.later if later else self.profile.first)[kind], kind))
+            edges, times = [(piece.unit, piece.edge) for piece, _ in every], [many for _, many in every]
+            peak, net = ([getattr(piece.stretch, name) for piece, _ in every] for name in ("peak", "net"))
+            self._runs[kind, later] = Run(edges, times, *(np.reshape(rows, (-1, N + 3)) for rows in (peak, net)))
         return self._runs[kind, later]
 
     @functools.cached_property
     def _runs(self) -> dict[tuple[str, bool], Run]:
         return {}
 
-    def _all_blocks(self, pieces: list[Piece], kind: str) -> Iterator[Piece]:
+    def _all_blocks(self, pieces: list[Piece], kind: str) -> Iterator[tuple[Piece, int]]:
+        """Each piece, and how often its block follows itself."""
         between: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
             between.setdefault(self._block(piece.unit), []).append(piece)
         done = set()
         for (stack, number), group in itertools.groupby(pieces, lambda piece: self._block(piece.unit)):
             if not stack or number in (0, max(self.stands_for[stack])):
-                yield from group
+                yield from ((piece, 1) for piece in group)
             elif stack not in done:
                 done.add(stack)
-                inner = list(enumerate(self.stands_for[stack][1:-1]))
-                for i, traced in inner if kind == "forward" else reversed(inner):
+                inner = list(_alike(self.stands_for[stack][1:-1]))
+                for i, traced, times in inner if kind == "forward" else reversed(inner):
                     for piece in between.get((stack, traced), ()):  # none where nothing goes back
-                        yield Piece(f"{piece.unit}@{i}", piece.edge, piece.stretch)
+                        yield Piece(f"{piece.unit}@{i}", piece.edge, piece.stretch), times
 
     def totals(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
         """Each piece, and how often."""
@@ -140,6 +142,16 @@ class Stage:
             return times
         order = [piece.unit for piece in self.profile.later["forward"] if piece.edge == "post_forward"]
         return int(any(a == unit and b in self.backward_units for a, b in itertools.pairwise(order)))
+
+
+def _alike(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(which block, which traced one stands for it, how often): of four and more alike, those between the first and the
+    last are one, often, as nothing changes from one to the next."""
+    for traced, group in itertools.groupby(enumerate(blocks), lambda pair: pair[1]):
+        numbers = [i for i, _ in group]
+        many = len(numbers) - 2
+        times = [1, many, 1] if many > 1 else [1] * len(numbers)
+        yield from ((i, traced, n) for i, n in zip([*numbers[: len(times) - 1], numbers[-1]], times))
 
 
 # ---------------------------------------------------------------- what a process holds of a parameter

@@ -8,13 +8,15 @@ backward pass, and reduces its gradients afterwards.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradus.plan.compose import (
+    Run,
     Stage,
     fsdp_widths,
     gathered_bytes,
@@ -32,7 +34,6 @@ from gradus.recipe.schema import Layout
 if TYPE_CHECKING:
     from gradus.plan.engine import Process
 
-PHASES = ("forward", "loss", "backward", "optimizer")
 Event = tuple[int, str, float]  # before which piece, component, bytes
 
 
@@ -75,28 +76,40 @@ class Peak:
         return int(-(-small // (2 * MiB)) * 2 * MiB + -(-middle // (20 * MiB)) * 20 * MiB + large)
 
 
-class Timeline:
-    """Rows of changes, in order. peak: how much more is alive while a change takes place; -inf between two events."""
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What comes and goes in a part of the step, over what was there before it. net: at its end; the rest as `Peak`."""
 
-    def __init__(self, start: np.ndarray):
-        self.peaks, self.nets, self.phases = [start[None]], [start[None]], [np.zeros(1, int)]
+    components: np.ndarray
+    pools: np.ndarray
+    gradients: float
+    at: str
+    net: np.ndarray
 
-    def add(self, peak: np.ndarray, net: np.ndarray, phases: np.ndarray) -> None:
-        self.peaks.append(peak)
-        self.nets.append(net)
-        self.phases.append(phases)
-
-    def change(self, by: np.ndarray) -> None:
-        """Between two events."""
-        self.add(np.full((1, N + 3), -math.inf), by[None], np.zeros(1, int))
-
-    def most(self) -> Peak:
-        net = np.concatenate(self.nets)
-        before = np.concatenate([np.zeros((1, N + 3)), net[:-1].cumsum(0)])
-        alive = before + np.concatenate(self.peaks)
+    @classmethod
+    def of(cls, peak: np.ndarray, net: np.ndarray, phases: Sequence[str]) -> Span:
+        """Of rows of changes, in order. peak: how much more is alive while each takes place."""
+        alive = peak + net.cumsum(0) - net
         i = int(alive[:, :N].sum(1).argmax())
-        at = PHASES[np.concatenate(self.phases)[i]] if i else ""
-        return Peak(alive[i, :N], alive[:, N:].max(0), float(alive[:, INDEX["gradients"]].max()), at)
+        most = alive[:, INDEX["gradients"]].max()
+        return cls(alive[i, :N], alive[:, N:].max(0), float(most), phases[i], net.sum(0))
+
+    @classmethod
+    def change(cls, by: np.ndarray) -> Span:
+        """Between two events."""
+        nothing = np.full(N + 3, -math.inf)
+        return cls(nothing[:N], nothing[N:], -math.inf, "", by)
+
+
+def joined(spans: list[Span]) -> Peak:
+    """Of the spans one after the other."""
+    before = np.zeros((len(spans), N + 3))
+    before[1:] = np.cumsum([span.net for span in spans[:-1]], axis=0)
+    components = before[:, :N] + [span.components for span in spans]
+    pools = (before[:, N:] + [span.pools for span in spans]).max(0)
+    gradients = (before[:, INDEX["gradients"]] + [span.gradients for span in spans]).max()
+    i = int(components.sum(1).argmax())
+    return Peak(components[i], pools, float(gradients), spans[i].at)
 
 
 # ---------------------------------------------------------------- FSDP2
@@ -143,6 +156,16 @@ class Fsdp:
         self.arriving: dict[str, float] = {}
         self.unreduced: set[str] = set()  # units whose gradients are there, in the type that they are summed in
         self.summed: set[str] = set()  # units whose sharded gradients are there
+
+    def state(self) -> tuple:
+        """All that changes from edge to edge."""
+        units = frozenset(self.open), frozenset(self.unreduced), frozenset(self.summed)
+        return self.buffer, self.reducing, tuple(self.order), tuple(self.arriving.items()), *units
+
+    def set(self, state: tuple) -> None:
+        self.buffer, self.reducing, order, arriving, *units = state
+        self.order, self.arriving = list(order), dict(arriving)
+        self.open, self.unreduced, self.summed = map(set, units)
 
     def of(self, unit: str) -> Unit:
         return self.known.get(unit.partition("@")[0], self.nothing)
@@ -306,14 +329,14 @@ def interleaved(processes: int, stages: int, micro: int, rank: int) -> Iterator[
 
 def peak(p: Process) -> Peak:
     """What a process has alive at most, and when."""
-    timeline = Timeline(_start(p))
-    _passes(p, timeline)
+    start = _start(p)
+    spans = [Span.of(start[None], start[None], [""]), *_passes(p)]
     if p.replicated and p.n_micro_batches > 1:  # what the earlier micro-batches' gradients were is in the buckets now
-        timeline.change(-level(transient=p.param_bytes))
+        spans.append(Span.change(-level(transient=p.param_bytes)))
     for nbytes, with_gradients in _flat_buffers(p):
         buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.param_bytes)
-        timeline.add(buffer[None], np.zeros((1, N + 3)), np.full(1, PHASES.index("optimizer")))
-    return timeline.most()
+        spans.append(Span.of(buffer[None], np.zeros((1, N + 3)), ["optimizer"]))
+    return joined(spans)
 
 
 def _start(p: Process) -> np.ndarray:
@@ -344,7 +367,7 @@ def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
         yield min(2 * p.width * p.stepped_elements, own), True
 
 
-def _passes(p: Process, timeline: Timeline) -> None:
+def _passes(p: Process) -> Iterator[Span]:
     """All micro-batches, forward and backward."""
     layout, stages, micro = p.recipe.layout, p.stages, p.n_micro_batches
     one_by_one = layout.pipeline == 1
@@ -364,41 +387,62 @@ def _passes(p: Process, timeline: Timeline) -> None:
     sends = not one_by_one and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
     in_flight = np.zeros(N + 3)
     done: set[tuple[str, int]] = set()
+    known: dict[tuple, tuple[Span, Any]] = {}  # a pass is as another that began alike
     for kind, s, i in order:
         reduces = i == micro - 1 or not one_by_one
         # all backward passes but the first add to gradients that are there; DDP's last one to its buckets always
-        adds = not p.gradients_anew and ((kind, s) in done or (p.replicated and reduces))
-        stage = p.tail[s] if p.tail and i >= smaller else stages[s]
-        _pass(stage, kind, kind == "forward" or adds, reduces, p.replicated, fsdp, timeline)
+        later = kind == "forward" or not p.gradients_anew and ((kind, s) in done or (p.replicated and reduces))
+        is_tail = bool(p.tail) and i >= smaller
+        key = kind, s, later, reduces, is_tail, fsdp and fsdp.state()
+        if key not in known:
+            run = (p.tail[s] if is_tail else stages[s]).run(kind, later)
+            known[key] = _pass(run, kind, reduces, p.replicated, fsdp), fsdp and fsdp.state()
+        span, after = known[key]
+        yield span
+        if fsdp:
+            fsdp.set(after)
         if kind == "forward":
-            timeline.change(-copies[s])
+            yield Span.change(-copies[s])
         if kind == ("weights" if split else "backward") and (kind, s) not in done:
-            timeline.change(-shared[s])
+            yield Span.change(-shared[s])
         if kind == "backward" and sends:
-            timeline.change(-in_flight)  # what was sent meanwhile
+            yield Span.change(-in_flight)  # what was sent meanwhile
             in_flight = left[s]
         elif kind == "backward" and s in from_own:
-            timeline.change(-left[s])
+            yield Span.change(-left[s])
         done.add((kind, s))
 
 
-def _pass(
-    stage: Stage, kind: str, later: bool, reduces: bool, replicated: bool, fsdp: Fsdp | None, timeline: Timeline
-) -> None:
-    """One pass of a micro-batch over a stage. later: as of `Stage.run`. reduces: whether gradients are reduced."""
-    run = stage.run(kind, later)
-    usual, loss = PHASES.index("forward" if kind == "forward" else "backward"), PHASES.index("loss")
-    phases = np.array([loss if edge == ("", "post_forward") else usual for edge in run.edges])
-    if fsdp is None:
-        rows = (in_buckets(run.peak), in_buckets(run.net)) if replicated else (run.peak, run.net)
-        timeline.add(*rows, phases)
-        return
-    if not (events := list(fsdp.run(run.edges, kind, reduces))):
-        timeline.add(run.peak, run.net, phases)
-        return
-    before, changes = [at for at, *_ in events], _rows(events)
-    phases = np.insert(phases, before, [phases[min(at, len(phases) - 1)] for at in before])
-    timeline.add(np.insert(run.peak, before, changes, 0), np.insert(run.net, before, changes, 0), phases)
+def _pass(run: Run, kind: str, reduces: bool, replicated: bool, fsdp: Fsdp | None) -> Span:
+    """One pass of a micro-batch over a stage. reduces: whether gradients are reduced."""
+    usual = "forward" if kind == "forward" else "backward"
+    phases = ["loss" if edge == ("", "post_forward") else usual for edge in run.edges]
+    peak, net, times = run.peak, run.net, np.array(run.times)
+    if replicated and not fsdp:
+        peak, net = in_buckets(peak), in_buckets(net)
+    if events := list(fsdp.run(run.edges, kind, reduces)) if fsdp else []:
+        before, changes = [at for at, *_ in events], _rows(events)
+        of_next = np.minimum(before, len(phases) - 1)
+        phases = np.insert(phases, before, np.array(phases)[of_next])
+        times = np.insert(times, before, np.where(np.less(before, len(times)), times[of_next], 1))
+        peak, net = np.insert(peak, before, changes, 0), np.insert(net, before, changes, 0)
+    return Span.of(*_repeated(peak, net, list(phases), times))
+
+
+def _repeated(
+    peak: np.ndarray, net: np.ndarray, phases: list[str], times: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """The rows with those that follow each other several times: the first and the last time, and between them one row
+    for the others."""
+    at, rows = 0, []
+    for many, group in itertools.groupby(times):
+        begin, at = at, at + len(list(group))
+        own = slice(begin, at)
+        rows.append((peak[own], net[own], phases[own]))
+        if many > 1:
+            between = np.full((1, N + 3), -math.inf), (many - 2) * net[own].sum(0, keepdims=True), phases[begin : begin + 1]
+            rows += [between, rows[-1]]
+    return np.concatenate([a for a, *_ in rows]), np.concatenate([b for _, b, _ in rows]), sum((c for *_, c in rows), [])
 
 
 def _shared_with_earlier(stages: Iterable[Stage]) -> Iterator[int]:
