@@ -237,7 +237,6 @@ def _looking(verb: Verb) -> None:
     add = verb("fit", lambda a: room("proof.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
     add("--sweep", metavar="N,...", help="instead, measure speed and memory at these micro-batches, e.g. 8,16,32,64")
-    add("--workers", metavar="N,...", help="instead, measure the loader with these numbers of workers, e.g. 0,1,2,4")
     add("--json", **FLAG, help="the figures as JSON rows")
     add = verb("show", show, "print the resolved recipe and everything derived from it").add_argument
     add("--no-data", **FLAG, help="only what is known without opening the data")
@@ -319,7 +318,6 @@ def _measuring(verb: Verb) -> None:
     add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
     add("--to-the-end", **FLAG, help="also run the whole training once, with its evaluations")
     add("--weak", **FLAG, help="weak scaling: the recipe's batch per process, not in total; also with --to-the-end")
-    add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); an interrupted one is continued")
     text = "faster, or smaller, step by step: each optimisation measured side by side with the best so far"

@@ -208,12 +208,12 @@ def _reader(kind: type, above: float | None, least: float, most: float) -> Calla
     return read
 
 
-def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> list[int]:
+def numbers(text: str, option: str, most: int = PROCESSES) -> list[int]:
     """`8,16,32` → [8, 16, 32], each once, in their order. Raises UserError."""
     entries = [word.strip() for word in text.split(",")]
     for word in entries:
-        if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
-            what = f"{repr(word[:40]) if word else 'an empty entry'} is not a whole number from {least} to {most:,}"
+        if not re.fullmatch(r"[0-9]{1,18}", word) or not 1 <= int(word) <= most:
+            what = f"{repr(word[:40]) if word else 'an empty entry'} is not a whole number from 1 to {most:,}"
             raise UserError(f"{option} {text[:80]}: {what}. Write for example {option} 1,2,4")
     return list(dict.fromkeys(map(int, entries)))
 
