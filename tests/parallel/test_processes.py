@@ -114,3 +114,12 @@ def test_a_signal_is_passed_on_and_then_holds_for_this_process(number, tmp_path)
         run_program(blocked)
     assert (tmp_path / "got").read_text() == str(int(number))
     assert number == signal.SIGINT or ended.value.code == 128 + number
+
+
+def test_under_nohup_a_hangup_ends_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getpid(), signal.SIGHUP)"
+        assert run_program([sys.executable, "-c", code]) == (0, "")
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -305,7 +305,9 @@ class Programs:
         self.deadline = math.inf
 
     def passing_on_signals(self) -> contextlib.AbstractContextManager[None]:
-        return handling(PASSED_ON, self._pass_on)
+        """A hang-up that this process ignores, as nohup has it do, is nobody's."""
+        hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        return handling(set(PASSED_ON) - ({signal.SIGHUP} if hangup_ignored else set()), self._pass_on)
 
     def _pass_on(self, number: int, frame: object) -> None:
         self.signals.append(number)
