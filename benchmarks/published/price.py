@@ -57,7 +57,7 @@ class Runs:
         sent: dict[tuple, float] = {}
         for i, (work, cluster) in enumerate(runs):
             for op in (*work.micro, *work.step):
-                *row, count = _row(op if op.phase != "optimizer" else dataclasses.replace(op, phase="optimizer"), cluster)
+                *row, count = _row(op if op.phase != "optimizer" else op._replace(phase="optimizer"), cluster)
                 rows[i, *row] = rows.get((i, *row), 0.0) + count
             for t in work.transfers:
                 *row, calls = _sent(t, cluster)

@@ -97,7 +97,7 @@ def _selective(ops: list[Op]) -> list[Op]:
     scores = _scores(ops)
     again = [op for op in ops if op.phase == "forward" and (op.kind == "attention" or (op.kind == "matmul" and op.shape[0] > 1)
              or (op.name in CORE and _of_scores(op, scores)))]  # fmt: skip
-    return ops + [dataclasses.replace(op, phase="recompute") for op in again]
+    return ops + [op._replace(phase="recompute") for op in again]
 
 
 def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
@@ -105,7 +105,7 @@ def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
     def linear(op: Op) -> bool:
         return op.kind == "matmul" and op.shape[0] == 1 and not any(size and vocab % size == 0 and size * 64 > vocab for size in op.shape[1:])
 
-    return [dataclasses.replace(op, dtype=dtype) if linear(op) else op for op in ops]
+    return [op._replace(dtype=dtype) if linear(op) else op for op in ops]
 
 
 def _of_weights(op: Op, tokens: float) -> bool:
@@ -164,7 +164,7 @@ def _together(run: Any, ops: list[Op], transfers: list[Transfer], micro_batches:
     if run.context == 1:
         return ops, transfers
     model, layout, k = run.recipe.model, run.recipe.layout, run.context
-    ops = [dataclasses.replace(op, flops=op.flops * k, bytes=op.bytes * k) if op.kind == "attention" else op for op in ops]
+    ops = [op._replace(flops=op.flops * k, bytes=op.bytes * k) if op.kind == "attention" else op for op in ops]
     heads = getattr(model, "n_kv_heads", None) or model.n_heads
     payload = 4.0 * (layout.micro_batch or 1) * model.seq_len * model.head_dim * max(1, heads // layout.tensor)
     calls = (k - 1) * micro_batches * model.n_layers / layout.pipeline

@@ -88,6 +88,22 @@ class Stage:
                     for piece in between.get((stack, traced), ()):  # none where nothing goes back
                         yield Piece(f"{piece.unit}@{i}", piece.edge, piece.stretch), times
 
+    def counts(self, later: bool = False) -> tuple[Counts, Counts]:
+        """(operations, transfers) of a micro-batch. later: of another one than the first."""
+        if later not in self._counts:
+            ops: Counts = {}
+            sent: Counts = {}
+            for pieces in (self.profile.later if later else self.profile.first).values():
+                for piece, times in self.totals(pieces):
+                    add_counts(ops, piece.stretch.ops, times)
+                    add_counts(sent, piece.stretch.transfers, times)
+            self._counts[later] = ops, sent
+        return self._counts[later]
+
+    @functools.cached_property
+    def _counts(self) -> dict[bool, tuple[Counts, Counts]]:
+        return {}
+
     def totals(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
         """Each piece, and how often."""
         yield from ((piece, self._times(piece.unit, piece.edge)) for piece in pieces)
@@ -123,12 +139,12 @@ class Stage:
             total = total + times * piece.stretch.net
         return total
 
-    def units(self, frozen: bool = False) -> Iterator[tuple[str, dict[str, Weight], int]]:
-        """(name, what of it is trained or else frozen, how often)."""
-        profile = self.profile
-        for unit in {**profile.units, **profile.frozen}:
-            yield unit, (profile.frozen if frozen else profile.units).get(unit, {}), self._times(unit)
-
+    @functools.cached_property
+    def units(self) -> list[tuple[str, dict[str, Weight], dict[str, Weight], int]]:
+        """(name, what of it is trained, what is frozen, how often)."""
+        trained, frozen = self.profile.units, self.profile.frozen
+        names = {**trained, **frozen}
+        return [(unit, trained.get(unit, {}), frozen.get(unit, {}), self._times(unit)) for unit in names]
 
     @functools.cached_property
     def backward_units(self) -> set[str]:
@@ -238,7 +254,7 @@ def summed_gradients(p: Process) -> list[float]:
     for expert in (False, True):
         if shape["replicate"] * layout.context * (1 if expert else layout.expert) == 1:
             continue
-        weights = ((w, n) for stage in p.stages for _, unit, n in stage.units() for w in unit.values())
+        weights = ((w, n) for stage in p.stages for _, unit, _, n in stage.units for w in unit.values())
         out.append(float(sum(w.size * width_of(w, layout) * n for w, n in weights if w.expert == expert)))
     return out
 
@@ -253,13 +269,12 @@ def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool
     anew. first: one of them is the first."""
     ops: Counts = {}
     sent: Counts = {}
+    new = micro if fresh else int(first)  # micro-batches that add to no gradients
     for stage in stages:
-        new = micro if fresh else int(first)  # micro-batches that add to no gradients
-        for runs, many in ((stage.profile.first, new), (stage.profile.later, micro - new)):
-            for pieces in runs.values() if many else ():
-                for piece, times in stage.totals(pieces):
-                    add_counts(ops, piece.stretch.ops, times * many)
-                    add_counts(sent, piece.stretch.transfers, times * many)
+        for later, many in ((False, new), (True, micro - new)):
+            if many:
+                for total, counts in zip((ops, sent), stage.counts(later)):
+                    add_counts(total, counts, many)
     return ops, sent
 
 
@@ -274,8 +289,8 @@ def sharding_copies(p: Process) -> Counts:
     out: Counts = {}
     if layout.shard > 1:
         for stage in p.stages:
-            for unit, weights, times in stage.units():
-                frozen = {name: w for name, w in stage.profile.frozen.get(unit, {}).items() if not w.buffer}
+            for unit, weights, others, times in stage.units:
+                frozen = {name: w for name, w in others.items() if not w.buffer}
                 again = layout.reshard and (bool(weights) or unit in stage.backward_units)
                 for expert in (False, True):
                     chosen = ([w for w in held.values() if w.expert == expert] for held in (weights, frozen))
@@ -334,9 +349,9 @@ def optimizer_ops(p: Process) -> list[Op]:
     """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of
     tensors; and the copies of sums after the backward pass."""
     profile, layout = p.stages[0].profile, p.recipe.layout
-    traced = [w for weights in profile.units.values() for w in weights.values()]
-    scale = p.param_bytes / sum(w.size * w.computed for w in traced)
-    tensors = sum(times for _, times in p.elements) / len(traced)
+    traced, nbytes = profile.stepped
+    scale = p.param_bytes / nbytes
+    tensors = sum(times for _, times in p.elements) / traced
     share = sizes(layout, p.n)["replicate"] if layout.shard_optimizer else 1
     dtype = "fp32" if p.width == 4 else "bf16"
     out = []
@@ -362,7 +377,7 @@ def _summing(p: Process, share: int) -> Iterator[tuple[str, float, float]]:
     """(name, bytes, how often) of what is done with gradients and weights to send them."""
     layout, own = p.recipe.layout, p.param_bytes
     replicas = sizes(layout, p.n)["replicate"]
-    weights = ((w, times) for stage in p.stages for _, unit, times in stage.units() for w in unit.values())
+    weights = ((w, times) for stage in p.stages for _, unit, _, times in stage.units for w in unit.values())
     partial = p.width * sum(w.size * times for w, times in weights if w.partial)
     local = (layout.local_sgd or layout.diloco) if replicas > 1 else None
     server = layout.replicate == "parameter_server"

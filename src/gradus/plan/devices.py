@@ -42,7 +42,7 @@ def in_tf32(work: Work) -> Work:
     in fp32."""
 
     def changed(op):
-        return dataclasses.replace(op, dtype="tf32") if op.dtype == "fp32" and op.kind == "matmul" else op
+        return op._replace(dtype="tf32") if op.dtype == "fp32" and op.kind == "matmul" else op
 
     return dataclasses.replace(work, micro=[changed(op) for op in work.micro], step=[changed(op) for op in work.step])
 

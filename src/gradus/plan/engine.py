@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gradus.plan import batches as making
 from gradus.plan import compose, profiles, traffic
 from gradus.plan import peak as peaks
 from gradus.plan.compose import Stage
-from gradus.plan.profiles import NAMES, MiB, Part, Profile
+from gradus.plan.profiles import NAMES, MiB, Part, Profile, Weight
 from gradus.plan.store import digest_of, stored
 from gradus.plan.work import Op, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import sizes, stages_per_process, strides
@@ -177,12 +177,17 @@ class Process:
     stages_by_number: dict[int, Stage]  # of the pipeline, those that are looked at
     tail_by_number: dict[int, Stage]  # the same for a smaller last micro-batch; {} where there is none
 
-    @property
+    @functools.cached_property
     def stages(self) -> list[Stage]:
         """The stages of this process."""
         return [self.stages_by_number[s] for s in compose.stages_of(self.rank, self.recipe.layout)]
 
-    @property
+    @functools.cached_property
+    def weights(self) -> list[tuple[Weight, int]]:
+        """(trained parameter, how often) in the model's order, but for the repeated blocks'."""
+        return list(traffic.in_order(self.stages))
+
+    @functools.cached_property
     def tail(self) -> list[Stage]:
         """The same, profiled for a smaller last micro-batch; [] where there is none."""
         numbers = compose.stages_of(self.rank, self.recipe.layout) if self.tail_by_number else []
@@ -237,7 +242,7 @@ class Process:
     def elements(self) -> list[tuple[int, int]]:
         """(elements of the usual width that this process holds of a parameter, how many such)."""
         layout = self.recipe.layout
-        return [(compose.local_bytes(w, layout) // self.width, n) for w, n in traffic.in_order(self.stages)]
+        return [(compose.local_bytes(w, layout) // self.width, n) for w, n in self.weights]
 
     @functools.cached_property
     def frozen_bytes(self) -> int:
@@ -288,8 +293,7 @@ class Process:
 def processes(
     recipe: Recipe, n: int, target: Target, task: Task | None, batches: list[dict] | None = None
 ) -> list[Process]:
-    """The processes that may need most: of a pipeline the first and the last, where the decoder begins, and the first
-    with each mixture of kinds of blocks. Raises UserError."""
+    """The processes that may need most, of parts that are traced in their place. Raises UserError."""
     recipe = making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
@@ -297,7 +301,21 @@ def processes(
         setting = f"layout.replicate={layout.replicate}, transport={layout.transport}"
         raise UserError(f"{setting}: it cannot be traced. Plan replicate=ddp instead.")
     given = MicroBatches.of(batches or making.micro_batches(recipe, n, task=task))
-    kinds = profiles.block_kinds(recipe.model)
+    split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
+
+    def stage(part: Part, batch: dict) -> Stage:
+        return Stage(part, profile_of(recipe, part, batch, target, task, split))
+
+    return processes_of(recipe, n, target, task, given, stage)
+
+
+def processes_of(
+    recipe: Recipe, n: int, target: Target, task: Task | None, given: MicroBatches,
+    stage: Callable[[Part, dict], Stage],
+) -> list[Process]:  # fmt: skip
+    """Of a pipeline the first process and the last, that where the decoder begins, and the first with each mixture of
+    kinds of blocks. stage: (part of the model, micro-batch) → its stage."""
+    layout, kinds = recipe.layout, profiles.block_kinds(recipe.model)
     bounds = pipelines.bounds(sum(map(len, kinds)), layout.pipeline * stages_per_process(layout))
     parts = [Part.of(kinds, begin, end) for begin, end in itertools.pairwise(bounds)]
     ranks = _ranks_that_differ(layout, parts, bounds)
@@ -305,14 +323,7 @@ def processes(
         numbers = sorted(s for rank in ranks for s in compose.stages_of(rank, layout))
     else:  # others may share ends
         numbers = list(range(len(parts)))
-    split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
-
-    def stages(batch: dict | None) -> dict[int, Stage]:
-        if batch is None:
-            return {}
-        return {s: Stage(parts[s], profile_of(recipe, parts[s], batch, target, task, split)) for s in numbers}
-
-    every, last = stages(given.full), stages(given.tail)
+    every, last = ({s: stage(parts[s], batch) for s in numbers} if batch else {} for batch in (given.full, given.tail))
     return [Process(recipe, n, rank, given, target, task, every, last) for rank in ranks]
 
 
@@ -536,13 +547,13 @@ def mark_stage_only(ops: list[Op], others: list[Op]) -> list[Op]:
     """The operations, marked where they are not among the others."""
     left: dict[Op, float] = {}
     for op in others:
-        kind = dataclasses.replace(op, count=0)
+        kind = op._replace(count=0)
         left[kind] = left.get(kind, 0.0) + op.count
     out = []
     for op in ops:
-        kind = dataclasses.replace(op, count=0)
+        kind = op._replace(count=0)
         both = min(op.count, left.get(kind, 0.0))
         left[kind] = left.get(kind, 0.0) - both
-        out += [dataclasses.replace(op, count=both)] * (both > 0)
-        out += [dataclasses.replace(op, count=op.count - both, stage_only=True)] * (op.count > both)
+        out += [op._replace(count=both)] * (both > 0)
+        out += [op._replace(count=op.count - both, stage_only=True)] * (op.count > both)
     return out

@@ -371,27 +371,29 @@ def _passes(p: Process) -> Iterator[Span]:
     """All micro-batches, forward and backward."""
     layout, stages, micro = p.recipe.layout, p.stages, p.n_micro_batches
     one_by_one = layout.pipeline == 1
-    if one_by_one or layout.schedule == "1f1b":  # more leave nothing new
-        micro = min(micro, 3 if one_by_one else layout.pipeline + 2)
+    # more leave nothing new
+    enough = {"1f1b": layout.pipeline + 2, "interleaved": 4 * layout.pipeline}.get(layout.schedule, micro)
+    micro = min(micro, 3 if one_by_one else enough)
     # from here on micro-batches are as long as the last; idle ones too
     smaller = micro - 1 if one_by_one else p.micro_batches.count - 1
     profile = stages[0].profile
     fsdp = Fsdp(layout, p.width, profile.units, profile.frozen, p.on_host) if layout.shard > 1 else None
     copies = [level(gathered=stage.autocast_copies()) for stage in stages]
-    left = [stage.left_behind() - forgotten for stage, forgotten in zip(stages, copies)]
-    shared = [level(gradients=elements * p.width) for elements in _shared_with_earlier(stages)]
+    forgotten = [Span.change(-nbytes) for nbytes in copies]
+    left = [Span.change(nbytes - stage.left_behind()) for stage, nbytes in zip(stages, copies)]
+    shared = [Span.change(-level(gradients=nbytes * p.width)) for nbytes in _shared_with_earlier(stages)]
     order = list(actions(layout, micro, p.rank))
     split = any(kind == "weights" for kind, _, _ in order)
     numbers = stages_of(p.rank, layout)
     from_own = {s for s, number in enumerate(numbers) if number - 1 in numbers}  # what these send stays in the process
     sends = not one_by_one and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
-    in_flight = np.zeros(N + 3)
+    in_flight = Span.change(np.zeros(N + 3))
     done: set[tuple[str, int]] = set()
     known: dict[tuple, tuple[Span, Any]] = {}  # a pass is as another that began alike
     for kind, s, i in order:
         reduces = i == micro - 1 or not one_by_one
         # all backward passes but the first add to gradients that are there; DDP's last one to its buckets always
-        later = kind == "forward" or not p.gradients_anew and ((kind, s) in done or (p.replicated and reduces))
+        later = kind == "forward" or (not p.gradients_anew and ((kind, s) in done or (p.replicated and reduces)))
         is_tail = bool(p.tail) and i >= smaller
         key = kind, s, later, reduces, is_tail, fsdp and fsdp.state()
         if key not in known:
@@ -402,14 +404,14 @@ def _passes(p: Process) -> Iterator[Span]:
         if fsdp:
             fsdp.set(after)
         if kind == "forward":
-            yield Span.change(-copies[s])
+            yield forgotten[s]
         if kind == ("weights" if split else "backward") and (kind, s) not in done:
-            yield Span.change(-shared[s])
+            yield shared[s]
         if kind == "backward" and sends:
-            yield Span.change(-in_flight)  # what was sent meanwhile
+            yield in_flight  # what was sent meanwhile
             in_flight = left[s]
         elif kind == "backward" and s in from_own:
-            yield Span.change(-left[s])
+            yield left[s]
         done.add((kind, s))
 
 
@@ -434,15 +436,16 @@ def _repeated(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """The rows with those that follow each other several times: the first and the last time, and between them one row
     for the others."""
-    at, rows = 0, []
+    at, peaks, nets, names = 0, [], [], []
     for many, group in itertools.groupby(times):
         begin, at = at, at + len(list(group))
-        own = slice(begin, at)
-        rows.append((peak[own], net[own], phases[own]))
-        if many > 1:
-            between = np.full((1, N + 3), -math.inf), (many - 2) * net[own].sum(0, keepdims=True), phases[begin : begin + 1]
-            rows += [between, rows[-1]]
-    return np.concatenate([a for a, *_ in rows]), np.concatenate([b for _, b, _ in rows]), sum((c for *_, c in rows), [])
+        p, n, own = peak[begin:at], net[begin:at], phases[begin:at]
+        between = np.full((1, N + 3), -math.inf), (many - 2) * n.sum(0, keepdims=True), own[:1]
+        for part in [(p, n, own), between, (p, n, own)][: 3 if many > 1 else 1]:
+            peaks.append(part[0])
+            nets.append(part[1])
+            names += part[2]
+    return np.concatenate(peaks), np.concatenate(nets), names
 
 
 def _shared_with_earlier(stages: Iterable[Stage]) -> Iterator[int]:

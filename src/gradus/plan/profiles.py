@@ -213,6 +213,7 @@ class Profile:
     buffers: np.ndarray  # likewise, of every micro-batch that a pipeline runs
     pure: bool  # whether weights were in half
     stacks: dict[str, tuple[int, int]]  # name of the blocks → (number of the first, how many)
+    stepped: tuple[int, int]  # (tensors, their bytes) that the traced optimizer steps
 
 
 BLOCK_KEYS = {  # of a layout, what splits a block or changes what it computes
@@ -256,6 +257,7 @@ def to_json(p: Profile) -> dict[str, Any]:
         "first": passes(p.first), "later": passes(p.later), "prepare": list(p.prepare.items()),
         "optimizer": stretch(p.optimizer), "units": weights(p.units), "frozen": weights(p.frozen), "sent": p.sent,
         "batch": p.batch.tolist(), "buffers": p.buffers.tolist(), "pure": p.pure, "stacks": p.stacks,
+        "stepped": p.stepped,
     }  # fmt: skip
 
 

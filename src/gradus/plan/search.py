@@ -1,8 +1,9 @@
 """The search over layouts: every way to split a step over the devices that parallel.check allows.
 
-All are priced roughly (`plan.sketch`), the best of them by the engine, as `gradus plan` prices a layout that it is
-given: these are ranked and printed. The same question has the same answer; the plan's own choice of a layout is the
-search's first.
+Bounds say in which order they are looked at, and which not at all: bytes of weights, gradients and optimizer state,
+seconds of the operations. What is looked at is composed of cuts of a small whole model (`plan.cut`), the best of it of
+parts that are traced in their place, as `gradus plan` prices a layout that it is given: these are ranked and printed.
+The same question has the same answer; the plan's own choice of a layout is the search's first.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ import torch
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
 from gradus.parallel import check
+from gradus.parallel import stages as pipelines
 from gradus.plan import batches as making
-from gradus.plan import engine, sketch
+from gradus.plan import engine
 from gradus.plan.budget import usual_goodput
+from gradus.plan.collectives import collective_seconds
+from gradus.plan.compose import Stage, sharded_over
+from gradus.plan.cut import Cuts, between, with_samples
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
-from gradus.plan.profiles import Part, block_kinds
-from gradus.plan.step import StepTime, step_time
+from gradus.plan.profiles import Part, Profile, block_kinds
+from gradus.plan.roofline import parameters
+from gradus.plan.step import StepTime, Sums, bubble_share, step_time
 from gradus.plan.store import stored
-from gradus.recipe.axes import DATA, needed, sizes, strides
+from gradus.plan.work import op_of, transfer_of
+from gradus.recipe.axes import DATA, needed, sizes, stages_per_process, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 from gradus.text import DAY, SIGNS, duration, money, size, table
@@ -40,15 +47,17 @@ SPLIT = {  # what the search decides; all else of the layout stays as the recipe
     "offload", "shard_optimizer", "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages",
     "context", "context_method", "expert", "local_sgd", "diloco", "bucket_mb", "compress", "transport",
 }  # fmt: skip
-LONG = 2048  # tokens of a sample that is sketched alone for micro-batches of any size
+LONG = 2048  # tokens of a sample that is traced alone for micro-batches of any size
+SAMPLES = 2, 16  # of the micro-batches that are traced for all others
 THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: weeks bring fragmentation and longer samples
 SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
-MOST = 10  # ways to split that the engine prices
+MOST = 20  # ways to split that the engine prices
 WAYS = ("none", "selective", "full")  # of checkpointing: the first that fits, for to compute more again is never faster
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
-COARSE = 0.9  # of what another layout's sketch says: this one is looked at before its time may have come
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
+LEAST = 0.98  # of the seconds that are counted with another number of samples than were traced
+MOST_OF_BUBBLE = 0.9  # the stages wait for one another's blocks, not for the ends
 MOST_DEVICES = 2**17
 NEAR = 0.9  # of the devices that the best so far would need
 GIVEN_UP = 20  # numbers of devices without any gain, beyond as many as before
@@ -96,19 +105,7 @@ class Candidate:
         return " × ".join(axes) or "one device"
 
 
-# ---------------------------------------------------------------- all layouts, roughly
-
-
-@dataclasses.dataclass
-class Rough:
-    """A layout and what a sketch says of it. way: of splitting the devices."""
-
-    layout: Layout
-    way: int
-    seconds: float  # of a step
-    least: float  # without the pipeline's bubble
-    needed: float  # bytes
-    state: float  # bytes of it that are there whatever the micro-batch
+# ---------------------------------------------------------------- all layouts
 
 
 class Space:
@@ -131,9 +128,11 @@ class Space:
         if self.samples is None:
             one = making.micro_batches(self._with(self.base, 1), task=task)[0]
             self.samples = max(1, recipe.batch.tokens // making.size_of(one))
-        self.momenta = engine.momenta(recipe.optimizer)
         self.given: dict[tuple, engine.MicroBatches] = like.given if like else {}
-        self.sketches: dict[tuple, tuple[sketch.Sketch, int]] = like.sketches if like else {}
+        self.cuts: dict[tuple, Cuts] = like.cuts if like else {}
+        self.stages: dict[tuple, Stage] = like.stages if like else {}
+        self.seconds_of: dict[tuple, float] = {}  # of the operations of a micro-batch
+        self.estimates: dict[str, list[engine.Process]] = {}
 
     def _with(self, layout: Layout, micro: int | None = None) -> Recipe:
         layout = layout.model_copy(update={"micro_batch": micro}) if micro else layout
@@ -205,20 +204,45 @@ class Space:
             if all(getattr(variant, key) == getattr(self.base, key) for key in stays) and self.allowed(variant):
                 yield variant
 
-    # ------------------------------------------------------------ sketches
+    # ------------------------------------------------------------ bounds
+
+    @property
+    def one(self) -> Layout:
+        """A sample on one device."""
+        return self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
 
     def at_peak(self) -> float:
         """Seconds of a step on one device whose products reach its peak, recomputation left out."""
-        one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
-        rough = sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0)
-        flops = sum(op.flops * op.count * many for section, many in rough.held for op in section.ops)
-        return flops * self.samples / max(self.cluster.device.peaks.values())
+        ops, _ = self._whole(self.one).counts()
+        return sum(key[5] * n for key, n in ops.items()) * self.samples / max(self.cluster.device.peaks.values())
 
     def least_devices(self) -> float:
         """Fewer cannot hold the weights, their gradients and the optimizer's state."""
-        one = self.base.model_copy(update={"micro_batch": 1} | self._numbers(sharded=False))
-        rough = sketch.Rough(self.recipe, one, 1, self.of(one), self.sketch(one), 0)
-        return rough.state(self.momenta) / self.cluster.capacity
+        return self.least_bytes(self.one) / self.cluster.capacity
+
+    def least_bytes(self, layout: Layout) -> float:
+        """Of weights, gradients and the optimizer's state, where the stages of a pipeline hold equal parts."""
+        width, replicas = 2 if layout.precision.startswith("pure_") else 4, sizes(layout, self.n)["replicate"]
+        units = self._whole(layout).units
+        own = sum(w.size * n / sharded_over(layout, w.expert) for _, unit, _, n in units for w in unit.values())
+        momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
+        return own / layout.pipeline * width * (2 + momenta)
+
+    def least_seconds(self, layout: Layout, bubble: float = 0.0) -> float:
+        """Of a step's operations and of what blocks send, nothing computed again, where the stages of a pipeline do
+        equal parts. bubble: by the time of the work."""
+        key = self._key(layout.model_copy(update={"checkpointing": self.ways[0]})), layout.micro_batch
+        if key not in self.seconds_of:
+            ops, sent = self._whole(layout).counts()
+            fit = parameters(self.cluster.device)[0]
+            sums = Sums().add_ops([op_of(key, n, tf32=layout.tf32) for key, n in ops.items()], self.cluster, fit)
+            for t in (transfer_of(key, n) for key, n in sent.items()):
+                seconds = collective_seconds(t.kind, t.payload, t.group, t.stride, self.cluster, fit)
+                sums.on_all_stages += seconds * t.calls
+            self.seconds_of[key] = sums.on_all_stages
+        return LEAST * self.seconds_of[key] * self.of(layout).parts * (1 + bubble) / layout.pipeline
+
+    # ------------------------------------------------------------ estimates
 
     def of(self, layout: Layout) -> engine.MicroBatches:
         """The micro-batches of a process."""
@@ -229,91 +253,143 @@ class Space:
             self.given[key] = engine.MicroBatches.of(making.micro_batches(self._with(layout), self.n, task=self.task))
         return self.given[key]
 
-    def sketch(self, layout: Layout, coarse: bool = False) -> sketch.Sketch:
-        """Traced with 1, 8, 64, ... samples in a micro-batch, where they are not long, and taken for others. coarse: of
-        one sample, as one process's weights are."""
-        short = making.size_of(self.of(layout).full) < LONG * layout.micro_batch
-        base = 8 ** int(math.log(layout.micro_batch, 8) + 1e-9) if short and not coarse else 1
+    def _key(self, layout: Layout) -> tuple:
+        """What changes a block."""
         half = layout.shard > 1 and bool(layout.param_dtype)
-        if coarse and half:
-            layout, half = layout.model_copy(update=self._numbers(sharded=False)), False
         axes = layout.tensor, layout.context, layout.context_method, layout.expert
-        key = (*axes, layout.precision, half, layout.checkpointing, base)
-        if key not in self.sketches:
-            whole = layout if half else layout.model_copy(update={"shard": 1, "param_dtype": None})
-            small = self._with(whole, base)
-            given = self.of(small.layout)
-            profile = engine.profile_of(small, self.part, given.full, self.target, self.task, micro=1)
-            made = sketch.Sketch(self.recipe.model.family, profile, self.part, layout.tf32)
-            self.sketches[key] = made, making.size_of(given.full)
-        found, places = self.sketches[key]
-        return found.with_samples(making.size_of(self.of(layout).full) / places)
+        return *axes, layout.precision, half, layout.checkpointing
 
-    def rough(self, layout: Layout, way: int, coarse: bool = False) -> Rough:
-        given, found = self.of(layout), self.sketch(layout, coarse)
-        ends = [sketch.Rough(self.recipe, layout, self.n, given, found, rank) for rank in {0, layout.pipeline - 1}]
-        axes = sum(k > 1 for k in sizes(layout, self.n).values())
-        framework = FRAMEWORK + engine.COMMUNICATOR * axes if self.target == "cuda" else 0
-        time = max((end.step_time(self.cluster) for end in ends), key=lambda time: time.total)
-        needed, state = max((end.memory(self.momenta), end.state(self.momenta)) for end in ends)
-        return Rough(layout, way, time.total, time.total - time.parts["bubble"], needed + framework, state + framework)
+    def cut(self, layout: Layout, places: int) -> Cuts:
+        """For micro-batches of so many tokens: traced with one sample, or with `SAMPLES`, on whose line others lie; of
+        long samples with one alone."""
+        key = self._key(layout)
+        if (key, places) not in self.cuts:
+            profile, size = self._traced(layout, 1)
+            if places > size < LONG:
+                (fewer, few), (profile, size) = (self._traced(layout, samples) for samples in SAMPLES)
+                if on_line := between(fewer, profile, (places - few) / (size - few)) if places != size else None:
+                    profile, size = on_line, places
+            made = profile if size == places else with_samples(profile, places / size)
+            self.cuts[key, places] = Cuts(self.recipe.model.family, made)
+        return self.cuts[key, places]
 
-    def walk(self) -> Iterator[Rough]:
-        """Those that fit, fastest first. How a split is run, and what of it is computed again, is looked at when it is
-        its turn."""
-        self.queue, self.count, self.nearest, self.tried = [], itertools.count(), None, 0
+    def _traced(self, layout: Layout, samples: int) -> tuple[Profile, int]:
+        """(of a micro-batch of so many samples through the whole model, its tokens)."""
+        update = {"pipeline": 1, "schedule": "1f1b", "stages": None, "micro_batch": samples}
+        half = self._key(layout)[5]
+        small = layout.model_copy(update=update if half else update | {"shard": 1, "param_dtype": None})
+        ways = math.prod(sizes(small, self.n)[axis] for axis in DATA)
+        batch = self.recipe.batch.model_copy(update={"samples": samples * ways, "tokens": None})
+        recipe = self._with(small).model_copy(update={"batch": batch})
+        full = max(making.micro_batches(recipe, self.n, task=self.task), key=making.size_of)
+        return engine.profile_of(recipe, self.part, full, self.target, self.task, micro=1), making.size_of(full)
+
+    def _whole(self, layout: Layout) -> Stage:
+        """One block of each kind stands for all, with the first way of checkpointing; traced with one micro-batch."""
+        layout = layout.model_copy(update={"checkpointing": self.ways[0]})
+        places = making.size_of(self.of(layout).full)
+        key = self._key(layout), places
+        if key not in self.stages:
+            profile, size = self._traced(layout, 1)
+            if size < LONG and places > size:
+                profile, size = self._traced(layout, SAMPLES[1])
+            self.stages[key] = Stage(self.part, profile if places == size else with_samples(profile, places / size))
+        return self.stages[key]
+
+    def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
+        places, in_pipeline = making.size_of(batch), layout.pipeline > 1
+        ends = tuple((not before, not after) for before, _, after in part.stacks)
+        key = self._key(layout), places, in_pipeline, layout.schedule == "zero_bubble", *part.own_kinds, ends
+        if key not in self.stages:
+            cuts, hidden = self.cut(layout, places), self._hidden(layout, places)
+            profile = cuts.part(part, hidden, in_pipeline, split=in_pipeline and layout.schedule == "zero_bubble")
+            self.stages[key] = Stage(part, profile)
+        return self.stages[key]
+
+    def _hidden(self, layout: Layout, places: int) -> float:
+        """Bytes of what a stage sends to the next one."""
+        model = self.recipe.model
+        width = 2 if layout.precision.startswith("pure_") or self._key(layout)[5] else 4
+        tokens = places * model.n_tokens if model.reads == "images" else places
+        return tokens * model.d_model * width / layout.context / (layout.tensor if layout.sequence_parallel else 1)
+
+    def estimated(self, layout: Layout) -> list[engine.Process]:
+        """As the engine's `processes`, of parts that are cut from one small whole."""
+        if (key := layout.model_dump_json()) not in self.estimates:
+            recipe, given = self._with(layout), self.of(layout)
+            stage = lambda part, batch: self._stage(layout, part, batch)  # noqa: E731
+            self.estimates[key] = engine.processes_of(recipe, self.n, self.target, self.task, given, stage)
+        return self.estimates[key]
+
+    def seconds(self, layout: Layout) -> float:
+        """Of a step, estimated."""
+        return step_time(engine.work_of(self.estimated(layout)), self.cluster).total
+
+    def bytes(self, layout: Layout) -> float:
+        """That a device needs, estimated."""
+        return engine.memory_of(self.estimated(layout)).device_total
+
+    def walk(self) -> Iterator[tuple[int, Layout, float]]:
+        """(way to split, a layout that fits, its seconds), by estimate, fastest first. How a split is run, and what of
+        it is computed again, is looked at when it is its turn."""
+        self.queue, self.count, self.nearest = [], itertools.count(), (math.inf, None)
         for way, split in enumerate(self.splits()):
             before = math.inf
             for micro in self.micro_batches(split):
                 layout = split.model_copy(update={"micro_batch": micro})
-                found = self.rough(layout, way if self.n > 1 else micro, coarse=True)
-                if found.state > self.limit:
-                    self._miss(found)
-                if found.state > self.limit or found.least > 0.995 * before:
+                if (least := self.least_bytes(layout)) > self.limit:
+                    self._miss(layout, least)
                     break
-                self._push(found, (1.0 if split.shard == 1 and micro < 8 else COARSE) * found.least)
-                before = found.least
+                seconds = self.least_seconds(layout)
+                if split.shard == 1 and seconds > 0.995 * before:  # sharded weights are sent for every micro-batch
+                    break
+                self._push(seconds, "split", way if self.n > 1 else micro, layout)
+                before = seconds
         while self.queue:
-            *_, state, found = heapq.heappop(self.queue)
+            seconds, _, state, way, layout = heapq.heappop(self.queue)
             if state == "fits":
-                yield found
+                yield way, layout, seconds
             elif state == "split":
-                for layout in self.variants(found.layout):
-                    self._push(other := self.rough(layout, found.way), other.seconds, "variant")
+                for other in self.variants(layout):
+                    self._push(self.least_seconds(other, MOST_OF_BUBBLE * self._bubble(other)), "variant", way, other)
+            elif state == "variant":
+                self._push(self.seconds(layout), "timed", way, layout)
             else:
-                self.harder(found, self.ways[0])
+                self.harder(way, layout, self.ways[0])
 
-    def harder(self, found: Rough, first: str = "") -> None:
+    def _bubble(self, layout: Layout) -> float:
+        micro = pipelines.needed(layout, self.of(layout).count)
+        return bubble_share(layout.schedule, layout.pipeline, stages_per_process(layout), micro)
+
+    def harder(self, way: int, layout: Layout, first: str = "") -> None:
         """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
-        at = self.ways.index(first) if first else self.ways.index(found.layout.checkpointing) + 1
-        zero_bubble = found.layout.schedule == "zero_bubble" and found.layout.pipeline > 1
-        ways = self.ways[at : 1 if zero_bubble else None]
-        for checkpointing in ways:
-            c = self.rough(found.layout.model_copy(update={"checkpointing": checkpointing}), found.way)
-            if c.needed <= self.limit:
-                return self._push(c, c.seconds, "fits")
-            self._miss(c)
+        at = self.ways.index(first) if first else self.ways.index(layout.checkpointing) + 1
+        zero_bubble = layout.schedule == "zero_bubble" and layout.pipeline > 1
+        for checkpointing in self.ways[at : 1 if zero_bubble else None]:
+            other = layout.model_copy(update={"checkpointing": checkpointing})
+            if (nbytes := self.bytes(other)) <= self.limit:
+                return self._push(self.seconds(other), "fits", way, other)
+            self._miss(other, nbytes)
 
-    def quickest(self, chosen: bool) -> Rough | None:
-        """The first that fits; of the recipe's own, whether it does or not."""
+    def quickest(self, chosen: bool) -> tuple[Layout, float] | None:
+        """The first that fits, and its seconds; of the recipe's own, whether it does or not."""
         if chosen:
             for share in (HEADROOM, 1.0):
                 self.limit = share * self.cluster.capacity
-                if found := next(self.walk(), None):
-                    return found
+                for _, layout, seconds in self.walk():
+                    return layout, seconds
             return None
         own = self.recipe.layout
         if not self.allowed(own):
             return None
-        return self.rough(own.model_copy(update={"micro_batch": own.micro_batch or max(self.micro_batches(own))}), 0)
+        own = own.model_copy(update={"micro_batch": own.micro_batch or max(self.micro_batches(own))})
+        return own, self.seconds(own)
 
-    def _push(self, found: Rough, seconds: float, state: str = "split") -> None:
-        self.tried += 1
-        heapq.heappush(self.queue, (seconds, next(self.count), state, found))
+    def _push(self, seconds: float, state: str, way: int, layout: Layout) -> None:
+        heapq.heappush(self.queue, (seconds, next(self.count), state, way, layout))
 
-    def _miss(self, found: Rough) -> None:
-        if self.nearest is None or found.needed < self.nearest.needed:
-            self.nearest = found
+    def _miss(self, layout: Layout, nbytes: float) -> None:
+        self.nearest = min(self.nearest, (nbytes, layout), key=lambda pair: pair[0])
 
     # ------------------------------------------------------------ exactly
 
@@ -328,31 +404,31 @@ class Space:
 
 
 def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:
-    """Layouts priced by the engine, of every way to split the one that is roughly the fastest, in about this order;
+    """Layouts priced by the engine, of every way to split the one that is by estimate the fastest, in about this order;
     those that the engine finds too large come between. Where nothing leaves the head room, what fits. enough: whether
-    one of so many seconds, roughly, is too late."""
+    one of so many seconds, by estimate, is too late."""
     capacity = space.cluster.capacity
     for limit in (HEADROOM * capacity, capacity):
         space.limit, taken = limit, set()
-        for found in space.walk():
-            if found.way in taken:
+        for way, layout, seconds in space.walk():
+            if way in taken:
                 continue
-            if enough(found.seconds):
+            if enough(seconds):
                 return
             try:
-                c = space.price(found.layout)
+                c = space.price(layout)
             except UserError:  # it cannot be traced
                 continue
             if c.needed <= limit:
-                taken.add(found.way)
+                taken.add(way)
             else:
                 c.time = None
-                space.harder(found)
+                space.harder(way, layout)
             yield c
         if taken:
             return
-    if space.nearest:
-        yield space.price(space.nearest.layout)
+    if (layout := space.nearest[1]) is not None:
+        yield space.price(layout)
 
 
 def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate]]:
@@ -363,11 +439,12 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
 
     def layouts() -> dict[str, Any]:
         won["good"], won["large"] = _contested(space, most)
-        return {"tried": space.tried} | {key: [c.layout.model_dump(mode="json") for c in won[key]] for key in won}
+        kept = {key: [c.layout.model_dump(mode="json") for c in candidates] for key, candidates in won.items()}
+        return {"priced": len(space.estimates)} | kept
 
     kept = layouts() if space.task else stored("layouts", _question(space, most), layouts)  # data are no question
+    space.priced = kept["priced"]
     if not won:
-        space.tried = kept["tried"]
         won = {key: [space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large")}
     return won["good"], [dataclasses.replace(c, time=None) for c in won["large"]]
 
@@ -411,7 +488,7 @@ class Found:
     cheapest: Candidate | None
     fewest: Candidate | None
     table: list[Candidate]
-    tried: int
+    priced: int
     currency: str = ""
     advice: list[str] = dataclasses.field(default_factory=list)  # where nothing fits
     steps: float | None = None  # of the whole run
@@ -427,7 +504,7 @@ class Found:
 
     def lines(self) -> list[str]:
         on = f"{self.cluster.n:,} × {self.cluster.device.name}"
-        out = [f"{self.recipe.name} on {on}: {self.tried:,} layouts estimated, these planned in full"]
+        out = [f"{self.recipe.name} on {on}: {self.priced:,} layouts priced, the best of them traced in full"]
         if self.fastest is None:
             return [*out, "nothing fits", *self.advice, "", *self._table()]
         seen: dict[int, str] = {}
@@ -538,7 +615,7 @@ def search(
         c.reason = _too_large(c)
     advice = [] if good else _advice(space, large[0])
     currency = cost.currency if cost else ""
-    return Found(recipe, cluster, fastest, cheapest, fewest, good + large, space.tried, currency, advice, steps)
+    return Found(recipe, cluster, fastest, cheapest, fewest, good + large, space.priced, currency, advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
@@ -627,7 +704,7 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
     for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
-        if space.allowed(layout) and space.rough(layout, 0).needed <= cluster.capacity:
+        if space.allowed(layout) and space.bytes(layout) <= cluster.capacity:
             c = space.price(layout)
             if c.fits:
                 return c
@@ -664,13 +741,14 @@ def fewest_in_time(
         space = Space(recipe, Cluster(device, n), task, like=space)
         if (found := space.quickest(chosen)) is None:
             continue
-        took = days_with(found.seconds, n)
+        layout, seconds = found
+        took = days_with(seconds, n)
         last = tried if took < 0.99 * quickest else last
         near = n * took * NEAR  # more devices do hardly more each
         work = min(work, near) if math.isfinite(quickest) else near
         quickest = min(quickest, took)
         if took <= 1.02 * days:
-            good = ranked(space)[0][:1] if chosen else [space.price(found.layout)]
+            good = ranked(space)[0][:1] if chosen else [space.price(layout)]
             if good and (not good[0].fits or days_with(good[0].seconds, n) <= days):
                 return good[0]
     said = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""

@@ -55,22 +55,15 @@ class Sums:
     phases: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # phase → [device, host launching]
     on_all_stages: float = 0.0  # of operations that every stage of the pipeline has
 
-    def add(self, other: Sums, times: int, stage_only: bool = False) -> None:
-        """Add `other` so many times. stage_only: a single stage does these."""
-        for kind, seconds in other.kinds.items():
-            self.kinds[kind] = self.kinds.get(kind, 0.0) + seconds * times
-        for phase, (device, host) in other.phases.items():
-            total = self.phases.setdefault(phase, [0.0, 0.0])
-            total[0] += device * times
-            total[1] += host * times
-        self.on_all_stages += 0.0 if stage_only else other.on_all_stages * times
-
     def add_ops(self, ops: list[Op], cluster: Cluster, fit: Parameters) -> Sums:
         """Add these operations; returns itself."""
         for op in ops:
             seconds = op_seconds(op, cluster.device, fit) * op.count
-            launching = op.launches * op.count * fit.host * (fit.elementwise if fusible(op) else 1.0)
-            self.add(Sums({op.kind: seconds}, {op.phase: [seconds, launching]}, seconds), 1, op.stage_only)
+            self.kinds[op.kind] = self.kinds.get(op.kind, 0.0) + seconds
+            phase = self.phases.setdefault(op.phase, [0.0, 0.0])
+            phase[0] += seconds
+            phase[1] += op.launches * op.count * fit.host * (fit.elementwise if fusible(op) else 1.0)
+            self.on_all_stages += 0.0 if op.stage_only else seconds
         return self
 
     @property
@@ -127,13 +120,13 @@ def _add_transfers(
     return waited, hidden
 
 
-def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None, more: Sums | None = None) -> StepTime:
+def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> StepTime:
     """Seconds of one optimizer step of `work` on `cluster`, and an interval.
 
     A micro-batch takes, phase by phase, the longer of what the device does (operations and the collectives it waits
     for) and of what the host launches. The pipeline's bubble, and the stages' waiting for one another, follow.
     Collectives with `hidden_by` overlap the computing of those phases; the rest is exposed, and the computing meanwhile
-    is slower by `contention`. more: operations of a micro-batch besides those of `work`; they are added up in place.
+    is slower by `contention`.
     """
     notes: tuple[str, ...] = ()
     if fit is None:
@@ -141,7 +134,7 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None, more:
         notes += unknown_links(work.transfers, cluster)
     measured = cluster.device.measured is not None  # tables hold the host's time too
     m = max(work.micro_batches, 1)
-    micro = (more or Sums()).add_ops(work.micro, cluster, fit)
+    micro = Sums().add_ops(work.micro, cluster, fit)
     waited, hidden = _add_transfers(work, cluster, fit, micro.phases)
     launch = 0.0 if measured else micro.waiting_for_host
     one = sum(device for device, _ in micro.phases.values()) + launch  # seconds of a micro-batch

@@ -256,12 +256,13 @@ def _cut(recipe: Recipe, small: Part, traced: trace.Traced, tracing: _Tracing, m
     prepare = {key: count / micro for key, count in pieces[0].stretch.ops.items()}
     names = models.lookup(recipe.model.family).stacks
     stacks = {stack.blocks: (before, own) for stack, (before, own, _) in zip(names, small.stacks) if own}
-    return Profile(first, later, prepare, last.stretch, *tracing.units, sent, batch, buffers, traced.pure, stacks)
+    trained = [w for weights in tracing.units[0].values() for w in weights.values()]
+    stepped = len(trained), sum(w.size * w.computed for w in trained)
+    of_memory = batch, buffers, traced.pure, stacks, stepped
+    return Profile(first, later, prepare, last.stretch, *tracing.units, sent, *of_memory)
 
 
-def _always_alive(
-    traced: trace.Traced, start: np.ndarray, ready: Stretch, micro: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _always_alive(traced: trace.Traced, start: np.ndarray, ready: Stretch, micro: int) -> tuple[np.ndarray, np.ndarray]:
     """(of every micro-batch that is given, of every one that a pipeline runs). ready: images become numbers before the
     first micro-batch."""
     batch, buffers = np.zeros(N + 3), start / micro

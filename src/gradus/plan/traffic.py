@@ -5,6 +5,7 @@ What a block sends itself (along tensor, context and expert) and what stages sen
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import math
@@ -60,8 +61,8 @@ def in_order(stages: list[Stage], frozen: bool = False) -> Iterator[tuple[Weight
     # what stands in the place of a parameter that another stage of the process has is not there
     seen = {name for stage in stages for name in stage.profile.units.get("", {})} if frozen else set()
     for stage in stages:
-        for unit, weights, times in stage.units(frozen):
-            for name, w in weights.items():
+        for unit, trained, others, times in stage.units:
+            for name, w in (others if frozen else trained).items():
                 if unit or name not in seen:
                     seen.add(name)
                     yield w, times
@@ -77,10 +78,10 @@ def _shards(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
     computed, reduced = fsdp_widths(layout, p.width)
     scatters = p.n_micro_batches if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
     for stage in p.stages:
-        for unit, weights, times in stage.units():
+        for unit, weights, others, times in stage.units:
             for expert in (False, True):  # split experts are a unit of their own
                 k, apart = sharded_over(layout, expert), stride["shard"] if expert else nearest(layout, stride)
-                frozen = [w for w in stage.profile.frozen.get(unit, {}).values() if w.expert == expert]
+                frozen = [w for w in others.values() if w.expert == expert]
                 elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
                 whole = elements * computed + gathered_bytes(frozen, k)
                 again = stage.backward_gathers(unit, bool(weights), times) if layout.reshard else 0
@@ -104,7 +105,7 @@ def _replicas(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
     layout = p.recipe.layout
     if layout.shard > 1:
         return
-    weights = list(in_order(p.stages))
+    weights = p.weights
     bytes_of = [(w, w.size * width_of(w, layout)) for w, times in weights for _ in range(times)]
     replicas, apart = shape["replicate"], stride["replicate"]
     yield from _sums(p, weights, bytes_of, shape, stride)
@@ -161,27 +162,30 @@ def _ddp(gradients: list[int], limit: float, call: Transfer, wire: float) -> Ite
             buckets.append(filled)
             filled = 0.0
     buckets += [filled] if filled else []
-    for i, nbytes in enumerate(buckets):
-        hidden_by = "backward" if i < len(buckets) - 1 else ""
-        yield dataclasses.replace(call, payload=nbytes * wire, phase="backward", hidden_by=hidden_by)
+    hidden = collections.Counter(buckets[:-1])
+    for hidden_by, some in (("backward", hidden), ("", collections.Counter(buckets[-1:]))):
+        for nbytes, n in some.items():
+            yield dataclasses.replace(call, payload=nbytes * wire, calls=n, phase="backward", hidden_by=hidden_by)
 
 
 def _after_backward(gradients: list[int], limit: float, call: Transfer) -> Iterator[Transfer]:
     """The sums after the backward pass close a bucket before it would go beyond its size
     (parallel.replicate.sum_in_buckets)."""
-    filled = 0.0
+    filled, buckets = 0.0, collections.Counter[float]()
     for nbytes in (*gradients, 0):
         if filled and (not nbytes or filled + nbytes > limit):
-            yield dataclasses.replace(call, payload=filled, phase="optimizer")
+            buckets[filled] += 1
             filled = 0.0
         filled += nbytes
+    for payload, n in buckets.items():
+        yield dataclasses.replace(call, payload=payload, calls=call.calls * n, phase="optimizer")
 
 
 def _partial(p: Process) -> Iterator[Transfer]:
     """Gradients of what is whole on every process and applied to a part of the sequence: one call, or with FSDP2 one
     each."""
     layout = p.recipe.layout
-    partial = [(w.size, times) for w, times in in_order(p.stages) if w.partial]
+    partial = [(w.size, times) for w, times in p.weights if w.partial]
     if layout.shard == 1:
         nbytes = sum(size * times for size, times in partial) * p.width
         yield Transfer("tensor", "all_reduce", nbytes, 1, layout.tensor, 1, "optimizer")
@@ -211,7 +215,7 @@ def _control(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
         yield dataclasses.replace(over("replicate"), kind="broadcast")
     if not (layout.local_sgd or layout.diloco):
         yield over(*DATA, "context", "pipeline")
-    cuts = {tuple(axis for axis in _cut_along(w, layout) if shape[axis] > 1) for w, _ in in_order(p.stages)}
+    cuts = {tuple(axis for axis in _cut_along(w, layout) if shape[axis] > 1) for w, _ in p.weights}
     for axes in sorted(cuts):
         yield over(*axes)
     yield over("pipeline")

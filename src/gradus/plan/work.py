@@ -6,7 +6,7 @@ Units: bytes, floating-point operations, seconds. One multiply-add is two operat
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Target = Literal["cpu", "cuda"]  # what kind of device a step is planned for
 Kind = Literal["matmul", "attention", "memory"]
@@ -25,8 +25,7 @@ COMPONENTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One kind of operation on one device, `count` times.
 
     shape: of a matmul (batch, m, n, k): `batch` products of m × k by k × n; of attention (batch, heads, queries, keys,
@@ -40,7 +39,7 @@ class Op:
     flops: float  # of one; what the device does (a causal kernel that skips half counts half)
     bytes: float  # of one, read and written
     shape: tuple[int, ...] = ()
-    count: float = 1
+    count: float = 1  # type: ignore[assignment]  # in place of a tuple's method
     launches: float = 1  # kernels per operation
     stage_only: bool = False  # a single stage of a pipeline does it
     # of a matmul: n or t for each operand, t where it is transposed in memory; "": not known

@@ -1,0 +1,329 @@
+"""Stages of a pipeline, and other micro-batches, from one profile of a small whole model: what the search estimates
+layouts by.
+
+The engine traces every part of a model in its place and every micro-batch by itself, which is what is printed. A cut
+says nearly the same at once: a stage has the pieces of its blocks and of its ends, and what grows with the samples is
+scaled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gradus import models
+from gradus.models.family import Family
+from gradus.plan.compose import add_counts
+from gradus.plan.profiles import INDEX, N, Part, Piece, Profile, Stretch, Units, representatives
+
+GROWING = [INDEX[name] for name in ("activations", "logits", "communication", "transient")]
+GRADIENTS, GATHERED, TRANSIENT = (INDEX[name] for name in ("gradients", "gathered", "transient"))
+LARGE = N + 2  # the caching allocator's pool of large tensors
+
+
+# ---------------------------------------------------------------- other micro-batches
+
+
+def with_samples(profile: Profile, factor: float) -> Profile:
+    """Of a micro-batch with so many times the samples."""
+    sizes: dict[str, set[int]] = {}  # block, or "" for the ends → elements of each of its parameters
+    for unit, weights in profile.units.items():
+        sizes.setdefault(_block(unit, profile), set()).update(w.size for w in weights.values())
+    pieces = [piece for run in profile.first.values() for piece in run]
+    products = [key[-1] for piece in pieces for key in piece.stretch.ops if key[1] == "matmul" and key[4] == "forward"]
+    rows = {m for batch, m, _, _ in products if batch == 1}  # how many vectors enter the linear layers
+
+    def grown(row: np.ndarray) -> np.ndarray:
+        row = row.copy()
+        row[GROWING] *= factor
+        row[N:] = 0.0
+        row[LARGE] = row[:N].sum()
+        return row
+
+    def of(run: list[Piece]) -> list[Piece]:
+        out = []
+        for unit, edge, s in ((piece.unit, piece.edge, piece.stretch) for piece in run):
+            own = sizes.get(_block(unit, profile), set())
+            ops = {_grown_op(key, factor, rows, own): count for key, count in s.ops.items()}
+            sent = {(*key[:2], key[2] * factor, *key[3:]): calls for key, calls in s.transfers.items()}
+            out.append(Piece(unit, edge, Stretch(grown(s.peak), grown(s.net), ops, sent)))
+        return out
+
+    first = {kind: of(run) for kind, run in profile.first.items()}
+    return dataclasses.replace(
+        profile, first=first, later=first, batch=grown(profile.batch), buffers=grown(profile.buffers)
+    )
+
+
+def between(low: Profile, high: Profile, share: float) -> Profile | None:
+    """Of a micro-batch whose number of samples is as far between those of two profiles: all that is counted lies on a
+    line. None where the two did not do the same operations."""
+
+    def line(a: Any, b: Any) -> Any:
+        return a + (b - a) * share
+
+    def key(a: tuple, b: tuple) -> tuple:
+        """Names stay; numbers, and those of a shape, lie between."""
+        if isinstance(a, str) or a is None:
+            return a
+        return tuple(map(key, a, b)) if isinstance(a, tuple) else round(line(a, b), 3)
+
+    def of(a: Stretch, b: Stretch) -> Stretch:
+        both = (a.ops, b.ops), (a.transfers, b.transfers)
+        counts = ({key(x, y): n for (x, n), y in zip(u.items(), v)} for u, v in both)
+        return Stretch(line(a.peak, b.peak), line(a.net, b.net), *counts)
+
+    def names(profile: Profile) -> list:
+        pieces = [piece for run in profile.first.values() for piece in run]
+        done = ([(key[1:5], n) for key, n in piece.stretch.ops.items()] for piece in pieces)
+        return [(x.unit, x.edge, ops, len(x.stretch.transfers)) for x, ops in zip(pieces, done)]
+
+    if names(low) != names(high):
+        return None
+    first = {
+        kind: [Piece(a.unit, a.edge, of(a.stretch, b.stretch)) for a, b in zip(run, high.first[kind])]
+        for kind, run in low.first.items()
+    }
+    batch, buffers = line(low.batch, high.batch), line(low.buffers, high.buffers)
+    return dataclasses.replace(low, first=first, later=first, batch=batch, buffers=buffers)
+
+
+def _block(unit: str, profile: Profile) -> str:
+    """The block that a unit is in; "" of an end."""
+    name = next((name for name in profile.stacks if unit.startswith(f"{name}.")), "")
+    return f"{name}.{unit[len(name) + 1 :].partition('.')[0]}" if name else ""
+
+
+def _grown_op(key: tuple, factor: float, rows: set[int], sizes: set[int]) -> tuple:
+    """As `with_samples`; key: of Traced.ops. What is done with a whole weight stays: its cast, the sum of its
+    gradients, the table that an embedding's gradient fills."""
+    section, kind, name, dtype, phase, flops, moved, shape = key
+    if kind == "memory":
+        fixed = moved if name in ("to_copy", "add") and moved in {n * size for size in sizes for n in (6, 12)} else 0.0
+        if name == "embedding_dense_backward":
+            fixed = max((4 * size for size in sizes if 4 * size < moved), default=0)
+        return section, kind, name, dtype, phase, flops, fixed + (moved - fixed) * factor, shape
+    at, nbytes = 0, moved * factor
+    if kind == "matmul" and shape[0] == 1:
+        at = next((i for i in ((3, 1, 2) if phase == "backward" else (1, 3, 2)) if shape[i] in rows), 1)
+    grown = tuple(max(1, round(size * factor)) if i == at else size for i, size in enumerate(shape))
+    if at:  # the weight stays
+        before, after = (m * k + k * n + m * n for _, m, n, k in (shape, grown))
+        nbytes = moved * after / before
+    return section, kind, name, dtype, phase, flops * factor, nbytes, grown
+
+
+# ---------------------------------------------------------------- a stage
+
+
+@dataclasses.dataclass
+class _Pass:
+    """The pieces of a pass over a small whole model. gaps: of each stack what comes before its first block, then what
+    comes after all; they begin with the edge that leaves a block. blocks: (stack, number of its kind) → its own."""
+
+    gaps: list[list[Piece]]
+    blocks: dict[tuple[str, int], list[Piece]]
+
+
+def _taken_apart(profile: Profile, kind: str) -> _Pass:
+    names = list(profile.stacks)
+    out = _Pass([[] for _ in range(len(names) + 1)], {})
+    gap, outermost = (0, "post_forward") if kind == "forward" else (len(names), "post_backward")
+    for piece in profile.first[kind]:
+        name, _, number = _block(piece.unit, profile).rpartition(".")
+        inside = piece.unit != f"{name}.{number}"
+        if not name:
+            out.gaps[gap].append(piece)
+            continue
+        end = profile.stacks[name][1] - 1 if kind == "forward" else 0
+        if piece.edge == outermost and not inside:
+            gap = names.index(name) + (kind == "forward")
+            if int(number) == end:
+                out.gaps[gap].append(piece)
+        else:
+            out.blocks.setdefault((name, int(number)), []).append(piece)
+    return out
+
+
+class Cuts:
+    """All parts that can be cut from a profile: of one block of each kind, and of one micro-batch."""
+
+    def __init__(self, family: str, profile: Profile):
+        self.family, self.profile = models.lookup(family), profile
+        self.passes = {kind: _taken_apart(profile, kind) for kind in ("forward", "backward")}
+        self._made: dict[tuple, Profile] = {}
+
+    def part(self, part: Part, hidden: float, in_pipeline: bool, split: bool = False) -> Profile:
+        """hidden: bytes of what a stage sends to the next one for a micro-batch. split: whether the schedule makes
+        the weights' gradients later than the others."""
+        cut = _Cut(self, part, hidden, in_pipeline)
+        gaps = [cut.has_gap(i) for i in range(len(part.stacks) + 1)]
+        key = in_pipeline, split, *gaps, *((name, *numbers) for name, numbers in cut.numbers.items())
+        if key not in self._made:
+            self._made[key] = cut.profile(split)
+        return self._made[key]
+
+
+def _empty() -> Stretch:
+    return Stretch(np.zeros(N + 3), np.zeros(N + 3), {}, {})
+
+
+class _Cut:
+    def __init__(self, cuts: Cuts, part: Part, hidden: float, in_pipeline: bool):
+        self.whole, self.passes, self.family = cuts.profile, cuts.passes, cuts.family
+        self.part, self.hidden, self.in_pipeline = part, hidden, in_pipeline
+        # name of a stack → of each block that is traced for the part, the number of the whole's block of its kind
+        self.numbers: dict[str, list[int]] = {}
+        for name, kinds, own in zip(self.whole.stacks, part.kinds, part.own_kinds):
+            if own:
+                order = list(dict.fromkeys(kinds))
+                self.numbers[name] = [order.index(own[i]) for i in representatives(own, part.ends)]
+
+    def profile(self, split: bool) -> Profile:
+        first = {kind: list(self._pieces(kind)) for kind in ("forward", "backward")}
+        units, frozen = self._units(self.whole.units), self._units(self.whole.frozen)
+        stacks = {name: (0, len(numbers)) for name, numbers in self.numbers.items()}
+        profile = dataclasses.replace(self.whole, units=units, frozen=frozen, stacks=stacks)
+        adding = [_adding(piece, units, profile) for piece in first["backward"]]
+        later = {"forward": first["forward"][:], "backward": adding}
+        self._leave_nothing(first)
+        self._leave_nothing(later)
+        for runs in (first, later) if split else ():
+            _keep_for_weights(runs)
+        is_first, is_last = self.has_gap(0), self.has_gap(len(self.whole.stacks))
+        sent = {"forward": self.hidden * (not is_last), "backward": self.hidden * (not is_first)}
+        buffers = self.whole.buffers.copy()
+        for at in (INDEX["activations"], LARGE):
+            buffers[at] += sum(sent.values())
+        sent = {kind: nbytes for kind, nbytes in sent.items() if nbytes}
+        return dataclasses.replace(profile, first=first, later=later, buffers=buffers, sent=sent)
+
+    def has_gap(self, gap: int) -> bool:
+        """Whether the part has what comes before the first block of this stack, or after all."""
+        stacks = self.part.stacks
+        if gap == len(stacks):
+            _, own, after = stacks[-1]
+            return bool(own) and not after
+        before, own, _ = stacks[gap]
+        return bool(own) and not before
+
+    def _pieces(self, kind: str) -> Iterator[Piece]:
+        names = list(self.whole.stacks)
+        gaps = list(range(len(names) + 1))
+        last_edge = f"post_{kind}"
+        leaving, left = "", _empty()  # the block that was left last, and what happens then
+        for gap in gaps if kind == "forward" else reversed(gaps):
+            for i, piece in enumerate(self.passes[kind].gaps[gap]):
+                leaves = piece.edge == last_edge and bool(piece.unit) and not i
+                stretch = piece.stretch if self.has_gap(gap) else _empty()
+                if leaves and leaving:
+                    yield Piece(leaving, piece.edge, piece.stretch if self.has_gap(gap) else left)
+                elif self.has_gap(gap) or not piece.unit:
+                    yield Piece("" if leaves else piece.unit, "idle" if leaves else piece.edge, stretch)
+            at = gap if kind == "forward" else gap - 1
+            name = names[at] if 0 <= at < len(names) else ""
+            leaving, left = "", _empty()
+            numbers = list(enumerate(self.numbers.get(name, ())))
+            for new, number in numbers if kind == "forward" else reversed(numbers):
+                if leaving:
+                    yield Piece(leaving, last_edge, left)
+                for piece in self.passes[kind].blocks.get((name, number), ()):
+                    yield Piece(_renamed(piece.unit, name, number, new), piece.edge, piece.stretch)
+                leaving, left = f"{name}.{new}", _empty()
+                if kind == "forward":
+                    left.net -= self._released(name, number)
+
+    def _released(self, name: str, number: int) -> np.ndarray:
+        """What a block gives back as it is left: intermediate results that its backward pass does not give back."""
+        passes = (self.passes[kind].blocks.get((name, number), ()) for kind in ("forward", "backward"))
+        out = np.zeros(N + 3)
+        taken = sum(piece.stretch.net[TRANSIENT] for pieces in passes for piece in pieces)
+        out[TRANSIENT] = out[LARGE] = max(0.0, taken)
+        return out
+
+    def _leave_nothing(self, run: dict[str, list[Piece]]) -> None:
+        """What autocast forgets at the end of the forward pass, and all else that was taken and no gradient, is given
+        back: in the whole model by an end that the part may not have."""
+        total = sum((piece.stretch.net for pieces in run.values() for piece in pieces), np.zeros(N + 3))
+        casts = np.zeros(N + 3)
+        casts[GATHERED] = casts[LARGE] = total[GATHERED]
+        rest = total - casts
+        rest[GRADIENTS] = 0.0
+        rest[N:] = 0, 0, rest[:N].sum()
+        for kind, by in (("forward", casts), ("backward", rest)):
+            if run[kind]:
+                unit, edge, s = run[kind][-1].unit, run[kind][-1].edge, run[kind][-1].stretch
+                run[kind][-1] = Piece(unit, edge, dataclasses.replace(s, net=s.net - by))
+
+    def _units(self, units: Units) -> Units:
+        out: Units = {}
+        for unit, weights in units.items():
+            name = _block(unit, self.whole).rpartition(".")[0]
+            if not name:
+                own = {key: w for key, w in weights.items() if not self.in_pipeline or self._needs(key)}
+                out.setdefault("" if self.in_pipeline else unit, {}).update(own)
+                continue
+            number = unit[len(name) + 1 :].partition(".")[0]
+            for new, of in enumerate(self.numbers.get(name, ())):
+                if of == int(number):
+                    of_block = {_renamed(key, name, of, new): w for key, w in weights.items()}
+                    out[_renamed(unit, name, of, new)] = of_block
+        return out
+
+    @functools.cached_property
+    def _needed(self) -> tuple[str, ...]:
+        """Names of the modules beside its blocks that the part has, as `parallel.pipeline.Cutter` says."""
+        needed: list[str] = []
+        for stack, (before, own, after) in zip(self.family.stacks, self.part.stacks):
+            if own:
+                needed += [*stack.beside, *(() if before else stack.before), *(() if after else stack.after)]
+        if self.has_gap(len(self.part.stacks)) and not _has_own_head(self.family, self.whole.units):
+            needed += self.family.tokens[-1:]
+        return tuple(f"{name}." for name in needed)
+
+    def _needs(self, parameter: str) -> bool:
+        return f"{parameter}.".startswith(self._needed)
+
+
+def _has_own_head(family: Family, units: Units) -> bool:
+    """Whether the projection to the vocabulary, if there is one, is not the embedding's weight."""
+    names = [name for weights in units.values() for name in weights]
+    return not family.head or any(name.startswith(f"{family.head}.") for name in names)
+
+
+def _keep_for_weights(runs: dict[str, list[Piece]]) -> None:
+    """What the forward pass has left stays until the weights' gradients are made, in a pass of their own."""
+    freed, backward = np.zeros(N + 3), []
+    for piece in runs["backward"]:
+        s = piece.stretch
+        kept = np.minimum(s.net, 0.0)
+        freed += kept
+        backward.append(Piece(piece.unit, piece.edge, dataclasses.replace(s, peak=s.peak, net=s.net - kept)))
+    runs |= {"backward": backward, "weights": [Piece("", "weights", dataclasses.replace(_empty(), net=freed))]}
+
+
+def _renamed(name: str, stack: str, number: int, new: int) -> str:
+    rest = name.removeprefix(f"{stack}.{number}")
+    return f"{stack}.{new}{rest}"
+
+
+def _adding(piece: Piece, units: Units, profile: Profile) -> Piece:
+    """A piece of a backward pass whose gradients are added to those that are there."""
+    s, block = piece.stretch, _block(piece.unit, profile)
+    made = s.net[GRADIENTS]
+    if not made:
+        return piece
+    own = [w for unit, weights in units.items() if _block(unit, profile) == block for w in weights.values()]
+    each = [w.size * w.computed for w in own] if block and piece.edge == "pre_backward" else [made]
+    peak, net, ops = s.peak.copy(), s.net.copy(), dict(s.ops)
+    peak[GRADIENTS] = net[GRADIENTS] = 0.0
+    peak[TRANSIENT] += min(made, max(each, default=0))
+    net[LARGE] -= made
+    dtype = "bf16" if profile.pure else "fp32"
+    for nbytes in each:
+        add_counts(ops, {("micro", "memory", "add", dtype, "backward", 0.0, 3 * nbytes, ()): 1})
+    return Piece(piece.unit, piece.edge, Stretch(peak, net, ops, s.transfers))

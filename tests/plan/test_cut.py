@@ -1,0 +1,72 @@
+"""What is cut from a small whole model is what the engine traces in its place, and other micro-batches are what is traced of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradus import hardware
+from gradus.plan import engine
+from gradus.plan.answer import Request, open_recipe
+from gradus.plan.cut import between, with_samples
+from gradus.plan.search import SAMPLES, Space
+from gradus.plan.step import step_time
+
+LAYERS = {"t5-base": "model.n_layers=6 model.n_decoder_layers=6", "llama2-7b": "model.n_layers=6"}
+
+
+def space_of(preset: str, on: str = "8xA100-80GB", *words: str) -> Space:
+    layers = LAYERS.get(preset, "model.n_layers=8").split()
+    return Space(open_recipe(Request(preset, ("batch.samples=64", *layers, *words), tokens=1e9), [])[0], hardware.cluster(on))
+
+
+def figures(space: Space, processes: list[engine.Process]) -> tuple[float, float]:
+    """(seconds of a step, bytes of tensors)."""
+    return step_time(engine.work_of(processes), space.cluster).total, engine.memory_of(processes).allocated
+
+
+@pytest.mark.parametrize(
+    ("preset", "keys", "time", "memory"),
+    [("gpt2-medium", {"precision": "bf16", "micro_batch": 2}, 0.001, 0.01),
+     ("gpt2-medium", {"shard": 8, "param_dtype": "bf16", "micro_batch": 1, "checkpointing": "full"}, 0.001, 0.01),
+     ("gpt2-medium", {"precision": "bf16", "tensor": 2, "pipeline": 2, "micro_batch": 2}, 0.08, 0.08),
+     ("gpt2-medium", {"precision": "bf16", "pipeline": 4, "micro_batch": 2, "schedule": "interleaved", "checkpointing": "selective"}, 0.08, 0.08),
+     pytest.param("llama2-7b", {"shard": 2, "pipeline": 2, "param_dtype": "bf16", "micro_batch": 2}, 0.03, 0.02, marks=pytest.mark.slow),
+     pytest.param("t5-base", {"precision": "bf16", "pipeline": 4, "micro_batch": 2}, 0.04, 0.04, marks=pytest.mark.slow),
+     pytest.param("bert-base-uncased", {"precision": "bf16", "pipeline": 2, "micro_batch": 16}, 0.05, 0.02, marks=pytest.mark.slow),
+     pytest.param("vit-b16", {"precision": "bf16", "pipeline": 4, "micro_batch": 2}, 0.05, 0.03, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_cut_is_near_what_is_traced_in_its_place(preset, keys, time, memory):
+    space = space_of(preset)
+    layout = space.base.model_copy(update=keys)
+    cut, traced = (figures(space, made) for made in (space.estimated(layout), engine.planned(space._with(layout), space.n, space.target)))
+    assert cut[0] == pytest.approx(traced[0], rel=time) and cut[1] == pytest.approx(traced[1], rel=memory)
+
+
+def test_a_stage_has_the_parameters_of_its_blocks_and_ends():
+    """Those of the whole, each once; the head is the embedding, which both ends have."""
+    space = space_of("gpt2-medium")
+    layout = space.base.model_copy(update={"precision": "bf16", "pipeline": 8, "micro_batch": 1, "schedule": "interleaved", "stages": 1})
+    stages = space.estimated(layout)[0].stages_by_number
+    whole = space.estimated(layout.model_copy(update={"pipeline": 1}))[0].stages_by_number[0]
+    elements = {s: sum(w.size * n for _, unit, _, n in stage.units for w in unit.values()) for s, stage in (*stages.items(), ("all", whole))}
+    names = {s: {name for _, unit, _, _ in stage.units for name in unit if "blocks." not in name} for s, stage in stages.items()}
+    assert names == {0: {"token_embedding.weight", "position_embedding.weight"}, 7: {"token_embedding.weight", "norm.weight", "norm.bias"}}
+    embedding, position, norm = 50257 * 1024, 1024 * 1024, 2 * 1024
+    blocks = (elements["all"] - embedding - position - norm) / 8
+    assert elements == {0: embedding + position + blocks, 7: embedding + norm + blocks, "all": elements["all"]}
+
+
+@pytest.mark.parametrize("preset", ["gpt2-small", pytest.param("t5-base", marks=pytest.mark.slow)])
+def test_other_micro_batches_lie_on_a_line(preset):
+    """Operations and bytes are those of a trace with as many samples; scaled from one trace the bytes are near it."""
+    space = space_of(preset, "A100-80GB", *(["data.max_len=256"] if preset == "gpt2-small" else []))
+    layout = space.base.model_copy(update={"precision": "bf16", "micro_batch": 4})
+    (few, size), (many, larger), (own, places) = (space._traced(layout, samples) for samples in (*SAMPLES, 4))
+    on_line = between(few, many, (places - size) / (larger - size))
+    totals = []
+    for profile in (own, on_line, with_samples(few, places / size)):
+        pieces = [piece for run in profile.first.values() for piece in run]
+        ops = [(key, n) for piece in pieces for key, n in piece.stretch.ops.items()]
+        totals.append([sum(key[at] * n for key, n in ops) for at in (5, 6)] + [sum(piece.stretch.net[:8] for piece in pieces[:3])])
+    assert totals[1][:2] == pytest.approx(totals[0][:2], rel=1e-6) and totals[1][2] == pytest.approx(totals[0][2], rel=1e-6)
+    assert totals[2][0] == pytest.approx(totals[0][0], rel=1e-6) and totals[2][1] == pytest.approx(totals[0][1], rel=0.3)
