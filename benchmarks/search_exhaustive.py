@@ -17,7 +17,7 @@ from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.plan.hf import recipe_for
-from gradus.plan.search import HEADROOM, WAYS, Candidate, Space
+from gradus.plan.search import CHECKPOINTING, HEADROOM, Candidate, Space
 from gradus.recipe.schema import Batch, Layout
 from gradus.rows import Row
 
@@ -42,7 +42,7 @@ def layouts(space: Space) -> Iterator[tuple[int, Layout]]:
     for way, split in enumerate(space.splits()):
         for micro in space.micro_batches(split):
             for variant in space.variants(split.model_copy(update={"micro_batch": micro})):
-                for checkpointing in WAYS:
+                for checkpointing in CHECKPOINTING:
                     if checkpointing == "none" or variant.pipeline == 1 or variant.schedule != "zero_bubble":
                         yield way, variant.model_copy(update={"checkpointing": checkpointing})
 

@@ -214,7 +214,7 @@ def traced(folder: Path) -> dict[str, int]:
     given = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", "model.vocab_size=32"]
     layouts = {"one": [], "tensor": ["layout.tensor=2"], "shard": ["layout.shard=2"]}
     planned = {name: plan_memory(recipes.load(folder / "toy.yaml", [*given, *o]), 1 + bool(o)) for name, o in layouts.items()}
-    return {name: memory.held["weights"] for name, memory in planned.items()}
+    return {name: memory.state["weights"] for name, memory in planned.items()}
 
 
 def test_the_plan_traces_it(done):

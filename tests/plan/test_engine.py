@@ -231,7 +231,7 @@ def compared(case: Case) -> list[tuple[str, str, float, float]]:
         mine, its = p.work, whole.work
         pairs = [
             ("memory", p.peak.bytes, whole.peak),
-            ("held", p.held["weights"], whole.state["weights"]),
+            ("held", p.state["weights"], whole.state["weights"]),
             ("flops", flops(mine.micro) * mine.micro_batches, flops(its.micro) * its.micro_batches),
             ("bytes", moved(mine.micro) * mine.micro_batches, moved(its.micro) * its.micro_batches),
             ("optimizer", moved(mine.step), moved(its.step)),
@@ -410,7 +410,7 @@ def refuse(*args, **kwargs):
 
 def numbers(case: Case) -> list[tuple]:
     found = engine.processes(case.recipe, case.n, "cpu", None)
-    return [(p.peak.bytes, p.held, flops(p.work.micro), moved(p.work.step)) for p in found]
+    return [(p.peak.bytes, p.state, flops(p.work.micro), moved(p.work.step)) for p in found]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -459,7 +459,7 @@ def test_the_first_process_on_a_cpu_writes_the_best_weights_whole():
     alone, split = memory(1), memory(8, shard=8)
     given, whole = split.outside[1], 4 * split.parameters
     assert alone.outside[0] == engine.STEP and split.outside[0] == engine.WRITING
-    assert split.device_total == 10**8 + given["libraries"] + split.held["weights"] + whole and split.held["weights"] < whole / 4
+    assert split.device_total == 10**8 + given["libraries"] + split.state["weights"] + whole and split.state["weights"] < whole / 4
     assert "writes the best weights whole" in split.notes[-1] and not alone.notes
 
 

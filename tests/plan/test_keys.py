@@ -11,8 +11,8 @@ import pytest
 from gradus.errors import UserError
 from gradus.hardware import Cluster, cluster
 from gradus.plan.answer import Answer, Request, answer, asked, pinned
-from gradus.plan.keys import kind_of, layout_keys, said_keys
-from gradus.plan.search import Found, best_layout, search
+from gradus.plan.keys import kind_of, layout_keys, stated_keys
+from gradus.plan.search import SearchResult, best_layout, search
 from gradus.plan.show import screen
 from gradus.recipe.presets import PRESETS
 from gradus.recipe.schema import DiLoCo, Layout, LocalSGD
@@ -83,7 +83,7 @@ def test_advice_fits_as_it_says():
     assert "NO FIT" in text and not any(word in text for word in ("how long", "how much", "$", "Wh", "CO2", "days", "years"))
 
 
-def holds(found: Found, request: Request) -> int:
+def holds(found: SearchResult, request: Request) -> int:
     """How many rows of a search paste back: to the recipe with that layout, on that many devices, with nothing left to choose."""
     for c in found.table:
         words = found.words(c)
@@ -106,8 +106,8 @@ def test_sections_and_null():
     assert layout_keys(layout) == "layout.precision=bf16 layout.local_sgd.every=4"
     assert layout_keys(Layout(), Layout(micro_batch=8, diloco=DiLoCo(every=2))) == "layout.micro_batch=null layout.diloco=null"
     assert layout_keys(Layout(), Layout(), {"precision"}) == "layout.precision=fp32"
-    assert said_keys(["layout.diloco.every=3", "model.n_layers=2", "layout.tensor=2"]) == {"diloco", "tensor"}
-    assert said_keys(["layout={tensor: 2}"]) == set(Layout.model_fields)
+    assert stated_keys(["layout.diloco.every=3", "model.n_layers=2", "layout.tensor=2"]) == {"diloco", "tensor"}
+    assert stated_keys(["layout={tensor: 2}"]) == set(Layout.model_fields)
     assert [kind_of(on) for on in ("8xA100-80GB", "H100", "1_024 × H100", "this")] == ["A100-80GB", "H100", "H100", "this"]
 
 
@@ -116,7 +116,7 @@ def check_pair(preset: str, on: str, layout: Layout | None = None) -> None:
     request = Request(preset, (), on)
     own, task, hardware, *_ = asked(request, [])
     layout = layout or best_layout(own, hardware, task)
-    words = layout_keys(layout, own.layout, said_keys(request.overrides))
+    words = layout_keys(layout, own.layout, stated_keys(request.overrides))
     again, _, there, _, chosen = asked(pasted(request, words), [])
     assert again == own.model_copy(update={"layout": layout}), words
     assert there == cluster(on) and not chosen

@@ -238,7 +238,7 @@ def alone(world, names: list[str]) -> dict[str, dict]:
         model, layout = ALONE[name]
         r = recipe(model, **layout)
         memory = engine.plan_memory(r)
-        found[name] = {"planned": {**memory.held, "peak": memory.allocated}, "measured": measured(r), "parts": sum(memory.components.values())}
+        found[name] = {"planned": {**memory.state, "peak": memory.allocated}, "measured": measured(r), "parts": sum(memory.components.values())}
         if name in COUNTED:
             stepper, batches, counts = stepper_of(r)
             found[name]["counted"] = count_flops(lambda: stepper.step(batches, counts))  # noqa: B023

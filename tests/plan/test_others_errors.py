@@ -68,7 +68,7 @@ def test_1_all_states_are_divided_by_tensor_and_pipeline(part):
 def test_1_blooms_gradients_fit_beside_its_measured_memory():
     """670 GiB of gradients a device were printed for a run that took 59 GB in the whole."""
     made = engine.processes(recipe(BLOOM, 2048, tensor=4, pipeline=12, precision="bf16", micro_batch=2), 384, "cuda", None)
-    assert 10 * GIB < max(p.held["gradients"] for p in made) < 25 * GIB
+    assert 10 * GIB < max(p.state["gradients"] for p in made) < 25 * GIB
 
 
 @pytest.mark.slow

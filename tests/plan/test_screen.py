@@ -61,7 +61,7 @@ def closed(monkeypatch, tmp_path):
 
     monkeypatch.setattr("gradus.plan.engine.plan_memory", plan_memory)
     monkeypatch.setattr("gradus.plan.engine.traced_work", traced_work)
-    monkeypatch.setattr("gradus.plan.search.best_layout", lambda recipe, cluster, task=None, said=(): recipe.layout.model_copy(update={"shard": cluster.n, "param_dtype": "bf16"}))
+    monkeypatch.setattr("gradus.plan.search.best_layout", lambda recipe, cluster, task=None, stated=(): recipe.layout.model_copy(update={"shard": cluster.n, "param_dtype": "bf16"}))
     monkeypatch.setattr("gradus.plan.search.fewest_in_time", lambda recipe, *given, **how: SimpleNamespace(n=2, layout=recipe.layout))
     monkeypatch.setattr("gradus.plan.counts.flops", lambda recipe, **more: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
     monkeypatch.setattr(answer, "_advice", lambda *given: ADVICE)

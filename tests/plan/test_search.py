@@ -17,7 +17,7 @@ from gradus.plan.search import (
     DAY,
     HEADROOM,
     Candidate,
-    Found,
+    SearchResult,
     Space,
     best_layout,
     fewest_in_time,
@@ -42,7 +42,7 @@ def best_of(recipe: Recipe, cluster: Cluster) -> Candidate:
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return search(recipe_of("gpt2-small", **SMALL), hardware.cluster("2xH100"))
 
 
@@ -123,14 +123,14 @@ def test_the_plan_chooses_and_prints_the_searchs_first(on):
 def test_nothing_fits():
     """And of what does not fit a search says no time and no money."""
     large, said = recipe_of("gpt3-175b", samples=8, **{"layout.precision": "bf16", "layout.checkpointing": "full"}), {"precision", "checkpointing"}
-    found = search(large, hardware.cluster("2xA100-40GB"), steps=1000, said=said)
+    found = search(large, hardware.cluster("2xA100-40GB"), steps=1000, stated=said)
     assert {row.name for row in found.rows()} == {"search/memory"} and "$" not in "\n".join(found.lines())
     assert found.fastest is None and found.cheapest is None and not any(c.fits for c in found.table)
     assert "does not fit" in found.table[0].reason and "optimizer" in " ".join(c.reason for c in found.table)
     text = "\n".join(found.lines())
     assert "nothing fits" in text
     on = hardware.cluster(text.partition("--on ")[2].split()[0])  # where the batch as it is can be split so
-    assert on.n > 2 and ranked(Space(large, on, said=said))[0][0].fits
+    assert on.n > 2 and ranked(Space(large, on, stated=said))[0][0].fits
 
 
 def test_what_does_not_fit_has_a_remedy():

@@ -21,7 +21,7 @@ from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
-from gradus.plan.keys import computed_in, kind_of, layout_keys, said_keys
+from gradus.plan.keys import computed_in, kind_of, layout_keys, stated_keys
 from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline, note_lines
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
@@ -102,13 +102,13 @@ def answer(request: Request) -> Answer:
     notes: list[str] = []
     question = asked(request, notes)
     recipe, task, cluster, counted, choose = question
-    stated, layout = said_keys(request.overrides), None
+    stated, layout = stated_keys(request.overrides), None
     find = bool(cluster and request.days and not counted)  # the number of devices
     if find:
         from gradus.plan.search import fewest_in_time
 
         steps = total_steps(recipe, task)
-        fewest = fewest_in_time(recipe, cluster, steps, request.days, task, chosen=choose, said=stated)
+        fewest = fewest_in_time(recipe, cluster, steps, request.days, task, chosen=choose, stated=stated)
         layout = fewest.layout if choose else None
         question = question._replace(cluster=Cluster(cluster.device, fewest.n))
         what = f"{fewest.n:,} is the smallest number of devices, in whole nodes"
@@ -130,7 +130,7 @@ def asked(request: Request, notes: list[str]) -> Question:
     cluster, counted = _cluster(request)
     if cluster:
         recipe = _with_known_precision(request, recipe, cluster, bool(bare), notes)
-    return Question(recipe, task, cluster, counted, bool(bare) and not said_keys(request.overrides) & SPLITS)
+    return Question(recipe, task, cluster, counted, bool(bare) and not stated_keys(request.overrides) & SPLITTING)
 
 
 def _on(request: Request, question: Question, layout: Layout | None, notes: list[str]) -> Answer:
@@ -152,7 +152,7 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
         )
     if layout:
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
-    keys = layout_keys(planned.layout, recipe.layout, said_keys(request.overrides))
+    keys = layout_keys(planned.layout, recipe.layout, stated_keys(request.overrides))
     answer = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
     if fits is False:
         answer.advice = _advice(request, answer, recipe.layout, task)
@@ -165,7 +165,7 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
 DAY = 86_400.0
 IMAGENET = 1000  # classes
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
-SPLITS = {  # who sets one sets the layout
+SPLITTING = {  # who sets one sets the layout
     "shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer",
 }  # fmt: skip
 
@@ -379,7 +379,7 @@ def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) ->
     device = cluster.device
     if c := remedy(answer.recipe, cluster, task):
         on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
-        keys = layout_keys(c.layout, own, said_keys(request.overrides))
+        keys = layout_keys(c.layout, own, stated_keys(request.overrides))
         share = f"{size(c.needed)} per device ({c.needed / device.capacity:.0%})"
         advice.append(f"{on}{keys}: it fits, {share}")
     larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= needed]
@@ -404,7 +404,7 @@ def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before
     }
     parts, rows = {name: memory.components.get(name, 0) for name in COMPONENTS}, []
     for name, text in COMPONENTS.items():
-        always = {"held, in use or not": memory.held[name]} if name in memory.held else {}
+        always = {"held, in use or not": memory.state[name]} if name in memory.state else {}
         inputs, formula = {**common, **own.get(name, {}), **always}, f"Σ bytes alive at the peak: {text}"
         rows.append(known_figure(f"memory/{name}", parts[name], inputs, formula=formula, **peak))
     whole = {"reserved": memory.reserved, "framework": memory.framework}
@@ -562,8 +562,8 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
         raise UserError(f"--search: --days has no effect on it. Leave it out; {instead}.")
     if request.on is None:
         raise UserError("--search: on which hardware? Give --on, e.g. --on 64xH100 (gradus hardware lists them).")
-    stated = said_keys(request.overrides)
-    if chosen := sorted(stated & SPLITS):
+    stated = stated_keys(request.overrides)
+    if chosen := sorted(stated & SPLITTING):
         raise UserError(f"--search: it chooses layout.{chosen[0]}. Leave that out; without --search it is used.")
     recipe, task, cluster, *_ = asked(request, notes := [])
     try:
@@ -571,8 +571,8 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    result = of_layouts(recipe, cluster, steps=steps, task=task, said=stated, paid=request.price)
-    result.said = stated
+    result = of_layouts(recipe, cluster, steps=steps, task=task, stated=stated, paid=request.price)
+    result.stated = stated
     return [*result.lines(), *note_lines(notes)], result.rows()
 
 

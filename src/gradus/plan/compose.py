@@ -293,7 +293,7 @@ def sharding_copies(p: Process) -> Counts:
                 frozen = {name: w for name, w in others.items() if not w.buffer}
                 again = layout.reshard and (bool(weights) or unit in stage.backward_units)
                 for expert in (False, True):
-                    chosen = ([w for w in held.values() if w.expert == expert] for held in (weights, frozen))
+                    chosen = ([w for w in group.values() if w.expert == expert] for group in (weights, frozen))
                     for key, count in _fsdp_copies(p, *chosen, sharded_over(layout, expert), again):
                         add_counts(out, {key: count}, times)
     elif p.replicated:

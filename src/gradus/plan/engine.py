@@ -55,7 +55,7 @@ class Memory:
     framework: int  # of a GPU: CUDA context, libraries' workspaces, communicators; of a CPU: as `outside` says
     rank: int
     at: str  # what was going on at the peak
-    held: dict[str, int]  # weights, gradients and optimizer state that the rank holds, live at the peak or not
+    state: dict[str, int]  # weights, gradients and optimizer state that the rank holds, live at the peak or not
     parameters: int
     notes: list[str]
     outside: tuple[str, dict[str, float]] = ("", {})  # of a CPU: `framework` as a formula, and what stands in it
@@ -280,10 +280,10 @@ class Process:
         return peaks.peak(self)
 
     @property
-    def held(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
         weights = self.param_bytes + self.frozen_bytes
-        held = {"weights": weights, "optimizer": self.optimizer_bytes, "gradients": self.peak.gradients}
-        return {name: int(nbytes) for name, nbytes in held.items()}
+        state = {"weights": weights, "optimizer": self.optimizer_bytes, "gradients": self.peak.gradients}
+        return {name: int(nbytes) for name, nbytes in state.items()}
 
     @functools.cached_property
     def work(self) -> Work:
@@ -300,17 +300,17 @@ def processes(
     if layout.replicate == "data_parallel" or layout.transport == "mpi":
         setting = f"layout.replicate={layout.replicate}, transport={layout.transport}"
         raise UserError(f"{setting}: it cannot be traced. Plan replicate=ddp instead.")
-    given = MicroBatches.of(batches or making.micro_batches(recipe, n, task=task))
+    own = MicroBatches.of(batches or making.micro_batches(recipe, n, task=task))
     split = layout.pipeline > 1 and layout.schedule == "zero_bubble"
 
     def stage(part: Part, batch: dict) -> Stage:
         return Stage(part, profile_of(recipe, part, batch, target, task, split))
 
-    return processes_of(recipe, n, target, task, given, stage)
+    return processes_of(recipe, n, target, task, own, stage)
 
 
 def processes_of(
-    recipe: Recipe, n: int, target: Target, task: Task | None, given: MicroBatches,
+    recipe: Recipe, n: int, target: Target, task: Task | None, own: MicroBatches,
     stage: Callable[[Part, dict], Stage],
 ) -> list[Process]:  # fmt: skip
     """Of a pipeline the first process and the last, that where the decoder begins, and the first with each mixture of
@@ -323,8 +323,8 @@ def processes_of(
         numbers = sorted(s for rank in ranks for s in compose.stages_of(rank, layout))
     else:  # others may share ends
         numbers = list(range(len(parts)))
-    every, last = ({s: stage(parts[s], batch) for s in numbers} if batch else {} for batch in (given.full, given.tail))
-    return [Process(recipe, n, rank, given, target, task, every, last) for rank in ranks]
+    every, last = ({s: stage(parts[s], batch) for s in numbers} if batch else {} for batch in (own.full, own.tail))
+    return [Process(recipe, n, rank, own, target, task, every, last) for rank in ranks]
 
 
 def _ranks_that_differ(layout: Layout, parts: list[Part], bounds: list[int]) -> list[int]:
@@ -345,10 +345,10 @@ def _ranks_that_differ(layout: Layout, parts: list[Part], bounds: list[int]) -> 
 
 
 def _work(p: Process) -> Work:
-    layout, micro, given = p.recipe.layout, p.n_micro_batches, p.micro_batches
-    whole = given.count - 1 if p.tail else micro
+    layout, micro, batches = p.recipe.layout, p.n_micro_batches, p.micro_batches
+    whole = batches.count - 1 if p.tail else micro
     ops, sent = compose.operations(p.stages, whole, p.gradients_anew)
-    parts = whole if p.tail else given.parts + micro - given.count
+    parts = whole if p.tail else batches.parts + micro - batches.count
     if p.tail:
         for total, more in zip((ops, sent), compose.operations(p.tail, micro - whole, p.gradients_anew, first=False)):
             compose.add_counts(total, more)
@@ -361,9 +361,9 @@ def _work(p: Process) -> Work:
         stages=layout.pipeline,
         virtual=stages_per_process(layout),
         schedule=layout.schedule,
-        samples=given.samples * p.data_parallel,
-        tokens=given.tokens * p.data_parallel,
-        data_bytes=given.nbytes,
+        samples=batches.samples * p.data_parallel,
+        tokens=batches.tokens * p.data_parallel,
+        data_bytes=batches.nbytes,
     )
 
 
@@ -457,14 +457,14 @@ def with_process(memory: Memory, resident: int, layout: Layout) -> Memory:
     step, writing = resident + libraries + freed * tensors, 0.0
     if max(layout.shard, layout.tensor, layout.pipeline, layout.expert) > 1:
         whole = min(memory.parameters * (2 if layout.precision.startswith("pure") else 4), models.weights.SHARD)
-        held = {name: memory.held[name] for name in ("weights", "optimizer")}
-        writing = resident + libraries + sum(held.values()) + whole - tensors
+        state = {name: memory.state[name] for name in ("weights", "optimizer")}
+        writing = resident + libraries + sum(state.values()) + whole - tensors
     if writing <= step:
         formula = STEP, {**inputs, "kept of what is freed": freed}
         return dataclasses.replace(memory, framework=round(step), outside=formula)
     total = f"{(writing + tensors) / 1e9:,.1f} GB"
     note = f"the first process takes {total} as it writes the best weights whole: more than a step."
-    formula = WRITING, {**inputs, **held, "whole weights, written as the best": whole}
+    formula = WRITING, {**inputs, **state, "whole weights, written as the best": whole}
     return dataclasses.replace(memory, framework=round(writing), outside=formula, notes=[*memory.notes, note])
 
 
@@ -484,7 +484,7 @@ def memory_of(composed: list[Process], resident: int | None = None) -> Memory:
         reserved = max(peak.reserved, peak.bytes)
         framework = int(CONTEXT + WORKSPACE + COMMUNICATOR * len(p.communicators))
     memory = Memory(
-        components, allocated, reserved, framework, p.rank * (p.n // layout.pipeline), peak.at, p.held,
+        components, allocated, reserved, framework, p.rank * (p.n // layout.pipeline), peak.at, p.state,
         parameters(p.recipe), list(_notes(p, components["gradients"])),
     )  # fmt: skip
     if p.target == "cuda":

@@ -11,12 +11,12 @@ from gradus.recipe.schema import Layout, Section
 DEFAULT = Layout()
 
 
-def layout_keys(layout: Layout, asked: Layout | None = None, said: Collection[str] = ()) -> str:
+def layout_keys(layout: Layout, asked: Layout | None = None, stated: Collection[str] = ()) -> str:
     """The `layout.*` words that give the recipe this layout: what is not the default, what is not as in `asked` (the
-    recipe's own layout), and what the command line names (`said`), so that they hold beside those words and in their
+    recipe's own layout), and what the command line names (`stated`), so that they hold beside those words and in their
     place. --on names the device."""
     own = asked or layout
-    keys = [k for k, v in layout if k != "device" and (v != getattr(DEFAULT, k) or v != getattr(own, k) or k in said)]
+    keys = [k for k, v in layout if k != "device" and (v != getattr(DEFAULT, k) or v != getattr(own, k) or k in stated)]
     return " ".join(word for key in keys for word in _words(f"layout.{key}", getattr(layout, key)))
 
 
@@ -27,7 +27,7 @@ def _words(key: str, value: Any) -> list[str]:
     return [f"{key}={text}"]
 
 
-def said_keys(overrides: Iterable[str]) -> frozenset[str]:
+def stated_keys(overrides: Iterable[str]) -> frozenset[str]:
     """The layout's keys that overrides name; all of them where they give the whole section."""
     paths = [o.partition("=")[0].strip().split(".") for o in overrides]
     if ["layout"] in paths:

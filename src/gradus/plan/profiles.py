@@ -251,7 +251,7 @@ def to_json(p: Profile) -> dict[str, Any]:
         return {kind: [[x.unit, x.edge, stretch(x.stretch)] for x in pieces] for kind, pieces in runs.items()}
 
     def weights(units: Units) -> dict:
-        return {unit: {name: dataclasses.astuple(w) for name, w in held.items()} for unit, held in units.items()}
+        return {unit: {name: dataclasses.astuple(w) for name, w in own.items()} for unit, own in units.items()}
 
     return {
         "first": passes(p.first), "later": passes(p.later), "prepare": list(p.prepare.items()),
@@ -273,8 +273,8 @@ def from_json(plain: dict[str, Any]) -> Profile:
 
     def weights(units: dict) -> Units:
         return {
-            unit: {name: Weight(tuple(shape), *rest) for name, (shape, *rest) in held.items()}
-            for unit, held in units.items()
+            unit: {name: Weight(tuple(shape), *rest) for name, (shape, *rest) in own.items()}
+            for unit, own in units.items()
         }
 
     read = {

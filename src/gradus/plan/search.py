@@ -42,7 +42,7 @@ from gradus.text import DAY, SIGNS, duration, money, size, table
 if TYPE_CHECKING:
     from gradus.tasks.base import Task
 
-SPLIT = {  # what the search decides; all else of the layout stays as the recipe has it
+CHOSEN = {  # what the search decides; all else of the layout stays as the recipe has it
     "micro_batch", "checkpointing", "precision", "replicate", "shard", "reshard", "param_dtype", "reduce_dtype",
     "offload", "shard_optimizer", "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages",
     "context", "context_method", "expert", "local_sgd", "diloco", "bucket_mb", "compress", "transport",
@@ -53,7 +53,7 @@ THIN = 2048  # tokens of a device's part of a sequence below which layout.contex
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: weeks bring fragmentation and longer samples
 SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
 MOST = 20  # ways to split that the engine prices
-WAYS = ("none", "selective", "full")  # of checkpointing: the first that fits, for to compute more again is never faster
+CHECKPOINTING = ("none", "selective", "full")  # the first that fits: to compute more again is never faster
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
 LEAST = 0.98  # of the seconds that are counted with another number of samples than were traced
@@ -109,26 +109,26 @@ class Candidate:
 
 
 class Space:
-    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. said: keys of the
+    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. stated: keys of the
     recipe's layout that stay. like: of the same recipe on others."""
 
     def __init__(
-        self, recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = (),
+        self, recipe: Recipe, cluster: Cluster, task: Task | None = None, stated: Collection[str] = (),
         like: Space | None = None,
     ):  # fmt: skip
-        self.said = like.said if like else frozenset(said)
+        self.stated = like.stated if like else frozenset(stated)
         self.recipe, self.cluster, self.task, self.n = recipe, cluster, task, cluster.n
         self.target = "cpu" if cluster.device.kind == "cpu" else "cuda"
         self.limit = HEADROOM * cluster.capacity
         default = Layout()
-        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in SPLIT - self.said})
-        self.ways = (self.base.checkpointing,) if "checkpointing" in self.said else WAYS
+        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in CHOSEN - self.stated})
+        self.checkpointing = (self.base.checkpointing,) if "checkpointing" in self.stated else CHECKPOINTING
         self.part = Part.whole(block_kinds(making.complete(recipe).model))
         self.samples = recipe.batch.samples
         if self.samples is None:
             one = making.micro_batches(self._with(self.base, 1), task=task)[0]
             self.samples = max(1, recipe.batch.tokens // making.size_of(one))
-        self.given: dict[tuple, engine.MicroBatches] = like.given if like else {}
+        self.batches: dict[tuple, engine.MicroBatches] = like.batches if like else {}
         self.cuts: dict[tuple, Cuts] = like.cuts if like else {}
         self.stages: dict[tuple, Stage] = like.stages if like else {}
         self.seconds_of: dict[tuple, float] = {}  # of the operations of a micro-batch
@@ -167,9 +167,9 @@ class Space:
         """The recipe's own precision; where it says nothing bf16, if the device has it. Sharded weights are gathered in
         half instead of cast: without copies that autocast keeps, and norms and residuals are computed in half too."""
         own = self.recipe.layout
-        if self.said & {"precision", "param_dtype"} and not sharded:
+        if self.stated & {"precision", "param_dtype"} and not sharded:
             return {"precision": own.precision, "param_dtype": None}
-        if "param_dtype" in self.said:
+        if "param_dtype" in self.stated:
             return {}
         if own.precision == "fp32" and own.param_dtype:
             return {"precision": "fp32", "param_dtype": own.param_dtype if sharded else None}
@@ -193,14 +193,14 @@ class Space:
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """Of a split, with its micro-batch: how it is run."""
         if layout.pipeline > 1:
-            found = ({"schedule": schedule, "stages": stages} for schedule, stages in SCHEDULES)
+            choices = ({"schedule": schedule, "stages": stages} for schedule, stages in SCHEDULES)
         elif layout.shard > 1:
-            found = ({"reshard": reshard} for reshard in (True, False))
+            choices = ({"reshard": reshard} for reshard in (True, False))
         else:
-            found = ({"shard_optimizer": some} for some in (False, True))
-        made = (layout.model_copy(update=more) for more in found)
-        stays = self.said & SPLIT - {"param_dtype", "precision"}
-        for variant in made:
+            choices = ({"shard_optimizer": some} for some in (False, True))
+        changed = (layout.model_copy(update=more) for more in choices)
+        stays = self.stated & CHOSEN - {"param_dtype", "precision"}
+        for variant in changed:
             if all(getattr(variant, key) == getattr(self.base, key) for key in stays) and self.allowed(variant):
                 yield variant
 
@@ -231,7 +231,7 @@ class Space:
     def least_seconds(self, layout: Layout, bubble: float = 0.0) -> float:
         """Of a step's operations and of what blocks send, nothing computed again, where the stages of a pipeline do
         equal parts. bubble: by the time of the work."""
-        key = self._key(layout.model_copy(update={"checkpointing": self.ways[0]})), layout.micro_batch
+        key = self._key(layout.model_copy(update={"checkpointing": self.checkpointing[0]})), layout.micro_batch
         if key not in self.seconds_of:
             ops, sent = self._whole(layout).counts()
             fit = parameters(self.cluster.device)[0]
@@ -240,18 +240,18 @@ class Space:
                 seconds = collective_seconds(t.kind, t.payload, t.group, t.stride, self.cluster, fit)
                 sums.on_all_stages += seconds * t.calls
             self.seconds_of[key] = sums.on_all_stages
-        return LEAST * self.seconds_of[key] * self.of(layout).parts * (1 + bubble) / layout.pipeline
+        return LEAST * self.seconds_of[key] * self.batches_of(layout).parts * (1 + bubble) / layout.pipeline
 
     # ------------------------------------------------------------ estimates
 
-    def of(self, layout: Layout) -> engine.MicroBatches:
+    def batches_of(self, layout: Layout) -> engine.MicroBatches:
         """The micro-batches of a process."""
         shape = sizes(layout, self.n)
         ways = math.prod(shape[axis] for axis in DATA)
         key = (ways if self.task else -(-self.samples // ways), layout.micro_batch)
-        if key not in self.given:
-            self.given[key] = engine.MicroBatches.of(making.micro_batches(self._with(layout), self.n, task=self.task))
-        return self.given[key]
+        if key not in self.batches:
+            self.batches[key] = engine.MicroBatches.of(making.micro_batches(self._with(layout), self.n, task=self.task))
+        return self.batches[key]
 
     def _key(self, layout: Layout) -> tuple:
         """What changes a block."""
@@ -269,8 +269,8 @@ class Space:
                 (fewer, few), (profile, size) = (self._traced(layout, samples) for samples in SAMPLES)
                 if on_line := between(fewer, profile, (places - few) / (size - few)) if places != size else None:
                     profile, size = on_line, places
-            made = profile if size == places else with_samples(profile, places / size)
-            self.cuts[key, places] = Cuts(self.recipe.model.family, made)
+            own = profile if size == places else with_samples(profile, places / size)
+            self.cuts[key, places] = Cuts(self.recipe.model.family, own)
         return self.cuts[key, places]
 
     def _traced(self, layout: Layout, samples: int) -> tuple[Profile, int]:
@@ -286,8 +286,8 @@ class Space:
 
     def _whole(self, layout: Layout) -> Stage:
         """One block of each kind stands for all, with the first way of checkpointing; traced with one micro-batch."""
-        layout = layout.model_copy(update={"checkpointing": self.ways[0]})
-        places = making.size_of(self.of(layout).full)
+        layout = layout.model_copy(update={"checkpointing": self.checkpointing[0]})
+        places = making.size_of(self.batches_of(layout).full)
         key = self._key(layout), places
         if key not in self.stages:
             profile, size = self._traced(layout, 1)
@@ -316,9 +316,9 @@ class Space:
     def estimated(self, layout: Layout) -> list[engine.Process]:
         """As the engine's `processes`, of parts that are cut from one small whole."""
         if (key := layout.model_dump_json()) not in self.estimates:
-            recipe, given = self._with(layout), self.of(layout)
+            recipe, batches = self._with(layout), self.batches_of(layout)
             stage = lambda part, batch: self._stage(layout, part, batch)  # noqa: E731
-            self.estimates[key] = engine.processes_of(recipe, self.n, self.target, self.task, given, stage)
+            self.estimates[key] = engine.processes_of(recipe, self.n, self.target, self.task, batches, stage)
         return self.estimates[key]
 
     def seconds(self, layout: Layout) -> float:
@@ -355,17 +355,17 @@ class Space:
             elif state == "variant":
                 self._push(self.seconds(layout), "timed", way, layout)
             else:
-                self.harder(way, layout, self.ways[0])
+                self.harder(way, layout, self.checkpointing[0])
 
     def _bubble(self, layout: Layout) -> float:
-        micro = pipelines.needed(layout, self.of(layout).count)
+        micro = pipelines.needed(layout, self.batches_of(layout).count)
         return bubble_share(layout.schedule, layout.pipeline, stages_per_process(layout), micro)
 
     def harder(self, way: int, layout: Layout, first: str = "") -> None:
         """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
-        at = self.ways.index(first) if first else self.ways.index(layout.checkpointing) + 1
+        at = self.checkpointing.index(first) if first else self.checkpointing.index(layout.checkpointing) + 1
         zero_bubble = layout.schedule == "zero_bubble" and layout.pipeline > 1
-        for checkpointing in self.ways[at : 1 if zero_bubble else None]:
+        for checkpointing in self.checkpointing[at : 1 if zero_bubble else None]:
             other = layout.model_copy(update={"checkpointing": checkpointing})
             if (nbytes := self.bytes(other)) <= self.limit:
                 return self._push(self.seconds(other), "fits", way, other)
@@ -395,11 +395,11 @@ class Space:
 
     def price(self, layout: Layout) -> Candidate:
         """By the engine. Raises UserError for what cannot be traced."""
-        made = engine.planned(self._with(layout), self.n, self.target, self.task)
-        memory = engine.memory_of(made)
+        processes = engine.planned(self._with(layout), self.n, self.target, self.task)
+        memory = engine.memory_of(processes)
         c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity)
         if c.fits:
-            c.time = step_time(engine.work_of(made), self.cluster)
+            c.time = step_time(engine.work_of(processes), self.cluster)
         return c
 
 
@@ -471,14 +471,14 @@ def _question(space: Space, most: int) -> list[Any]:
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
     asked = recipe.model_dump_json(exclude={"name", "log", "evaluate"}), sorted(recipe.layout.model_fields_set)
     versions = torch.__version__, engine.code("plan", "hardware"), engine.family_code(recipe.model.family)
-    return [*asked, sorted(space.said), space.n, most, device, *versions]
+    return [*asked, sorted(space.stated), space.n, most, device, *versions]
 
 
 # ---------------------------------------------------------------- what is asked
 
 
 @dataclasses.dataclass
-class Found:
+class SearchResult:
     """What a search came to. table: the best of every way to split, fastest first, then what does not fit, nearest
     first."""
 
@@ -492,11 +492,11 @@ class Found:
     currency: str = ""
     advice: list[str] = dataclasses.field(default_factory=list)  # where nothing fits
     steps: float | None = None  # of the whole run
-    said: frozenset[str] = frozenset()  # keys of the layout that the command line names
+    stated: frozenset[str] = frozenset()  # keys of the layout that the command line names
 
     def keys(self, c: Candidate) -> str:
         """`layout.*` words that give the recipe this layout."""
-        return layout_keys(c.layout, self.recipe.layout, self.said)
+        return layout_keys(c.layout, self.recipe.layout, self.stated)
 
     def words(self, c: Candidate) -> str:
         """The same, with --on where it is on fewer devices."""
@@ -563,31 +563,31 @@ class Found:
                 out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, TRACED, **conditions))
             if c.money is not None:
                 hourly = c.money / c.n / c.seconds * 3600
-                given = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": hourly}
+                inputs = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": hourly}
                 source = "--price, else the price file (gradus hardware NAME); the usual goodput (plan/budget.py)"
                 unit, steps = SIGNS.get(self.currency, self.currency), self.steps or 1000
                 text = f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput"
                 conditions |= {"of": "the whole run" if self.steps else "1,000 steps"}
-                formula = text, {**given, "steps": steps}, source
+                formula = text, {**inputs, "steps": steps}, source
                 out.append(figure("search/money", self.charge(c, steps), unit, *formula, **conditions))
             if c.run is not None:
-                given = {"steps": self.steps, "seconds per step": c.seconds}
-                formula = "steps × seconds / goodput", given, "plan/budget.py"
+                inputs = {"steps": self.steps, "seconds per step": c.seconds}
+                formula = "steps × seconds / goodput", inputs, "plan/budget.py"
                 out.append(figure("search/time", c.run, "s", *formula, **conditions))
         return out
 
 
 def search(
     recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True,
-    task: Task | None = None, said: Collection[str] = (), paid: float | None = None,
-) -> Found:  # fmt: skip
+    task: Task | None = None, stated: Collection[str] = (), paid: float | None = None,
+) -> SearchResult:  # fmt: skip
     """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of
-    the kind, the best of each. task: with its data opened. said: keys of the recipe's layout that stay. paid: for a
+    the kind, the best of each. task: with its data opened. stated: keys of the recipe's layout that stay. paid: for a
     device-hour, in place of the quotes. Raises UserError where no layout is allowed at all.
     """
-    space = Space(recipe, cluster, task, said)
+    space = Space(recipe, cluster, task, stated)
     good, large = ranked(space, top)
     good, n = good[:top], cluster.n
     while fewer and n > 1 and n % 2 == 0 and good:
@@ -615,7 +615,7 @@ def search(
         c.reason = _too_large(c)
     advice = [] if good else _advice(space, large[0])
     currency = cost.currency if cost else ""
-    return Found(recipe, cluster, fastest, cheapest, fewest, good + large, space.priced, currency, advice, steps)
+    return SearchResult(recipe, cluster, fastest, cheapest, fewest, good + large, space.priced, currency, advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
@@ -686,10 +686,10 @@ def on_more(space: Space) -> Candidate | None:
     return tight
 
 
-def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, said: Collection[str] = ()) -> Layout:
-    """The search's first; where none fits the one that is nearest. said: as of `Space`. Raises UserError where no
+def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, stated: Collection[str] = ()) -> Layout:
+    """The search's first; where none fits the one that is nearest. stated: as of `Space`. Raises UserError where no
     layout is allowed."""
-    good, large = ranked(Space(recipe, cluster, task, said))
+    good, large = ranked(Space(recipe, cluster, task, stated))
     return good[0].layout if good else min(large, key=lambda c: (c.needed, c.keys)).layout
 
 
@@ -699,8 +699,8 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     space, own = Space(recipe, cluster, task), recipe.layout
     now = min(own.micro_batch or math.inf, max(space.micro_batches(own)))
     ways: tuple[str, ...] = (own.checkpointing,)
-    if own.checkpointing in WAYS and own.schedule != "zero_bubble":
-        ways = WAYS[WAYS.index(own.checkpointing) :]
+    if own.checkpointing in CHECKPOINTING and own.schedule != "zero_bubble":
+        ways = CHECKPOINTING[CHECKPOINTING.index(own.checkpointing) :]
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
     for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
@@ -717,10 +717,10 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
 
 def fewest_in_time(
     recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True,
-    said: Collection[str] = (),
+    stated: Collection[str] = (),
 ) -> Candidate:  # fmt: skip
     """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many
-    days, the usual goodput counted. chosen: of all layouts, but for the keys that were said; else the recipe's own,
+    days, the usual goodput counted. chosen: of all layouts, but for the keys that are stated; else the recipe's own,
     which need not fit. Raises UserError where no number of devices is enough."""
     device = cluster.device
     each, quickest, tried, last = 1 if chosen else needed(recipe.layout), math.inf, 0, 0
@@ -728,7 +728,7 @@ def fewest_in_time(
     def days_with(seconds: float, n: int) -> float:
         return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
 
-    space = Space(recipe, Cluster(device, 1), task, said)
+    space = Space(recipe, Cluster(device, 1), task, stated)
     work, least = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1
     most = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
     parts_of_node = (k for k in range(1, device.node) if device.node % k == 0)
@@ -739,20 +739,20 @@ def fewest_in_time(
         if tried > 2 * last + GIVEN_UP:  # as many without any gain as before the last
             break
         space = Space(recipe, Cluster(device, n), task, like=space)
-        if (found := space.quickest(chosen)) is None:
+        if (fastest := space.quickest(chosen)) is None:
             continue
-        layout, seconds = found
-        took = days_with(seconds, n)
-        last = tried if took < 0.99 * quickest else last
-        near = n * took * NEAR  # more devices do hardly more each
+        layout, seconds = fastest
+        lasts = days_with(seconds, n)
+        last = tried if lasts < 0.99 * quickest else last
+        near = n * lasts * NEAR  # more devices do hardly more each
         work = min(work, near) if math.isfinite(quickest) else near
-        quickest = min(quickest, took)
-        if took <= 1.02 * days:
+        quickest = min(quickest, lasts)
+        if lasts <= 1.02 * days:
             good = ranked(space)[0][:1] if chosen else [space.price(layout)]
             if good and (not good[0].fits or days_with(good[0].seconds, n) <= days):
                 return good[0]
-    said = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
+    quickest_text = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
     raise UserError(
         f"--days={days:g}: no number of {device.name} up to {n:,} finishes in time, given how the batch can be split."
-        f"{said} Give more days, a larger batch.samples, or a faster device."
+        f"{quickest_text} Give more days, a larger batch.samples, or a faster device."
     )

@@ -47,13 +47,13 @@ def _pipeline(p: Process, stride: Shape) -> Iterator[Transfer]:
     up and gives back."""
     layout = p.recipe.layout
     rank_of = dict(enumerate(pipelines.ranks(layout)))
-    group, apart = layout.pipeline, stride["pipeline"]
+    group, spacing = layout.pipeline, stride["pipeline"]
     for s, stage in zip(stages_of(p.rank, layout), p.stages):
         for kind, neighbour in (("forward", s + 1), ("backward", s - 1)):
             if rank_of.get(neighbour, p.rank) != p.rank and kind in stage.profile.sent:
-                yield Transfer("pipeline", "send", stage.profile.sent[kind], p.n_micro_batches, group, apart, kind)
+                yield Transfer("pipeline", "send", stage.profile.sent[kind], p.n_micro_batches, group, spacing, kind)
     for nbytes, calls in tied_gradients(p):
-        yield Transfer("pipeline", "send", nbytes, calls, group, apart, "optimizer")
+        yield Transfer("pipeline", "send", nbytes, calls, group, spacing, "optimizer")
 
 
 def in_order(stages: list[Stage], frozen: bool = False) -> Iterator[tuple[Weight, int]]:
@@ -80,15 +80,15 @@ def _shards(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
     for stage in p.stages:
         for unit, weights, others, times in stage.units:
             for expert in (False, True):  # split experts are a unit of their own
-                k, apart = sharded_over(layout, expert), stride["shard"] if expert else nearest(layout, stride)
+                k, spacing = sharded_over(layout, expert), stride["shard"] if expert else nearest(layout, stride)
                 frozen = [w for w in others.values() if w.expert == expert]
                 elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
                 whole = elements * computed + gathered_bytes(frozen, k)
                 again = stage.backward_gathers(unit, bool(weights), times) if layout.reshard else 0
                 for phase, gathers in (("forward", times), ("backward", again)):
-                    yield Transfer("shard", "all_gather", whole, gathers * p.n_micro_batches, k, apart, phase, phase)
+                    yield Transfer("shard", "all_gather", whole, gathers * p.n_micro_batches, k, spacing, phase, phase)
                 backward, calls = ("backward", "backward"), times * scatters
-                yield Transfer("shard", "reduce_scatter", elements * reduced, calls, k, apart, *backward)
+                yield Transfer("shard", "reduce_scatter", elements * reduced, calls, k, spacing, *backward)
                 replicas = shape["replicate"], stride["replicate"]
                 yield Transfer("replicate", "all_reduce", elements // k * reduced, calls, *replicas, *backward)
 
@@ -107,11 +107,11 @@ def _replicas(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
         return
     weights = p.weights
     bytes_of = [(w, w.size * width_of(w, layout)) for w, times in weights for _ in range(times)]
-    replicas, apart = shape["replicate"], stride["replicate"]
+    replicas, spacing = shape["replicate"], stride["replicate"]
     yield from _sums(p, weights, bytes_of, shape, stride)
     if layout.shard_optimizer and replicas > 1:
         for load in assign_owners([w.size for w, times in weights for _ in range(times)], replicas):
-            yield Transfer("replicate", "broadcast", load * p.width, 1, replicas, apart, "optimizer")
+            yield Transfer("replicate", "broadcast", load * p.width, 1, replicas, spacing, "optimizer")
 
 
 def _sums(
@@ -119,7 +119,7 @@ def _sums(
 ) -> Iterator[Transfer]:
     layout, limit = p.recipe.layout, p.recipe.layout.bucket_mb * MiB
     replicas, distance = shape["replicate"], stride["replicate"]
-    group, apart = replicas * layout.context, stride["context"] if layout.context > 1 else distance
+    group, spacing = replicas * layout.context, stride["context"] if layout.context > 1 else distance
     axis = "replicate" if replicas > 1 else "context"
     every = [nbytes for _, nbytes in bytes_of]
     if local := layout.local_sgd or layout.diloco:
@@ -127,12 +127,12 @@ def _sums(
         yield from _after_backward(every, limit, call)
     elif layout.replicate == "manual":
         for w, times in weights:
-            yield Transfer(axis, "all_reduce", w.size * width_of(w, layout), times, group, apart, "optimizer")
+            yield Transfer(axis, "all_reduce", w.size * width_of(w, layout), times, group, spacing, "optimizer")
     elif layout.replicate == "parameter_server":
-        yield Transfer("replicate", "send", sum(every), group - 1, group, apart, "optimizer")
+        yield Transfer("replicate", "send", sum(every), group - 1, group, spacing, "optimizer")
     elif layout.tensor == layout.pipeline == layout.expert == 1:
         half = layout.compress in ("bf16", "fp16") and p.width == 4
-        yield from _ddp(every, limit, Transfer(axis, "all_reduce", 0, 1, group, apart), 0.5 if half else 1.0)
+        yield from _ddp(every, limit, Transfer(axis, "all_reduce", 0, 1, group, spacing), 0.5 if half else 1.0)
     else:
         for expert in (False, True):
             more = 1 if expert else layout.expert
@@ -208,8 +208,8 @@ def _control(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
     def over(*axes: str) -> Transfer:
         wide = [axis for axis in axes if shape[axis] > 1]
         group = math.prod(shape[axis] for axis in wide)
-        apart = min((stride[axis] for axis in wide), default=1)
-        return Transfer("control", "all_reduce", 4.0, 1, group, apart, "optimizer")
+        spacing = min((stride[axis] for axis in wide), default=1)
+        return Transfer("control", "all_reduce", 4.0, 1, group, spacing, "optimizer")
 
     if layout.replicate == "parameter_server":
         yield dataclasses.replace(over("replicate"), kind="broadcast")

@@ -107,7 +107,7 @@ def predict(case: Case) -> Predicted:
         line += cost_of_step(case, {row.name: row.value for row in of_step})
     refusal = refusal_of(case, need) if 0 < budget.available < need else None
     writing = memory.outside[0] == engine.WRITING  # takes no activations
-    least = need if writing else sum(memory.held.values()) + need - memory.allocated
+    least = need if writing else sum(memory.state.values()) + need - memory.allocated
     return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
 
 
@@ -183,7 +183,7 @@ def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Ro
         return row
 
     n, device = case.budget.processes, case.budget.device
-    state = {name: memory.held[name] for name in STATE}
+    state = {name: memory.state[name] for name in STATE}
     for name, value in state.items():
         yield row(f"memory/{name}", value, "bytes")
     rest = memory.allocated - sum(state.values())
