@@ -26,6 +26,8 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.measure.energy import Meter
 from gradus.parallel.apply import apply
+from gradus.parallel.device import pick_device
+from gradus.parallel.precision import Precision
 from gradus.plan import batches
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.step import step_time
@@ -35,7 +37,6 @@ from gradus.recipe import schema
 from gradus.recipe.presets import PRESETS
 from gradus.rows import Row, RowFile
 from gradus.train import machine
-from gradus.train.precision import Precision, pick_device
 from gradus.train.step import Stepper
 
 TEXT = {"kind": "text", "path": "-"}

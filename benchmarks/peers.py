@@ -122,7 +122,7 @@ def loss_of(session: Session, model: nn.Module, batch: dict[str, Any]) -> Tensor
 
 def subject(session: Session, step: Callable[[dict[str, Any]], Tensor]) -> Subject:
     """step(batch) on the recipe's own batches."""
-    source, seen = endless(session.loader(session.recipe.data)), [0]
+    source, seen = endless(session.loader), [0]
 
     def batch() -> dict[str, Any]:
         found = next(source)

@@ -5,6 +5,7 @@ Needs the extra [report] for the chart. The page is rendered from the rows alone
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def rows() -> Iterator[Row]:
     keep = ("memory/", "parameters/total", "time/step", "time/mfu")
     yield from (Row(r.name, r.value, r.unit, None, {"kind": "planned", "layout": made.layout_keys}) for r in made.rows if r.name.startswith(keep))
     for name, said in LINKS.items():
-        link = hardware.link(name)
+        link = hardware.links()[name]
         found = {"payload": 350e9 / link.bandwidth, "all-reduce of 8": ring_factor("all_reduce", 8) * 350e9 / link.bandwidth}
         found |= {"all-reduce of 800": ring_factor("all_reduce", 800) * 350e9 / link.bandwidth}
         yield Row("link/bandwidth", link.bandwidth, "bytes/s", None, {"link": name, "source says": said})
@@ -156,11 +157,25 @@ def page(found: Sequence[Record]) -> str:
     ]).strip() + "\n"  # fmt: skip
 
 
-def chart(found: Sequence[Record]) -> Iterator[tuple[str, Any]]:
-    """Each device by its year: computing, memory, links; one line of cards joined, and named."""
-    from gradus.report.plots import COLOURS, legend, sheet
+def chart(found: Sequence[Record]) -> str:
+    """Each device by its year, as SVG: computing, memory, links; one line of cards joined, and named."""
+    import matplotlib
 
-    figure, panels = sheet(3, 3.4)
+    from gradus.report.plots import STYLE
+
+    text = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure_of(found).savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def figure_of(found: Sequence[Record]) -> Any:
+    from matplotlib.figure import Figure
+
+    from gradus.report.plots import COLOURS
+
+    figure = Figure(figsize=(9.2, 3.4), layout="constrained")
+    panels = figure.subplots(1, 3)
     panes = (("device/peak", 1e12, "dense peak, TFLOP/s"), ("device/bandwidth", 1e9, "memory, GB/s"), ("device/link/bandwidth", 1e9, "links, GB/s one way"))
     for axes, (name, unit, title) in zip(panels, panes):
         of = {r["device"]: (r["year"], r["value"] / unit) for r in found if r["name"] == name}
@@ -172,21 +187,19 @@ def chart(found: Sequence[Record]) -> Iterator[tuple[str, Any]]:
         if name == "device/link/bandwidth":
             network = {r["device"]: (r["year"], r["value"] / unit) for r in found if r["name"] == "device/network/bandwidth"}
             axes.plot(*zip(*(network[device] for device in LINE_OF_CARDS)), "s--", ms=4, lw=1, color=COLOURS[1], label="the same cards, between nodes")
-            legend(figure, axes)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         axes.set(yscale="log", xlabel="announced", title=title)
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.margins(x=0.12, y=0.12)
         axes.grid(alpha=0.25)
-    yield "timeline", figure
+    return figure
 
 
 def main() -> None:
-    from gradus.report.plots import drawn
-
     files.write_text(ROWS, "".join(row.json() + "\n" for row in rows()))
     found = read_rows(ROWS)
     files.write_text(PAGE, page(found))
-    files.write_text(CHART, drawn(chart(found))[0][1].replace("<svg ", '<svg style="background: white" ', 1))
+    files.write_text(CHART, chart(found).replace("<svg ", '<svg style="background: white" ', 1))
     print(f"rows: {ROWS}\npage: {PAGE}\nchart: {CHART}")
 
 

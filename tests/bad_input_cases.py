@@ -198,14 +198,14 @@ USES: dict[str, list[str]] = {  # of a folder or file
     "run-gpt": ["generate run-gpt line --max-new 4", "evaluate run-gpt", "train run-gpt --resume train.steps=3",
                 "prove run-gpt", "show run-gpt", "plan run-gpt",
                 "export run-gpt --to out", "report run-gpt --to out", "report run-gpt run-llama --to out"],
-    "run-bert": [f"predict run-bert {TEXT}", "evaluate run-bert", "predict run-bert --split valid --features",
+    "run-bert": [f"predict run-bert {TEXT}", "evaluate run-bert",
                  "predict run-bert --split valid --n 4",
                  "prove run-bert", "report run-bert --to out", "export run-bert --to out",
                  "quantize run-bert --to out --as dynamic --force",
                  f"predict run-bert {TEXT} --engine onnx",
                  "train bert.yaml model.init=run-bert/checkpoints/best model.n_classes=2 train.steps=2 log.dir=o"],
     "run-vit": ["predict run-vit images/valid/cat/0.png", "evaluate run-vit", "report run-vit --to out",
-                "predict run-vit --split valid --grid g.png"],
+                "predict run-vit --split valid"],
     "run-pairs": ["predict run-pairs 'ein Satz'", "evaluate run-pairs", "train run-pairs --resume train.steps=3"],
     "run-copy": ["predict run-copy '1 2 3 4 5'", "train run-copy --resume train.steps=3", "prove run-copy run-gpt"],
     "run-llama": ["generate run-llama line --max-new 4", "export run-llama --to out"],
@@ -704,7 +704,7 @@ POSITIONAL = {
 }  # fmt: skip
 REQUIRED = {"fetch": "--to x", "tokenizer": "--vocab-size 300 --to x", "scale": "--processes 1", "export": "--to x",
             "quantize": "--to x --as static", "generate": "--max-new 2", "report": "--to x", "new": "--data text.txt"}
-FREE = {"--to", "--grid", "--chdir", "--host", "--notes", "--page", "--init", "--checkpoint", "--tokenizer", "--data",
+FREE = {"--to", "--chdir", "--host", "--notes", "--page", "--init", "--checkpoint", "--tokenizer", "--data",
         "--port"}  # paths: below
 GOOD_OPTIONS: dict[tuple[str, str], str] = {  # (option, value) that one may mean
     **{(option, value): "zero is a number here" for option in ("--seed", "--accuracy", "--warmup", "--max-restarts",
@@ -763,7 +763,7 @@ def word_fits(verb: str, value: str) -> str | None:
 
 def path_fits(option: str, value: str) -> str | None:
     new = value not in ("", "a\0b.yaml", "gpt.yaml/x") and "zero" not in value and len(value) < 99
-    if option in ("--to", "--chdir", "--grid", "--page") and new:
+    if option in ("--to", "--chdir", "--page") and new:
         return "a folder or file to write"
     return "a host" if option == "--host" and value else None
 
@@ -825,7 +825,6 @@ predict run-bert x --top 0
 predict run-bert x --top 9999999 | all classes
 predict run-bert x --to .
 predict run-bert x --to /proc/x.jsonl
-predict run-bert x --grid g.png
 predict run-bert --split valid x
 predict run-bert --split test
 predict run-bert -- - x
@@ -833,7 +832,6 @@ predict run-vit text.txt
 predict run-vit .
 predict run-vit /dev/zero
 predict run-vit pipe.txt
-predict run-vit images/valid/cat/0.png --grid g.txt
 predict run-copy 'a b'
 predict run-copy -- '-1 2'
 predict run-copy '0 1'
@@ -844,8 +842,6 @@ predict bert-int8 x --engine onnx
 predict bert-int8 x --precision int4
 predict bert-onnx x --engine pt2
 predict bert-onnx x --engine onnx --precision fp16
-predict bert-onnx x --features
-predict bert-int8 x --features
 export bert-onnx --to out
 export bert-int8 --to out
 quantize bert-int8 --to out --as dynamic
@@ -1068,7 +1064,7 @@ WRITING = ["train gpt.yaml log.dir=out", "export run-gpt --to out", "quantize ru
            "report run-gpt --to out", "new out.yaml --data reviews",
            "tokenizer train text.txt --vocab-size 300 --to out",
            "study study.yaml --to out", f"predict run-bert {TEXT} --to out.jsonl",
-           "predict run-bert --split valid --features --to out.npy", f"predict run-bert {TEXT} --engine onnx",
+           "predict run-bert --split valid --to out.jsonl", f"predict run-bert {TEXT} --engine onnx",
            "fetch gpt.yaml --to out",
            "launch slurm gpt.yaml --dry-run --to j", "train run-gpt --resume train.steps=3",
            f"predict run-bert {TEXT} --precision bf16", "plan gpt.yaml"]  # fmt: skip

@@ -181,14 +181,6 @@ def test_leaves_are_found_in_nested_arguments():
     assert torch_private.tree_leaves((1, [2, {"a": 3}])) == [1, 2, 3]
 
 
-def test_hooks_are_taken_away():
-    layer, called = nn.Linear(2, 2), []
-    layer.register_forward_hook(lambda *_: called.append("after"))
-    layer.register_forward_pre_hook(lambda *_: called.append("before"))
-    torch_private.without_hooks(layer)(torch.zeros(2))
-    assert not called
-
-
 def test_the_scaler_tells_its_infinities():
     weight = nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")

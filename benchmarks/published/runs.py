@@ -86,7 +86,7 @@ def on(device: Device, network: str | float | None) -> Device:
     """A device with the network of the place where it stood."""
     if network is None:
         return device
-    return dataclasses.replace(device, network=Link("network", network) if isinstance(network, float) else hardware.link(network))
+    return dataclasses.replace(device, network=Link("network", network) if isinstance(network, float) else hardware.links()[network])
 
 
 # ---------------------------------------------------------------- Megatron

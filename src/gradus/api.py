@@ -178,12 +178,10 @@ def train(
     that it will not fit. hooks: objects of classes made from gradus.train.hooks.Hook, whose methods are called around
     the steps. Raises UserError for what cannot be trained, and where the loss is no longer finite.
     """
-    from gradus.measure.flops import for_run
     from gradus.parallel import world
-    from gradus.proof.prove import Proof
+    from gradus.proof.prove import train_and_prove
     from gradus.train.hooks import Hook
     from gradus.train.resolve import RunContext
-    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
     if not isinstance(hooks, list | tuple):
@@ -191,13 +189,11 @@ def train(
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
-    context, words = RunContext(world=world.find(), settings=settings), _words(overrides)
-    proof, resume = Proof(_flag("force", force)), _flag("resume", resume)
+    name, words = files.run_of(_path("recipe", recipe)), _words(overrides)
+    context = RunContext(world=world.find(), settings=settings)
+    flags = {"force": _flag("force", force), "resume": _flag("resume", resume)}
     try:
-        outcome = start(
-            _path("recipe", recipe), words, context, hooks=hooks, plan=proof, flops=for_run, resume=resume
-        )  # fmt: skip
-        return Run(outcome.folder)
+        return Run(train_and_prove(name, words, context, hooks=hooks, **flags).folder)
     except Stopped as stop:
         return Run(stop.checkpoint.parent.parent)
 
@@ -296,7 +292,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     language model), or `answer` (a translation). Raises UserError for a model that does none of this, or an input that
     cannot be read.
     """
-    from gradus.infer.predict import records_of, visible
+    from gradus.infer.predict import records_of
 
     several = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping) and not _is_picture(inputs)
     items, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
@@ -310,7 +306,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
         return []
     with _keep_mode(source):
         records = list(records_of(source, readable, top))
-    return [{**visible(record), "input": item} for item, record in zip(items, records)]
+    return [{**record, "input": item} for item, record in zip(items, records)]
 
 
 def generate(

@@ -272,16 +272,14 @@ def _using(verb: Verb) -> None:
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     add("--beams", **whole(1_000), default=1, help="beam width for translations (default 1: greedy)")
     _engine(add)
-    text = "text or image in: label, filled mask, translation or features out"
+    text = "text or image in: label, filled mask or translation out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: each line as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
-    add("--features", **FLAG, help="print or save hidden states instead of a prediction")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
-    add("--grid", metavar="PNG", help="for images: a grid titled green where right and red where wrong")
-    add("--to", metavar="FILE", help="features as .npy; predictions as .jsonl")
+    add("--to", metavar="FILE", help="the predictions as .jsonl")
     _engine(add)
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")
@@ -447,20 +445,19 @@ def train(args) -> int:
     if args.processes is not None:
         options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
-    from gradus.measure.flops import for_run
     from gradus.parallel import status
     from gradus.parallel import world as worlds
-    from gradus.proof.prove import Proof
+    from gradus.proof.prove import train_and_prove
     from gradus.train.resolve import RunContext
-    from gradus.train.run import start
     from gradus.train.signals import Stopped
 
-    world, options = worlds.find(), {"resume": args.resume, "auto_resume": args.auto_resume}
-    context = RunContext(args.json_file, world)
+    world = worlds.find()
     if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
-        outcome = start(args.recipe, args.overrides, context, plan=Proof(args.force), flops=for_run, **options)
+        options = {"force": args.force, "resume": args.resume, "auto_resume": args.auto_resume}
+        context = RunContext(args.json_file, world)
+        outcome = train_and_prove(args.recipe, args.overrides, context, **options)
     except Stopped as stop:
         if world.first:
             how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,14 @@ from typing import Any
 from gradus.errors import UserError
 
 OLD = 86_400.0  # s without a change, after which the process of another machine that wrote there has ended
+
+
+@functools.cache
+def packaged(name: str) -> Any:
+    """The content of one of the package's own YAML files, by its path below src/gradus."""
+    import yaml
+
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:

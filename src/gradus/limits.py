@@ -115,6 +115,14 @@ def read_json(path: str | Path, most: float, **options: Any) -> Any:
     return parse_json(read_text(path, most), path, **options)
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """`read_json` of an object, such as a config.json."""
+    content = read_json(path, CONFIG_FILE)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return content
+
+
 def parse_json(text: str | bytes, where: object, **options: Any) -> Any:
     try:
         content = json.loads(text, **options)

@@ -122,13 +122,6 @@ def memory_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def without_hooks(module: nn.Module) -> nn.Module:
-    """Takes the forward hooks away, in place: PyTorch removes a hook only for who has its handle."""
-    module._forward_hooks.clear()
-    module._forward_pre_hooks.clear()
-    return module
-
-
 def infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What unscale_ found, a tensor for each device, to be summed over processes: PyTorch has that for FSDP1 alone."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

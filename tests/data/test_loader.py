@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
@@ -201,20 +200,6 @@ def test_errors_name_the_data_set_and_the_sample(workers):
 def test_what_cannot_be_sent_to_workers_is_said():
     with pytest.raises(UserError, match=r"data\.workers=1: .* by pickle"):
         list(Loader(Ragged(4), Plan(4, 0, batch_samples=2), lambda samples: collate(samples), loading=DataConfig(workers=1)).steps(0))
-
-
-def test_waiting_is_counted_and_working_is_not(monkeypatch):
-    clock = [0.0]  # played, so that nothing but what sleeps takes time
-
-    def sleep(seconds):
-        clock[0] += seconds
-
-    for module in ("gradus.data.loader", "loader_parts"):
-        monkeypatch.setattr(f"{module}.time", types.SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
-    slow = Loader(Ragged(6, seconds=0.02), Plan(6, 0, batch_samples=2), collate)
-    for _ in slow.steps(0):
-        sleep(0.1)
-    assert slow.wait_s == pytest.approx(0.12) and clock[0] == pytest.approx(0.42)
 
 
 SCRIPT = """

@@ -24,12 +24,12 @@ from gradus.layers import MixtureOfExperts, attention_mask, masks
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
 from gradus.parallel.apply import apply
+from gradus.parallel.precision import Precision
 from gradus.plan import batches
 from gradus.recipe import schema
 from gradus.rows import read_rows
 from gradus.train import run
 from gradus.train.optim import make_optimizer
-from gradus.train.precision import Precision
 from gradus.train.sampler import Sampler
 from gradus.train.step import Stepper
 

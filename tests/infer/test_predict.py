@@ -120,37 +120,6 @@ def test_masked_words(tmp_path, marker):
     assert lines[0] == filled
 
 
-def test_features_are_transformers_last_hidden_states(tmp_path):
-    model = theirs("BertModel", tmp_path)
-    lines = run(tmp_path, *TEXTS, "--features", "--to", tmp_path / "states.npy")
-    found, pooled = np.load(tmp_path / "states.npy"), np.load(tmp_path / "states.mean.npy")
-    assert found.shape == (3, 7, 16) and pooled.shape == (3, 16)
-    for i, text in enumerate(TEXTS):
-        with torch.no_grad():
-            expected = model(rows(text)).last_hidden_state[0].numpy()
-        n = len(expected)
-        assert found[i, :n] == pytest.approx(expected, abs=1e-5)
-        assert not found[i, n:].any()
-        assert pooled[i] == pytest.approx(expected.mean(0), abs=1e-5)
-        assert lines[i].startswith(f"({n}, 16)  [{expected[0, 0]:.4f}")
-
-
-@pytest.mark.parametrize("family", ["gpt", "t5"])
-def test_features_of_other_families(tmp_path, family):
-    tokenizer = tokenizers.train_bpe(TEXTS, 270)
-    config = GPTConfig(vocab_size=270, seq_len=30, **TINY) if family == "gpt" else T5Config(vocab_size=270, d_head=8, **TINY)
-    model = shake(models.build(config), 0.1)
-    models.save(model, tmp_path)
-    tokenizer.save(tmp_path)
-    run(tmp_path, *TEXTS, "--features", "--to", tmp_path / "x.npy")
-    found = np.load(tmp_path / "x.npy")
-    for i, text in enumerate(TEXTS):
-        ids = torch.tensor([tokenizer.encode(text) + ([tokenizer.eos_id] if family == "t5" else [])])
-        with torch.no_grad():
-            expected = (model.encode(ids) if family == "t5" else model.hidden(ids))[0].numpy()
-        assert found[i, : len(expected)] == pytest.approx(expected, abs=1e-5)
-
-
 def picture(path, size: int, seed: int = 0):
     from PIL import Image
 
@@ -172,17 +141,13 @@ def test_images_of_a_hugging_face_folder(tmp_path):
         run(tmp_path, tmp_path / "a.png")
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": mean, "image_std": std}))
-    run(tmp_path, tmp_path / "a.png", "--to", tmp_path / "o.jsonl", "--grid", tmp_path / "grid.png")
+    run(tmp_path, tmp_path / "a.png", "--to", tmp_path / "o.jsonl")
     with torch.no_grad():
         inputs = torch.from_numpy((pixels / 255 - mean) / std).float().permute(2, 0, 1)[None]
         p = model(inputs).logits.softmax(-1)[0]
-        states = model.vit(inputs).last_hidden_state[0].numpy()
     record = json.loads((tmp_path / "o.jsonl").read_text())
     assert [t["label"] for t in record["top"]] == [names[i] for i in p.argsort(descending=True).tolist()]
     assert record["probability"] == pytest.approx(float(p.max()), abs=1e-5)
-    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
-    run(tmp_path, tmp_path / "a.png", "--features", "--to", tmp_path / "f.npy")
-    assert np.load(tmp_path / "f.npy")[0] == pytest.approx(states, abs=1e-4)
     picture(tmp_path / "large.png", 40, 1)  # another size is scaled
     assert len(run(tmp_path, tmp_path / "large.png", tmp_path / "a.png")) == 2
     with pytest.raises(UserError, match=r"Did you mean a\.png"):
@@ -239,15 +204,9 @@ def test_evaluate_needs_weights_of_the_family(digits, tmp_path, capsys):
     assert "a vit, and recipe copy-task is for seq2seq" in fails("evaluate", "copy-task", "--checkpoint", digits[0], capsys=capsys)
 
 
-def test_a_runs_split_with_right_and_wrong(digits, monkeypatch, tmp_path):
+def test_a_runs_split_with_right_and_wrong(digits, tmp_path):
     folder, _ = digits
-    shown = {}
-
-    def picture_grid(images, titles, colours, path):
-        shown.update(images=images, titles=titles, colours=colours, path=path)
-
-    monkeypatch.setattr("gradus.infer.grid.picture_grid", picture_grid)
-    lines = run(folder, "--split", "test", "--n", "20", "--grid", tmp_path / "g.png", "--to", tmp_path / "o.jsonl")
+    lines = run(folder, "--split", "test", "--n", "20", "--to", tmp_path / "o.jsonl")
     session = open_session(recipes.load(folder))
     data, model = session.task.splits["test"], models.load(folder).eval()
     with torch.no_grad():
@@ -255,10 +214,7 @@ def test_a_runs_split_with_right_and_wrong(digits, monkeypatch, tmp_path):
         guesses = model(batch["images"]).argmax(-1).tolist()
     truths = [data[i]["label"] for i in range(20)]
     right = [g == t for g, t in zip(guesses, truths)]
-    assert 0 < sum(right) < 20, "both colours are needed"
-    assert shown["titles"] == [str(g) for g in guesses]
-    assert shown["colours"] == ["green" if ok else "red" for ok in right]
-    assert all(np.array_equal(a, data[i]["image"]) for i, a in enumerate(shown["images"]))
+    assert 0 < sum(right) < 20, "both are needed"
     assert f"{sum(right)} of 20 right" in lines
     records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [(r["label"], r["truth"], r["right"]) for r in records] == [(str(g), str(t), ok) for g, t, ok in zip(guesses, truths, right)]
@@ -420,9 +376,7 @@ def test_options_without_effect_and_models_without_a_head(tmp_path, capsys):
         (["masked", "a [MASK]" + " film" * 30], "more than the 20"),
         (["bert", "text", "--split", "valid"], "leave out 'text'"),
         (["bert", "--split", "valid"], "belongs to no run"),
-        (["bert", "text", "--features", "--to", "x.jsonl"], ".npy"),
         (["masked", "a [MASK]", "--to", "x.npy"], ".jsonl"),
-        (["masked", "a [MASK]", "--grid", "x.png"], "--grid"),
         (["masked", "a [MASK]", "--to", f"{tmp_path}/no/folder/x.jsonl"], "cannot be written"),
         (["masked", "a [MASK]", "--top", "0"], "--top=0"),
         (["vit", f"{tmp_path}/none.png"], "no such image file"),

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import time
 
 import pytest
 import torch
+from profile_parts import shares, times, tiny
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.measure.hints import hints
-from gradus.measure.profile import memory_picture, profile, record
-from gradus.measure.trace import read
+from gradus.measure.profile import memory_picture, profile
 from gradus.report.profiled import page
 from gradus.rows import read_rows
-from gradus.train import machine
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
-
-TINY = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 60, "data.n_valid": 5, "batch.samples": 16,
-        "layout.device": "cpu"}  # fmt: skip
-
-
-def tiny(**more):
-    return recipes.load("copy-task", **{**TINY, **more})
 
 
 def picture(tmp_path, **more):
@@ -40,23 +31,6 @@ def picture(tmp_path, **more):
 def profiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile") / "new" / "folder"
     return folder, list(profile(tiny(**{"data.n_train": 64}), folder, 2, page)), read_rows(folder / "rows.jsonl")
-
-
-def times(rows, kind):
-    return {row["name"].split("/", 2)[2]: row for row in rows if row["name"].startswith(f"time/{kind}/")}
-
-
-def calls(tmp_path, **more):
-    trainer, steps, _, _ = memory_picture(open_session(tiny(**more)), tmp_path)
-    return record(trainer, steps, tmp_path, 1).cycles[0].calls
-
-
-def shares(tmp_path, kind="category", **more):
-    every, found = calls(tmp_path, **more), collections.Counter()
-    total = sum(call.own for call in every)
-    for call in every:
-        found[getattr(call, kind)] += call.own / total
-    return found
 
 
 def test_files(profiled):
@@ -110,21 +84,6 @@ def test_memory_within_a_step_is_what_was_measured_by_other_means(profiled):
     assert {level["optimizer"] for level in levels.values()} == {by["memory/optimizer", None]}
 
 
-def test_all_of_attention_is_attention_also_backwards(tmp_path):
-    names = collections.defaultdict(set)
-    for kernel in ("naive", "sdpa"):
-        for call in calls(tmp_path, **{"layout.attention": kernel}):
-            names[kernel, call.category].add(call.name)
-    assert names["naive", "attention"] >= {"aten::bmm", "aten::_softmax", "aten::_softmax_backward_data"}
-    assert "aten::bmm" not in names["naive", "matrix products"] | names["sdpa", "attention"]
-    assert {name for name in names["sdpa", "attention"] if name.endswith("for_cpu_backward")}
-
-
-def test_recomputation_is_told_from_the_backward_pass(tmp_path):
-    again = shares(tmp_path, "phase", **{"layout.checkpointing": "full"})
-    assert again["recomputation"] > 0.03 and abs(sum(again.values()) - 1) < 1e-6
-
-
 def test_a_slow_loader_is_seen(tmp_path, monkeypatch):
     own = Loader.steps
 
@@ -144,81 +103,6 @@ def test_a_slow_loader_is_seen(tmp_path, monkeypatch):
     (hint,) = (h for h in hints(tiny(), torch.device("cpu"), found, free_cores=1) if h.key.startswith("data"))
     assert hint.key == "data.workers=1" and hint.share == found["data loading"] and f"{hint.share:.0%}" in hint.text
     assert not [h for h in hints(tiny(), torch.device("cpu"), found, free_cores=0) if h.key.startswith("data")], "no core for it"
-
-
-def test_hints_only_of_what_is_off_and_works_here(monkeypatch):
-    from gradus.measure import hints as module
-
-    def keys(shares, **more):
-        return [h.key for h in hints(tiny(**more), torch.device("cpu"), shares, 1)]
-
-    monkeypatch.setattr(module, "has_compiler", lambda: True)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: ["amx_bf16"])
-    every = {"attention": 0.3, "element-wise": 0.35, "matrix products": 0.4, "optimizer": 0.25}
-    naive = {"layout.attention": "naive", "model.dropout": 0.0}
-    assert keys(every) == ["layout.precision=bf16", "layout.compile=default", "batch.samples=32"], "the largest share first"
-    assert "layout.attention=sdpa" in keys(every, **naive)
-    assert "layout.attention=sdpa" in keys(every, **naive, **{"layout.precision": "bf16", "model.seq_len": 257})
-    for slow in ({"model.dropout": 0.1}, {"layout.precision": "bf16"}):
-        assert "layout.attention=sdpa" not in keys(every, **naive | slow), "no fast kernel on a CPU"
-    assert not [key for key in keys(every, **{"layout.precision": "bf16"}) if "precision" in key]
-    assert "layout.compile=default" not in keys(every, **{"layout.compile": "default"})
-    monkeypatch.setattr(module, "has_compiler", lambda: False)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: ["avx2"])
-    assert keys(every) == ["batch.samples=32"] and keys({}) == []
-    assert keys(every, **{"layout.precision": "bf16"})[0] == "layout.precision=fp32", "no instructions for bf16"
-    assert keys({"recomputation": 0.2}, **{"layout.checkpointing": "full"}) == ["layout.checkpointing=none"]
-
-
-def event(name, cat, ts, dur, tid=1, **args):
-    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
-
-
-def test_compiled_kernels_are_told_from_python():
-    graph = "## Call CompiledFxGraph abc ##"
-    events = [event("ProfilerStep#2", "user_annotation", 0, 100), event("gradus/ready", "user_annotation", 1, 1), event("gradus/forward", "user_annotation", 90, 1),
-              event("nn.Module: Block_0", "python_function", 10, 60), event(graph, "user_annotation", 20, 40), event("/tmp/torchinductor_me/ab/cd.py(9): call", "python_function", 21, 38),
-              event("<built-in function kernel>", "python_function", 25, 20), event("aten::mm", "cpu_op", 46, 10)]  # fmt: skip
-    found = collections.Counter()
-    for call in read(events, cuda=False).calls:
-        found[call.category, call.place.modules, call.place.source] += call.own
-    assert found["compiled kernels", ("Block",), ""] == 30 and found["matrix products", ("Block",), ""] == 10
-    assert sum(found.values()) == 100
-
-
-def gpu_events():
-    """A step of 100 µs on a GPU as the profiler writes it: 20 of data, a product forwards, its backward pass by another thread."""
-    return [
-        event("ProfilerStep#2", "user_annotation", 0, 100),
-        event("gradus/data", "user_annotation", 20, 1),
-        event("gradus/ready", "user_annotation", 22, 1),
-        event("nn.Module: Linear_0", "python_function", 24, 10),
-        event("aten::addmm", "cpu_op", 25, 8),
-        event("cudaLaunchKernel", "cuda_runtime", 26, 2, correlation=7),
-        event("gradus/forward", "user_annotation", 36, 1),
-        event("autograd::engine::evaluate_function: AddmmBackward0", "cpu_op", 40, 8, tid=2),
-        event("aten::mm", "cpu_op", 41, 6, tid=2),
-        event("cudaLaunchKernel", "cuda_runtime", 42, 2, tid=2, correlation=8),
-        event("gradus/backward", "user_annotation", 50, 1),
-        event("cudaDeviceSynchronize", "cuda_runtime", 60, 5, correlation=9),
-        {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 3, "ts": 25, "pid": 1, "tid": 1},
-        {"ph": "f", "cat": "fwdbwd", "name": "fwdbwd", "id": 3, "ts": 40, "pid": 1, "tid": 2},
-        event("before", "kernel", 0, 5, tid=70, correlation=1),  # launched before it was recorded
-        event("gemm", "kernel", 30, 40, tid=70, correlation=7),
-        event("gemm", "kernel", 70, 20, tid=70, correlation=8),
-    ]
-
-
-def test_times_on_a_gpu_are_those_of_kernels():
-    found = read(gpu_events(), cuda=True)
-    times = {(call.name, call.phase, call.category, call.place.modules): call.own for call in found.calls}
-    assert times == {
-        ("aten::addmm", "forward", "matrix products", ("Linear",)): 40,
-        ("aten::mm", "backward", "matrix products", ("Linear",)): 20,
-        ("waiting for data", "data", "data loading", ()): 15,  # 20 less the 5 in which the GPU still computed
-        ("device idle", "device idle", "device idle", ()): 25,
-    }
-    assert sum(times.values()) == 100 and found.waits == (1, 5)
 
 
 def test_components_are_what_they_must_be(tmp_path):

@@ -148,7 +148,7 @@ def test_mean_pooling_is_the_encoder_of_theirs(tmp_path):
     tensors["embeddings.position_embeddings"] = tensors["embeddings.position_embeddings"][:, 1:]
     save(ours, tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    ours = load(tmp_path, dtype="float64")
+    ours = load(tmp_path, dtype=torch.float64)
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     x = theirs.embeddings.patch_embeddings(images) + theirs.embeddings.position_embeddings[:, 1:]
     for layer in theirs.layers:

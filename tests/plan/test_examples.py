@@ -80,7 +80,7 @@ def test_the_copy_task_at_65_w():
 )
 def test_350_gb_of_gradients(link, payload, ring, advertised):
     """Once in one direction, and as an all-reduce of eight; by the advertised figure of both directions, half of the first."""
-    one = hardware.link(link)
+    one = hardware.links()[link]
     assert 350 * GB / one.bandwidth == pytest.approx(payload, rel=1e-4)
     assert ring_factor("all_reduce", 8) * 350 * GB / one.bandwidth == pytest.approx(ring, rel=1e-4)
     assert (one.both and 350 * GB / one.both) == (advertised and pytest.approx(advertised, rel=1e-4))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gradus.plan.compose import Run, _alike
 from gradus.plan.peak import Fsdp, Span, _pass, actions, joined, level
 from gradus.plan.profiles import INDEX, N, Weight
-from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
@@ -75,7 +74,7 @@ def test_every_micro_batch_passes_every_stage_once_and_forward_first(schedule, p
     layout = Layout(pipeline=pipeline, schedule=schedule)
     for rank in range(pipeline):
         order = list(actions(layout, micro, rank))
-        own = 1 if schedule in ("gpipe", "1f1b") else stages_per_process(layout)
+        own = 1 if schedule in ("gpipe", "1f1b") else layout.stages_per_process
         for kind in ("forward", "backward"):
             passes = [(s, i) for k, s, i in order if k == kind]
             assert sorted(passes) == list(itertools.product(range(own), range(micro)))

@@ -16,12 +16,12 @@ from gradus.measure.flops import count_flops
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.precision import Precision
 from gradus.plan import batches as making
 from gradus.plan.trace import _attention, trace_recipe
 from gradus.plan.work import COMPONENTS
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
-from gradus.train.precision import Precision
 from gradus.train.step import Stepper
 
 sys.path[:0] = [str(Path(__file__).parents[1])]

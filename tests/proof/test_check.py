@@ -309,8 +309,6 @@ def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(monkeyp
     clock, given = [0.0], []
 
     class Held:
-        def __init__(self, *_, **__): ...
-
         def steps(self, epoch):
             clock[0] += 0.5 if len(given) == 30 else 0.001
             given.append(epoch)
@@ -320,6 +318,6 @@ def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(monkeyp
 
     monkeypatch.setattr(checking, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     session = open_session(recipes.load("copy-task"))
-    monkeypatch.setattr(session, "loader", Held)
+    monkeypatch.setattr(session, "loader", Held())
     assert checking.loader_speed(session, 1.0) == pytest.approx(16_000)
     assert clock[0] == pytest.approx(1.0, abs=0.25), "for about as long as was asked"

@@ -171,7 +171,8 @@ def test_the_batch_that_is_traced_is_the_one_that_is_measured(tmp_path, monkeypa
     seen, real = [], prove.memory_of_step
     monkeypatch.setattr(prove, "memory_of_step", lambda trainer, batches: seen.append(batches) or real(trainer, batches))
     recipe = recipes.load("copy-task", **{**TINY, "log.dir": str(tmp_path / "run")})
-    train(recipe, plan=Proof())
+    with Proof() as proof:
+        train(recipe, plan=proof)
     expected = predict.batches_of(open_session(recipe), (0, 0))[1]
     assert torch.equal(seen[0][0]["source"], expected[0]["source"])
 
@@ -193,8 +194,10 @@ def test_a_resumed_run_is_planned_from_where_it_stands(tmp_path, monkeypatch):
     recipe = recipes.load("copy-task", **{**TINY, "schedule.name": "constant", "train.checkpoint_every": 5, "log.dir": str(folder)})
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(Proof, "logged", interrupt)
-        train(recipe, plan=Proof())
-    train(recipes.load(folder), plan=Proof(), resume=folder)
+        with Proof() as proof:
+            train(recipe, plan=proof)
+    with Proof() as proof:
+        train(recipes.load(folder), plan=proof, resume=folder)
     assert positions == [(0, 0), (1, 1)], "five steps of four an epoch"
     assert by_name(folder, "proof.jsonl")["memory/allocated"]["step"] == 3
 
@@ -244,7 +247,7 @@ def test_others_do_not_wait_for_a_late_plan_until_they_give_up(monkeypatch):
     for n in (1, 2):
         session.mesh.world = dataclasses.replace(session.mesh.world, size=n, local_size=n)
         plan = Proof()
-        with plan.ready(session.mesh.world):
+        with plan:
             plan.before(session, (0, 0))
     assert asked == [prove.PATIENCE, 20 * prove.WAIT] and prove.WAIT <= 0.25
 

@@ -74,7 +74,7 @@ def test_another_optimizer_takes_the_old_ones_settings_along_out(write):
     ]
     # nor is a misspelt key of the file
     assert problems(write(COPY.replace(" eps:", " epss:")), ["optimizer.name=sgd"]) == [
-        "r.yaml: optimizer.epss: unknown key. Known: lr, momentum, name, nesterov, weight_decay. (optimizer.name=sgd on the command line)"
+        "r.yaml: optimizer.epss: unknown key. Known: lr, momentum, name, weight_decay. (optimizer.name=sgd on the command line)"
     ]
 
 

@@ -6,65 +6,21 @@ import json
 import sys
 
 import pytest
+from study_parts import captions, folder_of, row
 
-from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.proof import results
-from gradus.proof.study import Configuration, Study
-from gradus.proof.study_rows import rows_of
-from gradus.proof.study_store import Sample, StudyStore, claimed
-from gradus.proof.timing import Timed
-from gradus.report import plots, studies, study_plots
+from gradus.proof.study_store import claimed
+from gradus.report import studies
 from gradus.report.blocks import Code, Table, Text
 from gradus.report.report import report
 
 pytest.importorskip("matplotlib")
-COMMON = {"kind": "measured", "cpu": "a processor", "cpus": 8, "versions": {"torch": "2"}}
-
-
-def row(name, value, c, unit="", **more):
-    samples = {"low": min(more["samples"]), "high": max(more["samples"])} if "samples" in more else {}
-    return {"name": name, "value": value, "unit": unit, "configuration": c, **COMMON, **samples, **more}
-
-
-def folder_of(folder, rows, **about):
-    folder.mkdir()
-    (folder / "study.json").write_text(json.dumps({"study": folder.name, "digest": "0", **about}))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(folder)
 
 
 def blocks_of(folder, kind):
     study = studies.read([str(folder)])[0]
     return [block for block in (*studies.tables(study), *studies.appendix(study)) if isinstance(block, kind)]
-
-
-def captions(folder):
-    return [figure.caption for figure in plots.drawn(study_plots.of_study(studies.read([str(folder)])[0]))]
-
-
-@pytest.fixture(scope="module")
-def harness(tmp_path_factory):
-    """A folder as the harness leaves it, of samples that nobody took."""
-    folder, made = tmp_path_factory.mktemp("studies") / "pair", []
-    for precision in ("fp32", "bf16"):
-        for n in (1, 2):
-            at = {"precision": precision, "processes": f"{n} of them"}
-            made.append(Configuration(" · ".join(at.values()), recipes.load("copy-task", [f"layout.precision={precision}"]), at, processes=n))
-    study = Study("pair", made, steps=2, rounds=2, against="fp32")
-    with claimed(folder, "study", {"study": "pair"}, {"configurations": {c.name: c.describe() for c in made}}):
-        store = StudyStore(study, folder)
-        for k in (1, 2):
-            for i, c in enumerate(made):
-                memory = {"process": 300_000_000, "allocated": 9_000_000, "weights": 2_000_000, "gradients": 2_000_000}
-                timed = Timed([0.2], (1 + i) * k / 10, [[0.0, 0.1, 0.0, 0.0]] * 2, 100, [3.0, 2.0 + i / 100], memory, None, 0, facts={"device": "cpu", "threads": 1})
-                store.add(c, Sample(k, [timed] * c.processes, elapsed=1.0))
-        store.add(made[-1], Sample(3, failed="the <memory> is full"))
-        store.file.close()
-    planned = [row("memory/allocated", 8_000_000, c.name, "bytes", kind="predicted") for c in made]
-    lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, store, [], {})]
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 def test_the_folder_of_the_harness_keeps_how_it_was_done(harness):
@@ -94,16 +50,6 @@ def test_the_tables_say_what_the_rows_say(harness):
     assert "bf16 · 2 of them: failed: the <memory> is full" in items
     assert any(line.startswith("tensors: planned with a median error of 11.1%") for line in items)
     assert all(max(map(len, t.rows)) == len(t.head) for t in blocks_of(harness, Table))
-
-
-def test_the_plots_of_several_processes(harness):
-    found = captions(harness)
-    assert [caption.partition(".")[0].partition(",")[0] for caption in found] == ["Bars show the speed of each configuration", "Bars show the peak memory of the process that takes most: upper", "Lines show the speed-up"]
-    study = studies.read([str(harness)])[0]
-    assert study_plots._lines(study, study.values("samples_per_s")) == {
-        p: [f"{p} · {n} of them" for n in (1, 2)] for p in ("fp32", "bf16")
-    }
-    assert study_plots._components(study)["fp32 · 1 of them"][1] == {"weights": 2e6, "gradients": 2e6, "activations and the rest": 5e6}
 
 
 def test_equal_rows_give_equal_bytes(harness, tmp_path):
@@ -170,19 +116,6 @@ def test_a_ladder_rung_by_rung(tmp_path):
     (tmp_path / "ladder" / "study.json").rename(tmp_path / "ladder" / "ladder.json")
     (caption,) = captions(folder)
     assert studies.is_study(tmp_path / "ladder") and "a faint bar was not kept" in caption
-
-
-def test_quality_against_speed_and_many_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_plots, "MOST", 3)
-    rows = []
-    for i in range(5):
-        c = f"$x_{i}$ <b>"
-        rows += [row("samples_per_s", 10.0 + i, c, "samples/s", std=1.0), row("valid/accuracy", i / 40, c, std=0.1), row("valid/loss", float("nan"), c)]
-    folder = folder_of(tmp_path / "many", rows)
-    found = captions(folder)
-    assert found[0].endswith("The plot shows the 3 largest of 5.") and found[-1].startswith("Markers show the quality and the speed of each")
-    rows += [row("latency/p50", i / 100, f"$x_{i}$ <b>", "s") for i in range(4)]
-    assert captions(folder_of(tmp_path / "bench", rows))[-1].startswith("Markers show the quality and the latency of each")
 
 
 @pytest.mark.parametrize(

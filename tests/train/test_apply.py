@@ -16,8 +16,9 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.apply import apply
+from gradus.parallel.device import pick_device
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import GPTConfig, Layout, Schedule
-from gradus.train.precision import Precision, pick_device
 from gradus.train.schedule import learning_rate
 
 CONFIG = GPTConfig(vocab_size=50, n_layers=2, d_model=16, n_heads=2, seq_len=16)

@@ -60,7 +60,7 @@ def test_the_newest_run_has_two_names(capsys):
             assert main([run if word == "LATEST" else word for word in words]) == 0
             out[run] = capsys.readouterr().out
         assert out[f"{RUNS}/latest"] == out[str(new)] != ""
-    assert run_to_resume("copy-task", SMALL) == run_to_resume(f"{RUNS}/latest", []) == api.Run(RUNS / "latest").folder == new
+    assert run_to_resume("copy-task", SMALL) == api.train(RUNS / "latest", resume=True).folder == api.Run(RUNS / "latest").folder == new
     assert main(["train", str(old), "--resume", "train.steps=3"]) == 0 and os.readlink(RUNS / "latest") == new.name, "it is the older one still"
     assert main(["train", f"{RUNS}/latest", "--resume", "train.steps=3"]) == 0
     assert f"run folder: {new}\n" in capsys.readouterr().out

@@ -449,7 +449,7 @@ def test_a_head_of_another_size_starts_afresh_and_it_is_said(tmp_path):
     )
     session = open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w3")}))
     assert "its head was trained for up, down, still, and learns bad, fair, good" in weights_line(
-        session.recipe, LoadReport()
+        session.recipe, LoadReport(stored=models.config_of(tmp_path / "w3"))
     )
 
 

@@ -18,10 +18,10 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel import check
-from gradus.parallel.world import World
+from gradus.parallel import world as worlds
+from gradus.parallel.world import LARGE_PAGES, World
 from gradus.recipe.schema import Layout
-from gradus.train import precision, resolve
-from gradus.train.machine import LARGE_PAGES
+from gradus.train import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -380,6 +380,6 @@ def test_where_weights_are_sharded_large_pages_are_asked_for_before_processes_me
     asked = []
     monkeypatch.setenv(LARGE_PAGES, "")  # so that what the test leaves is undone
     monkeypatch.delenv(LARGE_PAGES) if given is None else monkeypatch.setenv(LARGE_PAGES, given)
-    monkeypatch.setattr(precision.worlds, "join", lambda *_: asked.append(os.environ.get(LARGE_PAGES)))
-    precision.meet(Layout(device="cpu", shard=shard), World(size=2))
+    monkeypatch.setattr(worlds, "join", lambda *_: asked.append(os.environ.get(LARGE_PAGES)))
+    worlds.meet(World(size=2), Layout(device="cpu", shard=shard))
     assert asked == [found]

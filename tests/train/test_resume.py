@@ -619,3 +619,15 @@ def test_what_a_longer_run_does_to_the_schedule_is_said(tmp_path, capsys):
     assert "8 steps become 16, 8 of them taken; the schedule (linear) now ends at step 16" in rates["moves"]
     assert "goes from 1.00e-04 (step 8) to 5.50e-04 (step 9)" in rates["moves"]  # 0.1 + 0.9 · (1 - 7/14), of 1e-3
     assert "does not change: it ends at step 8; the learning rate goes from 1.00e-04 (step 8) to 1.00e-04 (step 9)" in rates["stays"]
+
+
+@pytest.mark.parametrize(("there", "seen"), [(False, "a run that this process does not see"), (True, "no run, and this process sees one")])
+def test_processes_that_see_different_runs_do_not_begin(there, seen, undisturbed, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    if there:
+        shutil.copytree(undisturbed, folder, symlinks=True)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setattr("gradus.train.run.worlds.from_first", lambda value: (*value[:2], not value[2]))
+    with pytest.raises(EnvironmentFault, match=f"rank 0 found {seen}. Let all hosts share log.dir, and start again"):
+        train(recipes.load(folder) if there else recipes.load("copy-task", [*TINY, f"log.dir={folder}"]), resume=folder if there else None)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before and folder.exists() == there

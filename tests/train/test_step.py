@@ -16,7 +16,7 @@ from gradus.recipe.schema import Layout
 from gradus.train import machine
 from gradus.train.evaluation import Evaluation
 from gradus.train.loop import Trainer
-from gradus.train.precision import emulated
+from gradus.train.run import emulated
 from gradus.train.session import _open_device, open_session
 
 TINY = {

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import math
 import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
-from gradus.recipe.schema import DataConfig
+from gradus.recipe.schema import DataConfig, Train
 from gradus.signals import handling
 
 POOL = 50  # batches whose samples are sorted by length together: little padding, and still a random order
@@ -91,6 +91,22 @@ class Plan:
         is exact."""
         return -(-self.n // self.batch_samples) if self.batch_samples is not None else len(self.epoch(0))
 
+    def total_steps(self, train: Train) -> int:
+        """Optimizer steps of a whole run; part of an epoch counts its steps, rounded up."""
+        if train.steps is not None:
+            return train.steps
+        whole = int(train.epochs)
+        rest = train.epochs - whole
+        # rounded first: 1.1 - 1 is a little more than 0.1
+        part = math.ceil(round(rest * len(self.epoch(whole)), 6)) if rest else 0
+        return self.steps_before(whole) + part or 1
+
+    def steps_before(self, epoch: int) -> int:
+        """Steps of all epochs before this one."""
+        if self.batch_samples is not None:
+            return epoch * self.steps_per_epoch
+        return sum(len(self.epoch(e)) for e in range(epoch))
+
 
 @dataclasses.dataclass
 class Step:
@@ -120,7 +136,7 @@ class Loader:
     all that is random about a sample, from a generator of (the plan's seed, epoch, index). collate(samples): a pure
     function to a dict of tensors. micro_batch: samples a forward pass (None: the whole share). loading: a recipe's
     `data`: workers, steps they are ahead, whether they outlive an epoch (None: no workers). rank of world: takes the
-    rank-th contiguous share of every batch. `wait_s`: seconds spent waiting for data so far.
+    rank-th contiguous share of every batch.
 
     Workers are forked from a server process of one thread (forkserver, else spawn), for plain fork would copy the locks
     of this process's threads. So data set, prepare and collate are pickled, and a large array belongs into a memory
@@ -137,7 +153,6 @@ class Loader:
         assert 0 <= rank < world and (micro_batch is None or micro_batch >= 1)
         self.plan, self.rank, self.world = plan, rank, world
         self.loading = loading if loading and loading.workers else None
-        self.wait_s = 0.0
         self._fetch = _Fetch(dataset, prepare, collate, plan.seed, micro_batch)
         self._keys: list = []  # what to fetch next; set anew before each iteration, so that the workers can stay
         self._background: torch.utils.data.DataLoader | None = None
@@ -154,20 +169,23 @@ class Loader:
         self._turn += 1
         turn = self._turn
         keys = [(epoch, step, *self._share(batches[step])) for step in range(start, len(batches))]
-        began = time.perf_counter()
         results = self._results(keys)
-        for _, step, indices, *_ in keys:
+        for key in keys:
             assert turn == self._turn, "another iteration of this loader has begun: the workers serve one at a time"
-            result = next(results)
-            if isinstance(result, Exception):
-                raise result
-            micro_batches = [
-                {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in batch.items()}
-                for batch in result
-            ]
-            self.wait_s += time.perf_counter() - began
-            yield Step(epoch, step, indices, micro_batches, len(batches[step]))
-            began = time.perf_counter()
+            yield self._step(key, next(results), len(batches[key[1]]))
+
+    def look(self, epoch: int, step: int) -> Step:
+        """One step, fetched in this process. Raises as `steps`."""
+        batch = self.plan.epoch(epoch)[step]
+        key = (epoch, step, *self._share(batch))
+        return self._step(key, self._fetch[key], len(batch))
+
+    @staticmethod
+    def _step(key: tuple, result: list[dict[str, Any]] | Exception, samples: int) -> Step:
+        if isinstance(result, Exception):
+            raise result
+        arrays = ({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in b.items()} for b in result)
+        return Step(*key[:3], list(arrays), samples)
 
     def _share(self, batch: np.ndarray) -> tuple[np.ndarray, int, int]:
         """(this rank's samples, how many micro-batches every rank has, a sample for those that would have none)."""

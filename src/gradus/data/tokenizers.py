@@ -286,7 +286,7 @@ class WordTokenizer(TableTokenizer):
         return re.sub(r" ?\n ?", "\n", super().decode(ids))
 
     def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "lowercase": self.lowercase, "frozen": True}  # `frozen` is read by earlier versions
+        return {**super()._state(), "lowercase": self.lowercase}
 
 
 class ByteTokenizer(TableTokenizer):

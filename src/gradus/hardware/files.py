@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, nearest
 from gradus.hardware import kinds
-from gradus.hardware.kinds import Building, Cluster, Device, Grid, Link, Price, link_named, plain
+from gradus.hardware.kinds import Building, Cluster, Device, Grid, Link, Price, plain
 from gradus.hardware.units import in_unit
 
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ def user_file(kind: str) -> Path:
     return Path(path) if path else home / "gradus" / f"{kind}.yaml"
 
 
-def _own(kind: str, path: str | Path | None) -> Path | None:
+def _own(kind: str, path: str | Path | None = None) -> Path | None:
     """The user's file; None where there is none. Raises UserError where one that was named is not there."""
     file = Path(path) if path is not None else user_file(kind)
     if not file.exists() and (path is not None or os.environ.get(f"GRADUS_{kind.upper()}")):
@@ -41,8 +41,8 @@ def _own(kind: str, path: str | Path | None) -> Path | None:
     return file if file.exists() else None
 
 
-def _files(kind: str, path: str | Path | None) -> list[Path]:
-    return [HERE / f"{kind}.yaml", *filter(None, [_own(kind, path)])]
+def _files(kind: str) -> list[Path]:
+    return [HERE / f"{kind}.yaml", *filter(None, [_own(kind)])]
 
 
 # ---------------------------------------------------------------- strict reading
@@ -137,17 +137,9 @@ def devices(path: str | Path | None = None) -> dict[str, Device]:
     return load(path)[0]
 
 
-def links(path: str | Path | None = None) -> dict[str, Link]:
+def links() -> dict[str, Link]:
     """All links by name."""
-    return load(path)[1]
-
-
-def link(name: str, path: str | Path | None = None) -> Link:
-    """A link by its name, e.g. 'NVLink 5', 'InfiniBand NDR', 'PCIe 5 x16'. Raises UserError when it is not known."""
-    try:
-        return link_named(name, links(path))
-    except ValueError as e:
-        raise UserError(f"link: {e}") from None
+    return load()[1]
 
 
 def find(name: str, path: str | Path | None = None) -> Device:
@@ -175,7 +167,7 @@ def find(name: str, path: str | Path | None = None) -> Device:
     raise UserError(f"{name}: no such device in the hardware file. {near} Otherwise: {own}")
 
 
-def cluster(text: str, path: str | Path | None = None) -> Cluster:
+def cluster(text: str) -> Cluster:
     """'8xA100-80GB', '1024xH100', 'A100' (one), 'cpu', 'this' → Cluster.
 
     Raises UserError for a number that is none, an unknown device, or more devices than a node has where no network is
@@ -191,7 +183,7 @@ def cluster(text: str, path: str | Path | None = None) -> Cluster:
         )
     if re.fullmatch(r"[\d_,. ]+[x×*]?", match[2]):
         raise UserError(f"{text}: of which device? Write e.g. 8xA100-80GB (gradus hardware lists them).")
-    device = find(match[2], path)
+    device = find(match[2])
     n = int(number)
     if n > device.node and device.network is None and device.kind != "cpu":
         raise UserError(
@@ -264,12 +256,12 @@ def _quote(entry: Any, where: str, context: dict[str, Any], **own: Any) -> Price
     return price if "expected" in entry else dataclasses.replace(price, expected=(price.low + price.high) / 2)
 
 
-def quotes(name: str, path: str | Path | None = None) -> list[Price]:
+def quotes(name: str) -> list[Price]:
     """What single sources say a device costs an hour; the user's file replaces the packaged quotes of its devices. []
     where nothing is known."""
     answer: list[Price] = []
-    own = _own("hardware", None)
-    for file in _files("prices", path):
+    own = _own("hardware")
+    for file in _files("prices"):
         answer = _quotes(file, own, _stamp(file), _stamp(own)).get(plain(name), answer)
     return answer
 
@@ -295,7 +287,7 @@ def _quotes(file: Path, own: Path | None, *stamps: int | None) -> dict[str, list
     return answer
 
 
-def price(device: Device | str, path: str | Path | None = None, paid: float | None = None) -> Price | None:
+def price(device: Device | str, paid: float | None = None) -> Price | None:
     """What a device costs an hour: the lowest quote, the median of their middles, the highest; or what is `paid`, in
     the currency of the quotes. None where nothing is known.
 
@@ -303,10 +295,10 @@ def price(device: Device | str, path: str | Path | None = None, paid: float | No
     own prices are in its currency already.
     """
     device = find(device) if isinstance(device, str) else device
-    quoted = quotes(device.name, path)
+    quoted = quotes(device.name)
     if not quoted and paid is None:
         return None
-    t = read(kinds.Prices, _files("prices", path)[-1])
+    t = read(kinds.Prices, _files("prices")[-1])
     if paid is not None:
         return Price(paid, paid, paid, t.currency, "", "--price")
     rates = [(t.rate or 1.0) if one.currency == "USD" and t.currency != "USD" else 1.0 for one in quoted]
@@ -316,9 +308,9 @@ def price(device: Device | str, path: str | Path | None = None, paid: float | No
     return Price(min(low), statistics.median(expected), max(high), t.currency, date, sources)
 
 
-def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
+def _grids() -> tuple[dict[str, Grid], Building]:
     by_country: dict[str, Grid] = {}
-    for file in _files("grid", path):
+    for file in _files("grid"):
         t = read(kinds.Grids, file)
         context = {"sources": t.sources}
         if t.pue is not None:
@@ -329,14 +321,14 @@ def _grids(path: str | Path | None) -> tuple[dict[str, Grid], Building]:
     return by_country, building
 
 
-def grids(path: str | Path | None = None) -> dict[str, Grid]:
+def grids() -> dict[str, Grid]:
     """All grids by country code."""
-    return _grids(path)[0]
+    return _grids()[0]
 
 
-def grid(country: str = "world", path: str | Path | None = None) -> Grid:
+def grid(country: str = "world") -> Grid:
     """What a kilowatt-hour emits in a country, by code (FR) or name (France). Raises UserError when it is not known."""
-    known = grids(path)
+    known = grids()
     for key, g in known.items():
         if country.lower() in (key.lower(), g.name.lower()):
             return g
@@ -344,6 +336,6 @@ def grid(country: str = "world", path: str | Path | None = None) -> Grid:
     raise UserError(f"grid {country!r}: not known.{near} Or write it into {user_file('grid')}.")
 
 
-def pue(path: str | Path | None = None) -> tuple[float, float, float, str]:
+def pue() -> tuple[float, float, float, str]:
     """(low, expected, high, source) of a building's power over its computers'."""
-    return dataclasses.astuple(_grids(path)[1])
+    return dataclasses.astuple(_grids()[1])

@@ -16,8 +16,9 @@ from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
 from gradus.limits import CONFIG_FILE, TOKEN, read_json
 from gradus.models.weights import checksums
+from gradus.parallel.device import pick_device
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.train.precision import Precision, pick_device
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
@@ -125,13 +126,7 @@ def read_export_info(folder: Path) -> dict[str, Any] | None:
     file = next((name for name in KEYS if (folder / name).is_file()), None)
     if file is None:
         return None
-    try:
-        known = checksums.read(folder) or {}
-        problem = checksums.damage(folder, known, known)
-    except (OSError, ValueError):
-        known, problem = {}, f"{checksums.FILE} is not readable"
-    if file not in known:
-        problem = problem or f"{checksums.FILE} does not list {file}"
+    problem = checksums.damage(folder, needs=file)
     export_info = None if problem else read_json(folder / file, CONFIG_FILE)
     if not problem and not (isinstance(export_info, dict) and export_info.keys() >= KEYS[file]):
         problem = f"{file} has another version"

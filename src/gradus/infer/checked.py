@@ -17,9 +17,9 @@ from gradus.errors import UserError, writing
 from gradus.infer import Encoded, ModelSource
 from gradus.infer.engines import Engine, Torch, by_name, cache_key, open
 from gradus.models.decoding import generate, greedy
+from gradus.parallel.device import pick_device
 from gradus.rows import Row, as_lines, read_rows
 from gradus.train.machine import cpu_name
-from gradus.train.precision import pick_device
 
 TOKENS = 32  # that are decoded in a check
 CLOSE = 1e-3  # share of the largest logit by which an engine that computes in fp32 may differ

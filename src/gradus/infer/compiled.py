@@ -19,10 +19,11 @@ from gradus.infer import ModelSource
 from gradus.infer.engines import Torch
 from gradus.layers import Cache
 from gradus.parallel.apply import has_compiler
+from gradus.parallel.device import pick_device
+from gradus.parallel.precision import HALF
 from gradus.parallel.qat import weight_scale
 from gradus.torch_private import int4_pack, int4_product, int8_product
 from gradus.train.machine import large_pages
-from gradus.train.precision import HALF, pick_device
 
 CACHE_MULTIPLE = 64  # a cache's tokens: requests of nearly one length share a compiled step
 LINE = 64  # bytes: where a tensor may begin

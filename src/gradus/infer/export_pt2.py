@@ -13,8 +13,8 @@ from gradus.errors import UserError
 from gradus.infer.exported import GraphEngine
 from gradus.infer.graphs import Graph
 from gradus.parallel.apply import has_compiler
+from gradus.parallel.device import pick_device
 from gradus.torch_private import compile_ahead, load_ahead
-from gradus.train.precision import pick_device
 
 
 class Pt2(GraphEngine):

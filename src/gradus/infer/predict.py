@@ -1,8 +1,7 @@
-"""`gradus predict` and `gradus evaluate`: labels, filled masks, translations and features; a split's metrics."""
+"""`gradus predict` and `gradus evaluate`: labels, filled masks and translations; a split's metrics."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -13,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 from gradus import files, limits, models, tasks
 from gradus import recipe as recipes
@@ -31,7 +29,6 @@ from gradus.infer import (
     engines,
     find,
     fits,
-    grid,
     note,
     read_export_info,
     readable,
@@ -43,12 +40,12 @@ from gradus.models.decoding import complete
 from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
-from gradus.train.precision import Precision
 from gradus.train.resolve import RunContext
 from gradus.train.session import Session, open_session
 
@@ -64,26 +61,14 @@ def predict(args: Any) -> Iterator[str]:
     """Yield lines with what a model says about each input. The arguments are those of `gradus predict`.
 
     The model decides: a label with its probability (a text or an image), the likeliest words for [MASK] or <mask>, or
-    an answer (a translation, a copy of numbers). With --features the last hidden states instead. With --split, inputs
-    and right answers are the data's.
+    an answer (a translation, a copy of numbers). With --split, inputs and right answers are the data's.
     Raises UserError for a model that does none of this, an input that does not fit, or an option without effect.
     """
-    if args.split and (args.inputs or args.features):
-        what = "--features" if args.features else repr(args.inputs[0])
-        raise UserError(f"--split={args.split} takes inputs from the data; leave out {what}, or --split.")
-    kind = ".npy" if args.features else ".jsonl"
-    if args.to and Path(args.to).suffix != kind:
-        raise UserError(f"--to={args.to}: this is saved as {kind}. Give a name with that ending.")
+    if args.split and args.inputs:
+        raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
+    if args.to and Path(args.to).suffix != ".jsonl":
+        raise UserError(f"--to={args.to}: this is saved as .jsonl. Give a name with that ending.")
     source = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
-    if args.features and (source.engine, source.precision or "fp32") != ("torch", "fp32"):
-        raise UserError("--features: only with --engine torch in fp32. Leave out --engine and --precision.")
-    if args.grid and not args.grid.lower().endswith(".png"):
-        raise UserError(f"--grid {args.grid}: the picture is a PNG. Give a name that ends with .png.")
-    if args.grid and (source.config.reads != "images" or args.features):
-        raise UserError("--grid shows images with their predictions: it needs a model of images, and no --features.")
-    if args.features:
-        yield from features(source, args)
-        return
     records: list[Record] = []
     if "-" in args.inputs and len(args.inputs) > 1:
         raise UserError('"-" stands for the lines of standard input, so it is given alone. Leave the other inputs out.')
@@ -97,16 +82,12 @@ def predict(args: Any) -> Iterator[str]:
     if known := [r["right"] for r in records if "right" in r]:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:
-        lines = (json.dumps(visible(r), ensure_ascii=False) + "\n" for r in records)
-        with writing(f"--to={args.to}"):
-            files.write_text(Path(args.to), "".join(lines))
+        try:
+            files.write_text(Path(args.to), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        except OSError as e:
+            why = f"cannot be written ({e.strerror or e})"
+            raise UserError(f"--to={args.to}: {why}. Give a file in a folder you may write.") from None
         yield f"wrote {args.to}"
-    if args.grid:
-        shown = [r for r in records if "_image" in r]
-        colours = [{True: "green", False: "red"}.get(r.get("right"), "black") for r in shown]
-        with writing(f"--grid={args.grid}"):
-            grid.picture_grid([r["_image"] for r in shown], [r["label"] for r in shown], colours, args.grid)
-        yield f"wrote {args.grid}"
     if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
         few = f"{len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first"
         raise UserError(f"standard input: {few}. The output has the reason in place of each answer.")
@@ -162,20 +143,6 @@ def short(text: str, width: int = 80) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def visible(record: Record) -> Record:
-    return {k: v for k, v in record.items() if not k.startswith("_")}
-
-
-@contextlib.contextmanager
-def writing(option: str) -> Iterator[None]:
-    """Raises UserError where the disk refuses."""
-    try:
-        yield
-    except OSError as e:
-        why = f"cannot be written ({e.strerror or e})"
-        raise UserError(f"{option}: {why}. Give a file in a folder you may write.") from None
-
-
 def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngine | None = None) -> Iterator[Record]:
     """Predictions for texts, or image files, by what the model is. model: where it is open already. Raises InputError
     for one that cannot be read."""
@@ -192,7 +159,7 @@ def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngi
     writes = source.family.attention == "causal"
     use = f"gradus generate {source.name} PROMPT" if writes else "a model trained for a task"
     what = f"this {config.family} has no head that predicts anything"
-    raise UserError(f"{source.name}: {what}. Use {use}, or --features.")
+    raise UserError(f"{source.name}: {what}. Use {use}.")
 
 
 def batches(items: list[Any]) -> Iterator[list[Any]]:
@@ -356,7 +323,7 @@ def mean_and_std(source: ModelSource) -> tuple[list[float], list[float]]:
         where, mean, std = f"{source.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
         file = source.folder / PREPROCESSOR
-        settings = models.weights.read_json(file) if file.is_file() else {}
+        settings = limits.read_object(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = source.config.n_channels
     if not all(isinstance(values, list) and len(values) == n for values in (mean, std)):
@@ -373,12 +340,7 @@ def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device
 
 def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
     images = read_images(source, files)
-    records = labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
-    return ({**record, "_image": image} for record, image in zip(records, images))
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    return labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
 
 
 # ---------------------------------------------------------------- the run's own data
@@ -402,8 +364,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
 
         for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):
             truth = class_names(source)[int(sample["label"])]
-            shown = {"_image": sample["image"]} if image else {}
-            yield {**record, "truth": truth, "right": record["label"] == truth, **shown}
+            yield {**record, "truth": truth, "right": record["label"] == truth}
     elif isinstance(task, Copy):
         yield from copies(source, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], LazyEngine(source))
     elif isinstance(task, Translation):
@@ -424,47 +385,6 @@ def split_of(task: Task, split: str) -> Any:
     if split not in task.splits:
         raise UserError(f"--split={split}: this data has no such split.{did_you_mean(split, task.splits)}")
     return task.splits[split]
-
-
-# ---------------------------------------------------------------- features
-
-
-@torch.no_grad()
-def features(source: ModelSource, args: Any) -> Iterator[str]:
-    """The last hidden states of each input (of an encoder-decoder, its encoder's): yield their shape and first values.
-    With --to, one file gets all of them (n, seq, d_model), zero behind the end of shorter texts, and another their mean
-    over the positions (n, d_model)."""
-    inputs = inputs_of(args)
-    images = source.config.reads == "images"
-    if images:
-        pixels = read_images(source, inputs)
-    else:
-        tokenizers = source.tokenizers()
-        rows = rows_of(source, tokenizers[""], inputs) if source.family.attention == "both" else None
-        if rows is None:
-            encoded = encode(source, tokenizers, inputs)
-            rows = encoded.sources or encoded.prompts
-    model = source.load()
-    states: list[np.ndarray] = []  # (seq, d_model) each
-    for part in batches(list(range(len(inputs)))):
-        if images:
-            hidden = model.features(prepared(source, [pixels[i] for i in part], device_of(model)))
-            lengths = [hidden.shape[1]] * len(part)
-        else:
-            ids, keep = batch_of([rows[i] for i in part], tokenizers[""], device_of(model))
-            hidden = model.encode(ids, keep) if source.family.attention == "cross" else model.hidden(ids, keep=keep)
-            lengths = [len(rows[i]) for i in part]
-        for i, one, length in zip(part, hidden.float().cpu().numpy(), lengths):
-            states.append(one[:length])
-            first = ", ".join(f"{v:.4f}" for v in one[0, :5])
-            yield f"({length}, {one.shape[1]})  [{first}, ...]  ←  {short(inputs[i])}"
-    if args.to:
-        whole = pad_sequence(list(map(torch.from_numpy, states)), batch_first=True).numpy()
-        pooled = Path(args.to).with_suffix(".mean.npy")
-        for path, array in ((Path(args.to), whole), (pooled, np.stack([one.mean(0) for one in states]))):
-            with writing(f"--to={path}"), files.aside(path) as aside, open(aside, "wb") as file:
-                np.save(file, array)
-        yield f"wrote {args.to} {whole.shape} and {pooled} {(len(whole), whole.shape[2])}"
 
 
 # ---------------------------------------------------------------- evaluate

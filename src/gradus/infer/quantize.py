@@ -28,10 +28,10 @@ from gradus.models.decoding import complete
 from gradus.parallel import qat
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.precision import Precision
 from gradus.tasks.base import Task
 from gradus.text import table as columns
 from gradus.train.evaluation import evaluate
-from gradus.train.precision import Precision
 from gradus.train.session import Session
 
 CALIBRATE = 256  # samples, unless said otherwise

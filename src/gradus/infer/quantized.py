@@ -23,9 +23,9 @@ from gradus.infer import ModelSource
 from gradus.infer.compiled import INTEGER, Int4, Int8, StoredLinear, whole_blocks
 from gradus.models.values import Deferred, fill
 from gradus.models.weights import Stored
+from gradus.parallel.device import pick_device
 from gradus.parallel.qat import input_scale, weight_scale
 from gradus.torch_private import has_fbgemm, linear_dynamic, linear_pack, linear_static
-from gradus.train.precision import pick_device
 
 WEIGHTS = "quantized.safetensors"
 

@@ -23,10 +23,10 @@ def train(
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
     from gradus.parallel.check import validate
+    from gradus.parallel.device import enough_devices
     from gradus.parallel.world import World, find
     from gradus.train import resolve
     from gradus.train.log import run_folder
-    from gradus.train.precision import enough_devices
 
     world = find()
     if world.size > 1:

@@ -34,11 +34,11 @@ class GatedFeedForward(nn.Module):
     """down(dropout(activation(gate(x)) · up(x))) (Shazeer 2020, equation 6). x: (batch, seq, d_model), and so the
     result."""
 
-    def __init__(self, d_model: int, d_ff: int, activation: str, bias: bool = False, dropout: float = 0.0):
+    def __init__(self, d_model: int, d_ff: int, activation: str, dropout: float = 0.0):
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias=bias)
-        self.up = nn.Linear(d_model, d_ff, bias=bias)
-        self.down = nn.Linear(d_ff, d_model, bias=bias)
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.activation = ACTIVATIONS[activation]
 

@@ -114,21 +114,18 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """One FeedForward, or GatedFeedForward, for each expert."""
 
-    def __init__(
-        self, d_model: int, d_ff: int, n_experts: int, activation: str, gated: bool, bias: bool, dropout: float
-    ):
+    def __init__(self, d_model: int, d_ff: int, n_experts: int, activation: str, gated: bool, bias: bool):
         super().__init__()
         self.gate = ExpertLinear(n_experts, d_model, d_ff, bias) if gated else None
         self.up = ExpertLinear(n_experts, d_model, d_ff, bias)
         self.down = ExpertLinear(n_experts, d_ff, d_model, bias)
-        self.dropout = nn.Dropout(dropout)
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: (rows, d_model), sorted by expert, counts: (n_experts,) -> (rows, d_model)."""
         up = self.up(x, counts)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x, counts)) * up
-        return self.down(self.dropout(hidden), counts)
+        return self.down(hidden, counts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -143,13 +140,13 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(
         self, d_model: int, d_ff: int, n_experts: int, top_k: int, activation: str, gated: bool = False,
-        bias: bool = False, dropout: float = 0.0,
+        bias: bool = False,
     ):  # fmt: skip
         super().__init__()
         assert top_k <= n_experts, f"top_k={top_k} is more than n_experts={n_experts}"
         self.n_experts, self.top_k = n_experts, top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
-        self.experts = Experts(d_model, d_ff, n_experts, activation, gated, bias, dropout)
+        self.experts = Experts(d_model, d_ff, n_experts, activation, gated, bias)
         self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = Experts.__call__
         self.keeps_balance = False
         self.balance: Tensor | None = None

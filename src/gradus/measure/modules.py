@@ -13,13 +13,14 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.parallel.apply import apply
+from gradus.parallel.device import pick_device
 from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import cast, fake_world
 from gradus.parallel.mesh import AXES, Mesh, needed
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.text import table as columns
 from gradus.torch_private import FakeTensorMode
-from gradus.train.precision import Precision, pick_device
 from gradus.train.session import open_session
 
 

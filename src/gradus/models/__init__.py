@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from gradus import files, hub
+from gradus import files, hub, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 
 __all__ = [
     "Family", "Stack", "build", "config_of", "convert", "count", "deferred", "families", "load", "load_deferred",
-    "load_weights", "locate",
+    "load_start", "load_weights", "locate",
     "lookup", "register", "save", "to_config_json", "weights",
 ]  # fmt: skip
 
@@ -189,19 +189,22 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
         from gradus.models.weights import llama2c
 
         return llama2c.read(path)
-    if path.is_file() or _is_timm(path / "config.json"):
-        from gradus.models.weights import vit_names
-
-        with one_line(path):
-            return vit_names.read(weights.read_tensors(path), path)
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
         from gradus.models.weights import meta_llama
 
         with one_line(path / "params.json"):
             return meta_llama.read(path)
-    small = (".json", ".txt", ".model")
-    checksums.verify(path, lambda name: not name.startswith("training.") and (weights_too or name.endswith(small)))
-    config = _read_config(path / "config.json")
+    hf: dict[str, Any] = {}
+    if path.is_dir():
+        small = (".json", ".txt", ".model")
+        checksums.verify(path, lambda name: not name.startswith("training.") and (weights_too or name.endswith(small)))
+        hf = limits.read_object(path / "config.json")
+    if path.is_file() or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
+        from gradus.models.weights import vit_names
+
+        with one_line(path):
+            return vit_names.read(weights.read_tensors(path), path)
+    config = _from_config_json(hf, path / "config.json")
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
         from gradus.models.weights import sharded
 
@@ -210,26 +213,21 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     return config, weights.read_tensors(path) if weights_too else {}
 
 
-def _is_timm(file: Path) -> bool:
-    """Whether a config.json is timm's: it names an architecture and no model_type."""
-    hf = weights.read_json(file) if file.is_file() else {}
-    return "model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")
-
-
 # ---------------------------------------------------------------- config.json
 
 
-def _read_config(file: Path) -> schema.ModelConfig:
-    hf = weights.read_json(file)
+def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
     ours = hf.pop("gradus", {})
     if not isinstance(ours, dict):
         raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
     with one_line(file):
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
+        if ours:
+            config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **ours})
     if any(name != f"LABEL_{i}" for i, name in names.items()):  # transformers writes LABEL_i where nobody named a class
         config = config.named([names[i] for i in sorted(names)])
-    return _override(config, ours, file)
+    return config
 
 
 def _write_config(config: schema.ModelConfig) -> dict:
@@ -262,15 +260,7 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
             raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
-        changed = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
-    wanted, stored = (getattr(c, "patches", None) for c in (changed, config))
-    if "stem" in (wanted, stored) and wanted != stored:  # the other ways to make tokens have one weight for all
-        has = "a" if stored == "stem" else "no"
-        raise UserError(
-            f"{where}: patches={wanted} does not fit these weights, which have {has} convolutional stem. "
-            f"Set patches={stored}"
-        )
-    return changed
+        return type(config)(**{**config.model_dump(), **fields}).named(config.classes)
 
 
 @contextmanager
@@ -301,7 +291,7 @@ def config_of(name_or_path: str | Path) -> schema.ModelConfig:
 
 
 def load(
-    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | str | None = None,
+    name_or_path: str | Path, *, strict: bool = True, dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu", **overrides: Any,
 ) -> nn.Module:  # fmt: skip
     """Load a model with its weights from a local folder (Hugging Face's or Meta's layout, or a Gradus run: its best or
@@ -309,8 +299,7 @@ def load(
 
     strict: every tensor must fit. strict=False leaves tensors that are missing, or a head of another size, freshly
     initialised and ignores extra ones; `model.load_report` (weights.LoadReport) names them. dtype: float32 unless
-    given; "auto" is that of the first stored tensor. overrides replace fields of the configuration (dropout=0.0,
-    head="classification", n_classes=2, ...).
+    given. overrides replace fields of the configuration (dropout=0.0, head="classification", n_classes=2, ...).
 
     Beside the model, memory holds one tensor at a time. Raises UserError for anything absent, damaged or refused, and
     for what does not fit.
@@ -318,14 +307,6 @@ def load(
     import torch
 
     loaded = load_deferred(name_or_path, strict=strict, **overrides)
-    if dtype == "auto":
-        known = (name for name in loaded.values if name not in loaded.report.new)
-        dtype = next((loaded.values[name].read().dtype for name in known), None)
-    elif isinstance(dtype, str):
-        known = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
-        if dtype not in known:
-            raise UserError(f"load: dtype={dtype} is unknown.{did_you_mean(dtype, [*known, 'auto'])}")
-        dtype = known[dtype]
     loaded.model.to(dtype or torch.float32)
     return loaded.on(device)
 
@@ -334,17 +315,41 @@ def load_deferred(
     name_or_path: str | Path, *, strict: bool = True, seed: int | None = None, **overrides: Any
 ) -> Deferred:
     """As `load`, before the model has memory. seed: of what is freshly initialised, as in `build`."""
+    path = locate(name_or_path)
+    stored, tensors = _open(path, weights_too=True)
+    return _fitted(_override(stored, overrides, "load"), stored, tensors, path, strict, seed)
+
+
+def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
+    """What training starts from, before it has memory: the weights that config.init names, and what they lack as in
+    `deferred`; without any, all as there."""
+    if config.init is None:
+        return deferred(config, seed)
+    path = locate(config.init)
+    stored, tensors = _open(path, weights_too=True)
+    return _fitted(config.model_copy(update={"preset": None, "init": None}), stored, tensors, path, False, seed)
+
+
+def _fitted(
+    config: schema.ModelConfig, stored: schema.ModelConfig, stored_tensors: dict[str, weights.Stored], path: Path,
+    strict: bool, seed: int | None,
+) -> Deferred:  # fmt: skip
+    """The model of a configuration with the values of stored tensors, those of the configuration `stored`."""
     from gradus.models.values import Deferred, drawn
 
-    path = locate(name_or_path)
-    stored, stored_tensors = _open(path, weights_too=True)
-    config, tensors = _override(stored, overrides, "load"), stored_tensors
-    model = build(config, "meta")
+    if config.family != stored.family:
+        raise UserError(f"{path}: a {stored.family}, not a {config.family}. Set model.family={stored.family}")
+    wanted, has = (getattr(c, "patches", None) for c in (config, stored))
+    if "stem" in (wanted, has) and wanted != has:  # the other ways to make tokens have one weight for all
+        what = f"{'a' if has == 'stem' else 'no'} convolutional stem. Set patches={has}"
+        raise UserError(f"{path}: patches={wanted} does not fit these weights, which have {what}")
+    model, tensors = build(config, "meta"), stored_tensors
     if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
         from gradus.models.weights import vit_names
 
         tensors = vit_names.resized(stored, config, tensors)
     rules, report = weights.match(model, tensors, strict, path)
+    report.stored = stored
     values = weights.ours(model, rules, tensors, path)
     if tensors is not stored_tensors:
         report.resized.append(f"positions from images of {stored.image_size} to {config.image_size} pixels")

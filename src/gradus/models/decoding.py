@@ -212,11 +212,10 @@ def limits(max_new: int | Sequence[int], rows: int) -> list[int]:
 def beam_search(
     model: nn.Module | Steps, prompts: Sequence[Sequence[int]], *, beams: int, max_new: int | Sequence[int],
     sources: Sequence[Sequence[int]] | None = None, eos_id: int | Sequence[int] | None = None,
-    length_penalty: float = 1.0,
 ) -> list[list[int]]:  # fmt: skip
     """The new tokens of every row, without the end token, of the text whose mean log-probability is the highest among
     those found by keeping the `beams` likeliest beginnings (Sutskever et al. 2014, section 3.2; scores are divided by
-    length ** length_penalty, end token included). A row is done when it has `beams` ended texts of which none could
+    the length, end token included). A row is done when it has `beams` ended texts of which none could
     still be beaten by the best beginning at its present length. Arguments as of `complete`; prompts of one length
     where there is more than one.
 
@@ -244,12 +243,12 @@ def beam_search(
         best, where = each.flatten(1).topk(min((1 + max(1, len(ends))) * beams, beams * vocab), dim=1)
         parent, token = where // vocab, where % vocab  # (n, 2 beams or more): enough that are not the end
         is_end = torch.isin(token, end_tokens)
-        _note_ended(ended, open_rows, beams, length**length_penalty, best, parent, is_end, texts)
+        _note_ended(ended, open_rows, beams, length, best, parent, is_end, texts)
         chosen = is_end.int().argsort(dim=1, stable=True)[:, :beams]  # the likeliest that go on
         scores, parent, token = (x.gather(1, chosen) for x in (best, parent, token))
         kept = texts.gather(1, parent[:, :, None].expand(-1, -1, length - 1))
         texts = torch.cat((kept, token[:, :, None]), dim=2)
-        now = (scores / length**length_penalty).tolist()
+        now = (scores / length).tolist()
         open_rows -= {i for i in open_rows if len(ended[i]) == beams and now[i][0] <= ended[i][-1][0]}
         for i in [i for i in open_rows if length == most[i]]:
             ended[i] += zip(now[i], texts[i].tolist())
@@ -263,11 +262,11 @@ def beam_search(
 
 
 def _note_ended(
-    ended: list[list[tuple[float, list[int]]]], rows: set[int], beams: int, divisor: float, best: Tensor,
+    ended: list[list[tuple[float, list[int]]]], rows: set[int], beams: int, length: int, best: Tensor,
     parent: Tensor, is_end: Tensor, texts: Tensor,
 ) -> None:  # fmt: skip
     """Adds the texts that end now. One that is not among the `beams` likeliest is not followed."""
     for i, j in is_end[:, :beams].nonzero().tolist():
         if i in rows:
-            ended[i].append((float(best[i, j]) / divisor, texts[i, int(parent[i, j])].tolist()))
+            ended[i].append((float(best[i, j]) / length, texts[i, int(parent[i, j])].tolist()))
             ended[i] = sorted(ended[i], key=lambda one: -one[0])[:beams]

@@ -77,7 +77,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        return schema.family_of(self.config)
+        return schema.family_name(self.config)
 
     def n_blocks(self, config: schema.ModelConfig) -> tuple[int, ...]:
         """The number of blocks of each stack."""

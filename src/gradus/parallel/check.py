@@ -1,81 +1,16 @@
-"""Does a layout fit a model, a batch and a number of processes? Asked before anything is built or started."""
+"""Does a layout fit a model, a batch and a number of processes? Every reason why not, one line each, before anything is
+built or started. Nothing here imports torch, so that a search asks it thousands of times."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from gradus import models
 from gradus.errors import UserError, divisors, either
-from gradus.parallel.fits import AXES
-from gradus.recipe.axes import DATA, needed, sizes
+from gradus.recipe.axes import batch, processes
 from gradus.recipe.conflicts import LAYOUT, conflicts
-from gradus.recipe.schema import Layout, ModelConfig, Recipe
-
-
-def processes(layout: Layout, n: int) -> Iterator[str]:
-    """Whether n processes can be arranged so."""
-    axes = ("pipeline", "expert", "shard", "context", "tensor")
-    named = {axis: getattr(layout, axis) for axis in axes if getattr(layout, axis) > 1}
-    taken = needed(layout)
-    product = " × ".join(f"{axis} {k}" for axis, k in named.items())
-    if n % taken:
-        started = f"{n} {'was' if n == 1 else 'were'} started"
-        start = f"Start {taken}, or a multiple: --processes {taken}"
-        keys = " or ".join(f"layout.{axis}" for axis in named)
-        yield f"layout: {product} = {taken} processes, and {started}. {start}; or change {keys}."
-        return
-    left = n // taken
-    if left > 1 and layout.replicate == "none":
-        in_use, other = (f" beside {product}", "") if named else ("", f" or layout.shard={n}")
-        yield (
-            f"layout.replicate=none: {left} processes are left over{in_use}. "
-            f"Start {taken}, or set layout.replicate=ddp{other}."
-        )
-    if left == 1:
-        one = f"one replica ({n} process{'es' if n > 1 else ''})"
-        of_replicas = ["shard_optimizer", "local_sgd", "diloco"]
-        of_replicas += ["compress", "bucket_mb"] if layout.context == layout.expert == 1 else []
-        for key in of_replicas:
-            if getattr(layout, key) != type(layout).model_fields[key].default:
-                yield f"layout.{key}: cannot take effect with {one}. Start {2 * taken}, or leave it out."
-        if layout.replicate in ("manual", "parameter_server", "ddp"):
-            yield f"layout.replicate={layout.replicate}: there is {one}. Start {2 * taken}: --processes {2 * taken}."
-    if layout.replicate == "data_parallel":
-        import torch
-
-        devices = 0 if layout.device == "cpu" else torch.cuda.device_count()
-        if n > 1 or devices < 2:
-            yield (
-                "layout.replicate=data_parallel: one process splits a batch over several GPUs "
-                f"(processes here: {n}, GPUs: {devices}). Use layout.replicate=ddp."
-            )
-
-
-def batch(recipe: Recipe, n: int) -> Iterator[str]:
-    """Whether the batch divides among the processes that see different samples."""
-    if recipe.train.qat and n > 1:
-        yield f"train.qat=true: the ranges of inputs need one process, and {n} were started. Start 1, or leave it out."
-    if n % needed(recipe.layout):
-        return
-    layout, shape = recipe.layout, sizes(recipe.layout, n)
-    data, samples = math.prod(shape[axis] for axis in DATA), recipe.batch.samples
-    if samples and samples % data:
-        good = divisors(samples)
-        near = either(k for k in (samples // data * data, -(-samples // data) * data) if k)
-        yield (
-            f"batch.samples={samples} does not divide among {data} processes that each take a share. "
-            f"Use {either([*good[:8], '...'] if len(good) > 8 else good)} processes, or batch.samples={near}."
-        )
-    elif samples and layout.micro_batch and layout.micro_batch > (share := samples // data):
-        more = f"is more than a process's share of {share} samples. Set at most {share}."
-        yield f"layout.micro_batch={layout.micro_batch} {more}"
-    local = layout.local_sgd or layout.diloco
-    for where in ("train.checkpoint_every", "evaluate.every") if local else ():
-        section, key = where.split(".")
-        every = getattr(getattr(recipe, section), key)
-        if every and every % local.every:
-            name, near = "diloco" if layout.diloco else "local_sgd", max(1, round(every / local.every)) * local.every
-            yield f"{where}={every}: workers sync every {local.every} steps (layout.{name}.every). Set {where}={near}."
+from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig, Recipe
 
 
 def fits(config: ModelConfig, layout: Layout) -> Iterator[str]:
@@ -93,3 +28,75 @@ def validate(recipe: Recipe, n_processes: int) -> None:
     errors = [*fits(recipe.model, layout), *processes(layout, n_processes), *batch(recipe, n_processes)]
     if errors:
         raise UserError("\n".join(f"{recipe.name}: {line}" for line in dict.fromkeys(errors)))
+
+
+# ---------------------------------------------------------------- the axes
+
+
+def context(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Every reason why this model cannot be trained with this layout.context, one line each."""
+    n = layout.context
+    if reason := models.lookup(model.family).whole_sequence:
+        others = ", ".join(family.name for family in models.families() if not family.whole_sequence)
+        yield f"layout.context={n}: {reason}; layout.context is for {others}. Set layout.context=1."
+    elif layout.context_method == "ulysses":
+        heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
+        possible = [m for m in divisors(kv_heads) if kv_heads % (m * layout.tensor) == 0]
+        if n not in possible:
+            named = f"model.n_heads={heads}" if kv_heads == heads else f"model.n_kv_heads={kv_heads}"
+            tensor = f" / layout.tensor={layout.tensor}" if layout.tensor > 1 else ""
+            fits = f"Use {either(possible)}, or" if possible else "Use"
+            yield (
+                f"layout.context={n} does not divide {named}{tensor}, and ulysses splits the heads. "
+                f"{fits} layout.context_method=ring."
+            )
+
+
+def expert(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Why this model's experts cannot be split so, one line per reason."""
+    n, n_experts = layout.expert, getattr(model, "n_experts", None)
+    if n_experts is None:
+        able = [family for family, config in MODELS.items() if issubclass(config, ExpertsConfig)]
+        more = f"Set layout.expert=1, or, for {either(able)}, model.n_experts={4 * n}, say."
+        yield f"layout.expert={n}: this {model.family} has no experts. {more}"
+    elif n_experts % n:
+        yield f"layout.expert={n} does not divide model.n_experts={n_experts}. Use {either(divisors(n_experts))}."
+
+
+def tensor(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Every reason why this model cannot be split over this layout.tensor, one line each."""
+    n = layout.tensor
+    heads = {"n_heads": model.n_heads, "n_kv_heads": getattr(model, "n_kv_heads", None) or model.n_heads}
+    good = either(divisors(math.gcd(*heads.values())))
+    for name, value in heads.items():
+        if value % n and (name == "n_heads" or value != model.n_heads):
+            yield f"layout.tensor={n} does not divide model.{name}={value}. Use {good}."
+    for name in ("d_ff", "vocab_size", "target_vocab_size"):
+        size = getattr(model, name, None)
+        if size is not None and -(-size // n) * (n - 1) >= size:
+            yield (
+                f"layout.tensor={n}: model.{name}={size} leaves the last process without a part. "
+                "Use a smaller layout.tensor."
+            )
+
+
+def pipeline(model: ModelConfig, layout: Layout) -> Iterator[str]:
+    """Every reason why this model cannot be split over this layout.pipeline, one line each."""
+    n = layout.pipeline
+    per_process, family = layout.stages_per_process, models.lookup(model.family)
+    n_blocks = sum(family.n_blocks(model))
+    if n * per_process > n_blocks:
+        yield (
+            f"layout.pipeline={n} with {per_process} stages per process: {n * per_process} stages, and the model has "
+            f"{n_blocks} blocks. Use layout.pipeline={max(1, n_blocks // per_process)} or less"
+            f"{', or layout.schedule=1f1b with layout.stages=1' if per_process > 1 else ''}."
+        )
+    if layout.schedule == "zero_bubble" and len(family.stacks) > 1:
+        yield (
+            "layout.schedule=zero_bubble: it computes the gradients of inputs and of weights in two passes, and "
+            "PyTorch's second one fails where weights enter a stage in several places, as "
+            f"{model.family}'s decoder embedding and biases do. Use layout.schedule=interleaved."
+        )
+
+
+AXES = {"context": context, "expert": expert, "tensor": tensor, "pipeline": pipeline}

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -246,10 +245,6 @@ class Parallel:
         vector = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(vector)
         return vector.tolist()
-
-    def collect(self, value: Any) -> list[Any]:
-        """Every process's value, in the order of the ranks."""
-        return worlds.gathered(value)
 
     def warm_up(self, micro_batch: dict, loss_of: Callable[[nn.Module, dict], Tensor]) -> None:
         """Run one backward pass, throw its gradients away, and put the random numbers back.

@@ -36,9 +36,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from gradus import models
 from gradus.errors import UserError
 from gradus.parallel.stages import bounds, needed, ranks
-from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout
-from gradus.torch_private import send_nothing_ahead, without_hooks
+from gradus.torch_private import send_nothing_ahead
 
 if TYPE_CHECKING:  # it takes half a second, which a plan need not wait for
     from torch.distributed.pipelining import PipelineStage
@@ -148,8 +147,13 @@ def _clone(module: nn.Module) -> nn.Module:
 
 
 def _unused(part: nn.Module, zeros: _Zeros) -> nn.Module:
-    """The same parameters under the same names, and no computation."""
-    shell = without_hooks(_clone(part))
+    """The same parameters under the same names, without hooks, and no computation."""
+    shell = type(part).__new__(type(part))
+    nn.Module.__init__(shell)
+    for name, p in part.named_parameters(recurse=False):
+        shell.register_parameter(name, p)
+    for name, child in part.named_children():
+        shell.add_module(name, child)
     shell.forward = zeros.forward
     return shell
 
@@ -303,10 +307,8 @@ class Pipeline:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout, device: torch.device):
         # the device that the model will be on
         self.model, self.group, self.layout, self.device = model, group, layout, torch.device(device)
-        self.rank, n = dist.get_rank(group), layout.pipeline
-        per_process = stages_per_process(layout)
-        self.n_stages = n * per_process
-        self.rank_of = ranks(layout)
+        self.rank, self.rank_of = dist.get_rank(group), ranks(layout)
+        self.n_stages = len(self.rank_of)
 
         self.cutter = cutter = Cutter(model)
         self.bounds = bounds(len(cutter.blocks), self.n_stages)

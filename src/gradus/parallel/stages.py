@@ -3,7 +3,6 @@ here imports torch."""
 
 from __future__ import annotations
 
-from gradus.recipe.axes import stages_per_process
 from gradus.recipe.schema import Layout
 
 
@@ -15,7 +14,7 @@ def bounds(n_blocks: int, n_stages: int) -> list[int]:
 
 def needed(layout: Layout, n: int) -> int:
     """The fewest micro-batches, at least n, that the schedule takes."""
-    p, per_process = layout.pipeline, stages_per_process(layout)
+    p, per_process = layout.pipeline, layout.stages_per_process
     if p == 1 or layout.schedule == "gpipe" or (layout.schedule == "zero_bubble" and per_process == 2):
         return n
     return max(n, p * per_process) if layout.schedule == "1f1b" else -(-n // p) * p
@@ -24,6 +23,6 @@ def needed(layout: Layout, n: int) -> int:
 def ranks(layout: Layout) -> list[int]:
     """The process of the pipeline that has each stage: round the processes, or with two zero-bubble stages down and up
     again in a V (Qi et al. 2024)."""
-    n, per_process = layout.pipeline, stages_per_process(layout)
+    n, per_process = layout.pipeline, layout.stages_per_process
     v_shaped = layout.schedule == "zero_bubble" and per_process == 2
     return [2 * n - 1 - s if v_shaped and s >= n else s % n for s in range(n * per_process)]

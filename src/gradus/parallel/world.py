@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from gradus.errors import EnvironmentFault, UserError, need
+from gradus.parallel.device import pick_device
+from gradus.recipe.schema import Layout
 from gradus.torch_private import default_store, quiet_redistribution
 
 
@@ -66,6 +68,7 @@ LAUNCHERS = (
 )
 
 
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # asks PyTorch for pages of 2 MB; it reads this at its first tensor
 PORTS = range(20_000, 32_768)  # below those that Linux assigns by itself, to any connection at any moment
 
 
@@ -161,6 +164,15 @@ def first_host(nodes: str) -> str:
     """The first host of Slurm's compressed list: gpu[07-09,11],login1 → gpu07; rack[1-2]n[01-16] → rack1n01."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
+
+
+def meet(world: World, layout: Layout) -> None:
+    """`join`, as the layout has it. Where weights are sharded on a CPU, PyTorch is asked for large pages: here, since
+    the processes meet before they make any tensor (`machine.tune_memory`)."""
+    device = pick_device(layout.device).type
+    if device == "cpu" and layout.shard > 1:
+        os.environ.setdefault(LARGE_PAGES, "1")
+    join(world, device, layout.timeout)
 
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:

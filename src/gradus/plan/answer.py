@@ -321,10 +321,8 @@ def _with_known_precision(
 
 
 def total_steps(recipe: Recipe, task=None) -> int:
-    from gradus.train.schedule import total_steps as of_run
-
     if task is not None:
-        return of_run(recipe, task.plan("train", recipe.batch.samples, recipe.batch.tokens))
+        return task.plan("train", recipe.batch.samples, recipe.batch.tokens).total_steps(recipe.train)
     if recipe.train.steps is None:
         raise UserError("without its data the plan cannot tell how long an epoch is. Set train.steps=N, or --tokens N.")
     return recipe.train.steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from gradus.data.loader import Loader, sample_rng
 from gradus.errors import UserError
-from gradus.parallel.mesh import DATA, sizes
+from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
@@ -158,7 +157,7 @@ def micro_batches(recipe: Recipe, n: int = 1, *, task: Task | None = None) -> li
     the first epoch the step with the largest micro-batch, padding counted. Raises UserError where the model's
     configuration is not complete.
     """
-    replicas = math.prod(sizes(recipe.layout, n)[axis] for axis in DATA)
+    replicas = data_parallel_size(recipe.layout, n)
     if task is not None:
         return _largest_step(recipe, replicas, task)
     recipe = complete(recipe)

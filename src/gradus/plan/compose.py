@@ -223,6 +223,14 @@ def fsdp_widths(layout: Layout, width: int) -> tuple[int, int]:
     return computed, WIDTH[layout.reduce_dtype or "fp32"] if layout.reduce_dtype or layout.param_dtype else computed
 
 
+def left_by_forward(p: Process) -> float:
+    """Bytes that forward passes leave for backward passes, at least: with 1F1B of as many micro-batches as there are
+    stages from this one on."""
+    at_once = p.recipe.layout.pipeline - p.rank if p.recipe.layout.schedule == "1f1b" else 1
+    runs = [stage.run("forward", later=True) for stage in p.stages]
+    return min(at_once, p.n_micro_batches) * float(sum(np.dot(run.times, run.net[:, :N].sum(1)) for run in runs))
+
+
 def stages_of(rank: int, layout: Layout) -> list[int]:
     """The stages of a process of the pipeline."""
     return [s for s, r in enumerate(pipelines.ranks(layout)) if r == rank]

@@ -31,7 +31,7 @@ from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile, Weight
 from gradus.plan.store import digest_of, stored
 from gradus.plan.work import Op, Target, Work, op_of, transfer_of
-from gradus.recipe.axes import sizes, stages_per_process, strides
+from gradus.recipe.axes import sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.train import machine
@@ -316,7 +316,7 @@ def processes_of(
     """Of a pipeline the first process and the last, that where the decoder begins, and the first with each mixture of
     kinds of blocks. stage: (part of the model, micro-batch) → its stage."""
     layout, kinds = recipe.layout, profiles.block_kinds(recipe.model)
-    bounds = pipelines.bounds(sum(map(len, kinds)), layout.pipeline * stages_per_process(layout))
+    bounds = pipelines.bounds(sum(map(len, kinds)), layout.pipeline * layout.stages_per_process)
     parts = [Part.of(kinds, begin, end) for begin, end in itertools.pairwise(bounds)]
     ranks = _ranks_that_differ(layout, parts, bounds)
     if len(kinds) == 1:
@@ -359,7 +359,7 @@ def _work(p: Process) -> Work:
         transfers=[*(transfer_of(key, calls) for key, calls in sent.items()), *traffic.of_parameters(p)],
         micro_batches=micro,
         stages=layout.pipeline,
-        virtual=stages_per_process(layout),
+        virtual=layout.stages_per_process,
         schedule=layout.schedule,
         samples=batches.samples * p.data_parallel,
         tokens=batches.tokens * p.data_parallel,

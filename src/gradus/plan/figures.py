@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from typing import Any
 
-import yaml
-
+from gradus import files
 from gradus.rows import Row
 
 AT_PEAK = "seconds at the peak"  # an input of the time of products
-TEXTS = yaml.safe_load((importlib.resources.files("gradus.plan") / "figures.yaml").read_text(encoding="utf-8"))
+TEXTS = files.packaged("plan/figures.yaml")
 
 
 def figure(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradus import models
+from gradus import limits, models
 from gradus.errors import UserError
 from gradus.models import weights
 from gradus.models.weights import others
@@ -43,7 +43,7 @@ def read_hf(name: str) -> Read:
         raise UserError(f"hf: what comes after it is missing. {example}")
     path = models.locate(source, weights_too=False)
     file = path / "config.json"
-    hf = weights.read_json(file) if file.is_file() else {"gradus": True}
+    hf = limits.read_object(file) if file.is_file() else {"gradus": True}
     if "gradus" in hf or str(hf.get("model_type")).startswith("gradus"):
         return Read(models.config_of(path), [])
     kind = hf.get("model_type")

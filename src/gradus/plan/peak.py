@@ -28,7 +28,7 @@ from gradus.plan.compose import (
     transposed_shards,
 )
 from gradus.plan.profiles import INDEX, NAMES, MiB, N, Units, Weight, pool
-from gradus.recipe.axes import sizes, stages_per_process
+from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Layout
 
 if TYPE_CHECKING:
@@ -293,11 +293,11 @@ def actions(layout: Layout, micro: int, rank: int) -> Iterator[tuple[str, int, i
                 yield "forward", 0, ahead + i
         return
     if layout.schedule == "interleaved":
-        yield from interleaved(layout.pipeline, stages_per_process(layout), micro, rank)
+        yield from interleaved(layout.pipeline, layout.stages_per_process, micro, rank)
         return
     from gradus.torch_private import schedule_of
 
-    order = list(schedule_of(layout.schedule, layout.pipeline, stages_per_process(layout), micro, rank))
+    order = list(schedule_of(layout.schedule, layout.pipeline, layout.stages_per_process, micro, rank))
     own = sorted({stage for _, stage, _ in order})
     split = any(kind == "weights" for kind, _, _ in order)
     late = {(stage, i) for kind, stage, i in order if kind == "weights"}

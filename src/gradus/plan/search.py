@@ -20,21 +20,21 @@ import torch
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
 from gradus.parallel import check
-from gradus.parallel import stages as pipelines
 from gradus.plan import batches as making
-from gradus.plan import engine
+from gradus.plan import compose, engine
 from gradus.plan.budget import usual_goodput
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.compose import Stage, sharded_over
+from gradus.plan.compose import Stage, fsdp_widths, sharded_over
 from gradus.plan.cut import Cuts, between, with_samples
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.profiles import Part, Profile, block_kinds
 from gradus.plan.roofline import parameters
-from gradus.plan.step import StepTime, Sums, bubble_share, step_time
+from gradus.plan.step import StepTime, Sums, step_time
 from gradus.plan.store import stored
+from gradus.plan.traffic import nearest
 from gradus.plan.work import op_of, transfer_of
-from gradus.recipe.axes import DATA, needed, sizes, stages_per_process, strides
+from gradus.recipe.axes import DATA, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 from gradus.text import DAY, SIGNS, duration, money, size, table
@@ -57,7 +57,7 @@ CHECKPOINTING = ("none", "selective", "full")  # the first that fits: to compute
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
 LEAST = 0.98  # of the seconds that are counted with another number of samples than were traced
-MOST_OF_BUBBLE = 0.9  # the stages wait for one another's blocks, not for the ends
+COARSE = 0.9  # of the seconds of one way to run a split, its bubble apart: another way to run it is not faster
 MOST_DEVICES = 2**17
 NEAR = 0.9  # of the devices that the best so far would need
 GIVEN_UP = 20  # numbers of devices without any gain, beyond as many as before
@@ -133,6 +133,7 @@ class Space:
         self.stages: dict[tuple, Stage] = like.stages if like else {}
         self.seconds_of: dict[tuple, float] = {}  # of the operations of a micro-batch
         self.estimates: dict[str, list[engine.Process]] = {}
+        self.times: dict[str, StepTime] = {}
 
     def _with(self, layout: Layout, micro: int | None = None) -> Recipe:
         layout = layout.model_copy(update={"micro_batch": micro}) if micro else layout
@@ -222,15 +223,19 @@ class Space:
 
     def least_bytes(self, layout: Layout) -> float:
         """Of weights, gradients and the optimizer's state, where the stages of a pipeline hold equal parts."""
-        width, replicas = 2 if layout.precision.startswith("pure_") else 4, sizes(layout, self.n)["replicate"]
+        replicas = sizes(layout, self.n)["replicate"]
+        momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
+        return self._least_elements(layout) * _width(layout) * (2 + momenta)
+
+    def _least_elements(self, layout: Layout) -> float:
+        """Of the parameters that a process holds."""
         units = self._whole(layout).units
         own = sum(w.size * n / sharded_over(layout, w.expert) for _, unit, _, n in units for w in unit.values())
-        momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
-        return own / layout.pipeline * width * (2 + momenta)
+        return own / layout.pipeline
 
-    def least_seconds(self, layout: Layout, bubble: float = 0.0) -> float:
-        """Of a step's operations and of what blocks send, nothing computed again, where the stages of a pipeline do
-        equal parts. bubble: by the time of the work."""
+    def least_seconds(self, layout: Layout) -> float:
+        """Of a step's operations and of what is sent, nothing computed again, where the stages of a pipeline do equal
+        parts and none waits."""
         key = self._key(layout.model_copy(update={"checkpointing": self.checkpointing[0]})), layout.micro_batch
         if key not in self.seconds_of:
             ops, sent = self._whole(layout).counts()
@@ -240,7 +245,20 @@ class Space:
                 seconds = collective_seconds(t.kind, t.payload, t.group, t.stride, self.cluster, fit)
                 sums.on_all_stages += seconds * t.calls
             self.seconds_of[key] = sums.on_all_stages
-        return LEAST * self.seconds_of[key] * self.batches_of(layout).parts * (1 + bubble) / layout.pipeline
+        computing = LEAST * self.seconds_of[key] * self.batches_of(layout).parts / layout.pipeline
+        return max(computing, self._least_traffic(layout))
+
+    def _least_traffic(self, layout: Layout) -> float:
+        """Seconds of what keeps the parameters of all alike, all of one kind in one call."""
+        kept, computed = self._least_elements(layout), fsdp_widths(layout, _width(layout))[0]
+        shape, stride = sizes(layout, self.n), strides(layout, self.n)
+        if layout.shard == 1:
+            calls = [("all_reduce", kept * _width(layout), shape["replicate"], stride["replicate"], 1)]
+        else:
+            ranks, spacing = sharded_over(layout, expert=False), nearest(layout, stride)
+            gathers = self.batches_of(layout).count * (2 if layout.reshard else 1)
+            calls = [("all_gather", kept * ranks * computed, ranks, spacing, gathers)]
+        return sum(n * collective_seconds(*call, self.cluster) for *call, n in calls)
 
     # ------------------------------------------------------------ estimates
 
@@ -321,13 +339,22 @@ class Space:
             self.estimates[key] = engine.processes_of(recipe, self.n, self.target, self.task, batches, stage)
         return self.estimates[key]
 
+    def time(self, layout: Layout) -> StepTime:
+        """Of a step, estimated."""
+        key = layout.model_dump_json()
+        if key not in self.times:
+            self.times[key] = step_time(engine.work_of(self.estimated(layout)), self.cluster)
+        return self.times[key]
+
     def seconds(self, layout: Layout) -> float:
         """Of a step, estimated."""
-        return step_time(engine.work_of(self.estimated(layout)), self.cluster).total
+        return self.time(layout).total
 
     def bytes(self, layout: Layout) -> float:
-        """That a device needs, estimated."""
-        return engine.memory_of(self.estimated(layout)).device_total
+        """That a device needs, estimated; where that is beyond the limit for sure, at least."""
+        processes = self.estimated(layout)
+        least = max(p.param_bytes + p.optimizer_bytes + compose.left_by_forward(p) for p in processes)
+        return least if least > self.limit else engine.memory_of(processes).device_total
 
     def walk(self) -> Iterator[tuple[int, Layout, float]]:
         """(way to split, a layout that fits, its seconds), by estimate, fastest first. How a split is run, and what of
@@ -350,16 +377,14 @@ class Space:
             if state == "fits":
                 yield way, layout, seconds
             elif state == "split":
+                for first in itertools.islice(self.variants(layout), 1):
+                    time = self.time(first)
+                    self._push(COARSE * (time.total - time.parts["bubble"]), "variants", way, layout)
+            elif state == "variants":
                 for other in self.variants(layout):
-                    self._push(self.least_seconds(other, MOST_OF_BUBBLE * self._bubble(other)), "variant", way, other)
-            elif state == "variant":
-                self._push(self.seconds(layout), "timed", way, layout)
+                    self._push(self.seconds(other), "timed", way, other)
             else:
                 self.harder(way, layout, self.checkpointing[0])
-
-    def _bubble(self, layout: Layout) -> float:
-        micro = pipelines.needed(layout, self.batches_of(layout).count)
-        return bubble_share(layout.schedule, layout.pipeline, stages_per_process(layout), micro)
 
     def harder(self, way: int, layout: Layout, first: str = "") -> None:
         """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
@@ -401,6 +426,11 @@ class Space:
         if c.fits:
             c.time = step_time(engine.work_of(processes), self.cluster)
         return c
+
+
+def _width(layout: Layout) -> int:
+    """Bytes of a weight."""
+    return 2 if layout.precision.startswith("pure_") else 4
 
 
 def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:

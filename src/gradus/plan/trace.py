@@ -36,6 +36,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import cast, fake_world
 from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.pipeline import Stage
+from gradus.parallel.precision import Precision
 from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
 from gradus.patch import replaced
@@ -53,7 +54,6 @@ from gradus.torch_private import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from gradus.train.precision import Precision
 from gradus.train.step import Stepper
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}

@@ -23,6 +23,7 @@ from gradus.errors import UserError, did_you_mean, either
 from gradus.infer import ModelSource, engines, find
 from gradus.infer.checked import verdict
 from gradus.infer.compiled import other_dtype
+from gradus.parallel.device import pick_device
 from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.proof import results
 from gradus.proof.harness import exit_code, run
@@ -32,7 +33,6 @@ from gradus.proof.study_rows import conditions_of
 from gradus.proof.study_store import Sample, StudyStore
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
-from gradus.train.precision import pick_device
 
 LENGTHS, NEW = (128, 512), 64
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}

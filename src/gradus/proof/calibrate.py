@@ -35,7 +35,9 @@ from gradus.measure import collectives
 from gradus.parallel import status
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
+from gradus.parallel.device import pick_device
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.precision import Precision
 from gradus.parallel.processes import run_program
 from gradus.patch import replaced
 from gradus.plan import batches, tables
@@ -56,7 +58,6 @@ from gradus.proof.memory_budget import coarse_name, device_of
 from gradus.proof.timing import BUSY, OtherPrograms
 from gradus.recipe import presets, schema
 from gradus.train import machine
-from gradus.train.precision import Precision, pick_device
 from gradus.train.session import Session
 from gradus.train.step import Stepper
 

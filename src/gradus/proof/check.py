@@ -40,7 +40,7 @@ from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
 from gradus.text import fold
 from gradus.train.loop import Trainer
-from gradus.train.schedule import learning_rate
+from gradus.train.schedule import rate_of
 from gradus.train.session import Session, open_for, open_session
 
 TARGETS = {"label", "labels", "targets"}
@@ -209,7 +209,7 @@ class SessionChecks:
         """The highest learning rate of the run."""
         r, last = self.recipe, self.trainer.last_step
         steps = np.unique(np.linspace(1, last, 200).astype(int)).tolist()
-        return max(learning_rate(r.schedule, r.optimizer.lr, step, last, r.model.d_model) for step in steps)
+        return max(rate_of(r, step, last) for step in steps)
 
     def sums(self, batch: dict[str, Any], task: Task | None = None) -> dict[str, Tensor]:
         """Kind of target → sum of its losses."""

@@ -14,7 +14,7 @@ from gradus.hardware.units import quantity
 from gradus.parallel import check
 from gradus.parallel.mesh import needed
 from gradus.parallel.processes import run_group
-from gradus.parallel.world import World
+from gradus.parallel.world import World, meet
 from gradus.plan import batches
 from gradus.plan.engine import Memory
 from gradus.proof import results
@@ -90,6 +90,7 @@ def measured_step(recipe: Recipe, folder: str, world: World) -> dict[str, float]
     need: of a GPU all that is used of it; of a CPU the resident memory of the process, before the profiler that counts
     its tensors.
     """
+    meet(world, recipe.layout)
     session = open_session(recipe, None, world)
     resident = machine.resident()
     trainer = Trainer(session, session.lay_out(), Path(folder))

@@ -13,8 +13,8 @@ import torch
 from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.parallel.mesh import DATA, sizes
 from gradus.plan.engine import Memory, plan_memory
+from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Recipe
 from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
@@ -89,11 +89,6 @@ def capacity(device: torch.device) -> int:
 # ---------------------------------------------------------------- what fits
 
 
-def data_parallel_size(recipe: Recipe, processes: int) -> int:
-    """The number of processes, or groups of them, that each take their own part of a batch."""
-    return math.prod(sizes(recipe.layout, processes)[axis] for axis in DATA)
-
-
 def local_batch(recipe: Recipe, processes: int, task: Task | None) -> int:
     """Samples of a step that one process takes, at most."""
     samples = recipe.batch.samples
@@ -101,7 +96,7 @@ def local_batch(recipe: Recipe, processes: int, task: Task | None) -> int:
         samples = max(len(batch) for batch in task.plan("train", None, recipe.batch.tokens).epoch(0))
     elif task is not None:
         samples = min(samples, len(task.splits["train"]))
-    return -(-samples // data_parallel_size(recipe, processes))
+    return -(-samples // data_parallel_size(recipe.layout, processes))
 
 
 def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
@@ -113,7 +108,8 @@ def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
 def with_micro_batch(recipe: Recipe, k: int, processes: int, share: int) -> Recipe:
     """The recipe with micro-batches of k samples. Where k is more than `share`, a process's part of the batch, the
     batch grows until each process has k."""
-    larger = {"batch": {"samples": k * data_parallel_size(recipe, processes), "tokens": None}} if k > share else {}
+    samples = k * data_parallel_size(recipe.layout, processes)
+    larger = {"batch": {"samples": samples, "tokens": None}} if k > share else {}
     return changed(recipe, layout={"micro_batch": k}, **larger)
 
 

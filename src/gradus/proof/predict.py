@@ -22,11 +22,11 @@ from gradus.plan.figures import figure
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.proof.memory_budget import MemoryBudget, budget_of, data_parallel_size, suggested_fix
+from gradus.proof.memory_budget import MemoryBudget, budget_of, suggested_fix
+from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, size
-from gradus.train.schedule import total_steps
 from gradus.train.session import Session
 
 MEASURED_STEP = 3  # of a start: the first two set things up (DDP its buckets in the second)
@@ -67,20 +67,15 @@ def case_of(session: Session, position: tuple[int, int] = (0, 0), local_processe
 
 def batches_of(session: Session, position: tuple[int, int]) -> tuple[int | None, list[Batch] | None]:
     """(the step of this start that will be measured, its micro-batches on rank 0)."""
-    loader, (epoch, step) = session.loader(), position
-    plan = loader.plan
-    if epoch < 100:
-        steps_before = step + sum(len(plan.epoch(e)) for e in range(epoch))
-    else:
-        steps_before = step + epoch * plan.steps_per_epoch
-    steps_left = total_steps(session.recipe, plan) - steps_before
+    (epoch, step), order = position, session.steps.order
+    steps_left = session.steps.total - order.steps_before(epoch) - step
     if steps_left < 2:  # the first step of all finds no optimizer state yet
         return None, None
     number = min(MEASURED_STEP, steps_left)
     step += number - 1
-    while step >= (length := len(plan.epoch(epoch))):
+    while step >= (length := len(order.epoch(epoch))):
         epoch, step = epoch + 1, step - length
-    return number, next(loader.steps(epoch, step)).micro_batches
+    return number, session.loader.look(epoch, step).micro_batches
 
 
 def predict(case: Case) -> Predicted:
@@ -145,7 +140,7 @@ def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
     """The plan is of training. An evaluation keeps nothing for a backward pass, so it takes less of as many samples;
     not of many more."""
     recipe, budget = case.recipe, case.budget
-    training_share = -(-(recipe.batch.samples or 64) // data_parallel_size(recipe, budget.processes))
+    training_share = -(-(recipe.batch.samples or 64) // data_parallel_size(recipe.layout, budget.processes))
     evaluated = recipe.evaluate.batch or recipe.layout.micro_batch or training_share
     trained = max(len(next(v for v in batch.values() if isinstance(v, Tensor))) for batch in largest)
     if "valid" in budget.task.splits and evaluated > 2 * trained:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
+from gradus.measure.flops import for_run
 from gradus.parallel import world as worlds
 from gradus.parallel.processes import Fault
 from gradus.proof.calibrate import calibrate_once
@@ -28,7 +29,8 @@ from gradus.proof.step_memory import memory_of_step
 from gradus.rows import Row, as_lines, read_rows
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
-from gradus.train.run import Plan
+from gradus.train.resolve import RunContext
+from gradus.train.run import Outcome, Plan, start
 from gradus.train.session import Session
 
 FIRST_STEPS = 5  # of a start: their times do not count
@@ -75,11 +77,11 @@ class Energy(NamedTuple):
 
 
 class Proof(Plan):
-    """The plan of a run of `gradus train` and its measurement. A plan that fails is told in one line, and the run goes
-    on."""
+    """The plan of a run of `gradus train` and its measurement, around the whole of it. A plan that fails is told in one
+    line, and the run goes on."""
 
-    def __init__(self, force: bool = False):
-        self.force = force
+    def __init__(self, force: bool = False, world: worlds.World = worlds.World()):
+        self.force, self.world = force, world
         self.planner: Planner | None = None
         self.predicted: Predicted | None = None
         self.measured: list[Row] = []
@@ -92,18 +94,19 @@ class Proof(Plan):
 
     # ------------------------------------------------------------ before
 
-    @contextlib.contextmanager
-    def ready(self, world: worlds.World) -> Iterator[None]:
-        with self.opened:
-            if world.first and self.planner is None:  # it begins once: not again when the processes have met
-                with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
-                    self.planner = self.opened.enter_context(Planner())
-            yield
+    def __enter__(self) -> Proof:
+        """Before the processes meet."""
+        if self.world.first:
+            with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
+                self.planner = self.opened.enter_context(Planner())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.opened.close()
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
         world = session.mesh.world
-        verdict = self._predict(session, position) if world.first else None
-        refusal, self.step = worlds.from_first(verdict) if world.size > 1 else verdict
+        refusal, self.step = worlds.from_first(self._predict(session, position) if world.first else None)
         if refusal and not self.force:
             raise UserError(f"{refusal.removesuffix('.')}, or start anyway with --force.")
         if refusal and world.first:
@@ -196,7 +199,7 @@ class Proof(Plan):
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
         own_energy = self.energy._replace(source=self.meter.source) if self.meter else None
         self.opened.close()
-        energies = [energy for energy in trainer.parallel.collect(own_energy) if energy]
+        energies = [energy for energy in worlds.gathered(own_energy) if energy]
         if not trainer.parallel.mesh.world.first:
             return []
         if trainer.progress.step == trainer.start_step:  # of a run that had ended before
@@ -224,6 +227,14 @@ class Proof(Plan):
         with contextlib.suppress(UserError):
             return _compared(*files_of(folder), summary)
         return []
+
+
+def train_and_prove(
+    name: str, overrides: list[str], context: RunContext, *, force: bool = False, **options: Any
+) -> Outcome:  # fmt: skip
+    """`train.run.start` of a run that is planned before and measured beside. force: also where it will not fit."""
+    with Proof(force, context.world) as proof:
+        return start(name, overrides, context, plan=proof, flops=for_run, **options)
 
 
 def energy_rows(energies: Sequence[Energy]) -> Iterator[Row]:

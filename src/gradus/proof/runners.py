@@ -19,7 +19,7 @@ from gradus.errors import UserError
 from gradus.measure.profile import endless
 from gradus.parallel import status
 from gradus.parallel.traffic import collective
-from gradus.parallel.world import World
+from gradus.parallel.world import World, meet
 from gradus.plan import batches
 from gradus.proof.step_memory import memory_of_step
 from gradus.proof.timing import Subject, Timed, Window, peak_of_one_more, time_it
@@ -34,6 +34,7 @@ PROFILED = 3  # steps whose collectives are timed by name
 def train_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: World) -> Timed:
     """Steps of the recipe's training, in one of `world.size` processes that all call this. Collective. Writes
     nothing."""
+    meet(world, recipe.layout)
     session = open_session(recipe, None, world)
     parallel, traffic = session.lay_out(), TrafficCount()
     trainer = Trainer(session, parallel, Path(os.devnull), [traffic])
@@ -97,6 +98,7 @@ def load_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: W
         nonlocal samples
         samples += batch.samples
 
+    meet(world, recipe.layout)
     with loading(open_session(recipe, None, world)) as source:
         return time_it(Subject(lambda: next(source), step, lambda: samples), window)
 
@@ -105,7 +107,7 @@ def load_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: W
 def loading(session: Session) -> Iterator[Iterator[Step]]:
     """The steps of the recipe's loader as fast as it makes them: those fetched beforehand are gone."""
     data = session.recipe.data
-    with contextlib.closing(session.loader(data)) as loader:
+    with contextlib.closing(session.loader) as loader:
         source = endless(loader)
         for _ in range(1 + data.workers * data.prefetch):
             next(source)

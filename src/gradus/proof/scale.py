@@ -21,7 +21,8 @@ import torch
 from gradus.errors import UserError
 from gradus.limits import processors
 from gradus.parallel import world as worlds
-from gradus.parallel.mesh import DATA, needed, sizes
+from gradus.parallel.device import enough_devices, pick_device
+from gradus.parallel.mesh import needed, sizes
 from gradus.parallel.replicate import POWERSGD_START
 from gradus.proof import results
 from gradus.proof.harness import run
@@ -29,12 +30,12 @@ from gradus.proof.memory_budget import changed
 from gradus.proof.study import Configuration, Study
 from gradus.proof.study_store import StudyStore, middle_of
 from gradus.proof.timing import PARTS, SPENT, Timed
+from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 from gradus.text import in_unit, milliseconds
 from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
-from gradus.train.precision import enough_devices, pick_device
 
 SHOWN = (
     "samples_per_s", "speed_up", "efficiency", "time/step", "memory/process", "memory/device", "traffic/sent", "loss",
@@ -53,11 +54,10 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False) -> Recipe:
     layout, changes = recipe.layout, {}
     if layout.threads is None and pick_device(layout.device).type == "cpu":
         changes["threads"] = 1
-    axes = sizes(layout, n)
-    if axes["replicate"] == 1:
+    if sizes(layout, n)["replicate"] == 1:
         changes |= without_replicas(layout)
     r = changed(recipe, layout=changes)
-    k = math.prod(axes[axis] for axis in DATA)
+    k = data_parallel_size(layout, n)
     if not weak or k == 1:
         return r
 

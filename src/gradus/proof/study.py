@@ -15,12 +15,12 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel import check
+from gradus.parallel.device import pick_device
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.step import step_time
 from gradus.proof import timing
 from gradus.proof.memory_budget import changed
 from gradus.recipe.schema import Recipe
-from gradus.train.precision import pick_device
 
 Values = dict[str, tuple[float, str]]  # name → value, unit
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from gradus.recipe.conflicts import Problem, conflicts
-from gradus.recipe.schema import MODELS, TASKS, Section
+from gradus.recipe.schema import MODELS, TASKS, Recipe, Section
 
 # Derived values: the key → the value that it is clamped to where a later layer lowers its limit.
 CLAMPED: dict[str, Callable[[int], int]] = {
@@ -47,6 +47,16 @@ def changed(sections: Mapping[str, Any]) -> set[str]:
     sections = {name: section for name, section in sections.items() if isinstance(section, Section)}
     fields = ((name, key, f) for name, s in sections.items() for key, f in type(s).model_fields.items())
     return {*sections, *(f"{name}.{key}" for name, key, f in fields if getattr(sections[name], key) != f.default)}
+
+
+def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
+    """The recipe, for a run of so many steps: a warm-up that is not shorter is clamped. Not noam's, whose length sets
+    the highest rate."""
+    schedule, end = recipe.schedule, recipe.schedule.end_step or last_step
+    if schedule.name == "noam" or schedule.warmup_steps < end:
+        return recipe
+    shorter = schedule.model_copy(update={"warmup_steps": CLAMPED["schedule.warmup_steps"](end)})
+    return recipe.model_copy(update={"schedule": shorter})
 
 
 # ---------------------------------------------------------------- task, model, data

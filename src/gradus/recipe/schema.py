@@ -502,7 +502,6 @@ class SGD(Section):
     name: Literal["sgd"] = "sgd"
     lr: Rate  # learning rate, times what the schedule says
     momentum: Fraction = 0.0  # share of the last step that is kept
-    nesterov: bool = False  # Nesterov momentum
     weight_decay: NonNegativeFloat = 0.0  # of matrices, added to the gradient
 
 
@@ -620,6 +619,13 @@ class Layout(Section):
     diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
     timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before the run fails
 
+    @property
+    def stages_per_process(self) -> int:
+        """Stages of the pipeline that a process has."""
+        if self.pipeline <= 1:
+            return 1
+        return self.stages or (2 if self.schedule in ("interleaved", "zero_bubble") else 1)
+
 
 def right_name(text: str) -> str:
     """The nearest name that a recipe may have: what may not stand in it becomes -."""
@@ -691,7 +697,7 @@ class Recipe(Section):
     log: Log = Log()  # what is written
 
 
-def family_of(config: type[ModelConfig]) -> str:
+def family_name(config: type[ModelConfig]) -> str:
     """The family that a class configures. Raises TypeError for one without a family or task."""
     name = config.model_fields["family"].default if "family" in config.model_fields else None
     if not isinstance(name, str) or not config.learns:
@@ -700,8 +706,8 @@ def family_of(config: type[ModelConfig]) -> str:
 
 
 def register_model(config: type[ModelConfig]) -> None:
-    """Let `model.family` of a recipe be that of this class too. Raises TypeError as `family_of`, or if it is taken."""
-    name = family_of(config)
+    """Let `model.family` of a recipe be that of this class too. TypeError as in `family_name`, or if it is taken."""
+    name = family_name(config)
     if MODELS.get(name) is config:
         return
     if name in MODELS:

@@ -103,10 +103,10 @@ class Copy(SequenceToSequence):
         copies = self.decode(model, sources)
         return [f"{' '.join(map(str, s))}  →  {' '.join(map(str, c))}" for s, c in zip(sources, copies)]
 
-    def untrained(self, n: int = 10) -> list[str]:
-        """Greedy decodes of 1 2 3 ... from symbol 0 by `n` untrained models, each from its own seed."""
+    def untrained(self) -> list[str]:
+        """Greedy decodes of 1 2 3 ... from symbol 0 by ten untrained models, each from its own seed."""
         source, lines = list(range(1, self.task.n_symbols))[: self.task.length], []
-        for seed in range(n):
+        for seed in range(10):
             torch.manual_seed(seed)
             model = models.build(self.recipe.model).eval()
             lines.append(" ".join(map(str, complete(model, [[0]], sources=[source], max_new=len(source))[0])))
@@ -178,9 +178,9 @@ class Translation(SequenceToSequence):
         import sacrebleu
 
         references = list(self.corpora[split][1])
-        chosen = getattr(self.splits[split], "chosen", range(len(written)))
+        samples = getattr(self.splits[split], "indices", range(len(written)))  # of a Part: which of the lines they are
         hypotheses = [written[i] for i in range(len(written))]
-        return {"bleu": sacrebleu.corpus_bleu(hypotheses, [[references[i] for i in chosen]]).score}
+        return {"bleu": sacrebleu.corpus_bleu(hypotheses, [[references[i] for i in samples]]).score}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
         split = "test" if "test" in self.splits else "valid"

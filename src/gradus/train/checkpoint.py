@@ -32,9 +32,9 @@ from gradus.models.weights import checksums, some
 from gradus.parallel import qat
 from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
+from gradus.parallel.precision import Precision
 from gradus.train.log import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
-from gradus.train.precision import Precision
 
 
 def rng_state(device: torch.device, rank: int) -> dict[str, Tensor]:
@@ -53,22 +53,6 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
     setters["cuda"] = lambda value: torch.cuda.set_rng_state(value, device)
     for key, value in state.items():
         setters[key.split(".")[1]](value)
-
-
-def damage(folder: Path, needs: str = "training.json", rank: int = 0, size: int = 1) -> str | None:
-    """What is wrong with a checkpoint or kept weights on the disk, in words; None: nothing. needs: a file that must be
-    there. Each of `size` processes checks its share."""
-    try:
-        sums = checksums.read(folder)
-        if sums is None:
-            return f"{checksums.FILE} is missing"
-        if needs not in sums:
-            return f"{checksums.FILE} does not list {needs}"
-        return checksums.damage(folder, sums, sorted(sums)[rank::size])
-    except ValueError:
-        return f"{checksums.FILE} is not readable"
-    except OSError as e:
-        return f"{checksums.FILE} cannot be read ({e.strerror})"
 
 
 class Checkpoints:
@@ -93,8 +77,10 @@ class Checkpoints:
         None where there is no checkpoint. Raises UserError where there are some and none is whole. Collective.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(worlds.gathered(self.steps())[0]):
-            problem = next(filter(None, worlds.gathered(damage(path, "training.json", *_place()))), None)
+        rank, size = _place()
+        for path in reversed(worlds.from_first(self.steps())):
+            own = checksums.damage(path, lambda names: names[rank::size], needs="training.json")
+            problem = next(filter(None, worlds.gathered(own)), None)
             if problem is None:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
@@ -229,13 +215,13 @@ class Checkpoints:
         None where none were evaluated by it. higher: whether that is better.
         Damaged ones are named and kept under another name. The same on every process. Collective.
         """
-        return worlds.gathered(self._find_best(metric, higher) if _place()[0] == 0 else None)[0]
+        return worlds.from_first(self._find_best(metric, higher) if _place()[0] == 0 else None)
 
     def _find_best(self, metric: str, higher: bool) -> dict[str, Any] | None:
         candidates: list[tuple[float, int, Path]] = []
         link = self.folder / "best"
         for folder in sorted(self.folder.glob("best-step-*")):
-            if problem := damage(folder, "best.json"):
+            if problem := checksums.damage(folder, needs="best.json"):
                 if link.resolve() == folder.resolve():
                     link.unlink()
                 print(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}", flush=True)

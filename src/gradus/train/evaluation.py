@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from gradus.data.loader import Loader
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA
+from gradus.parallel.precision import Precision
+from gradus.parallel.world import gathered
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.hooks import Hook
 from gradus.train.metrics import so_far
-from gradus.train.precision import Precision
 from gradus.train.signals import Cut
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ def evaluate(
                     if each is not None:
                         each.append(batch_sums)
             sums: dict[str, list[float]] = {}
-            for of_process in parallel.collect(totals):
+            for of_process in gathered(totals):
                 _add(sums, of_process)
             metrics = task.metrics({name: total / max(1, count) for name, (total, count) in sums.items()}, split)
             if writes:
                 with precision.autocast():
                     own = task.decode_split(whole, split, mesh.world.rank, mesh.world.size)
-                written = {i: text for part in parallel.collect(own) for i, text in part.items()}
+                written = {i: text for part in gathered(own) for i, text in part.items()}
                 metrics |= task.decoded_metrics(written, split)
     finally:
         model.train(was_training)

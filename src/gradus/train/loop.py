@@ -18,7 +18,7 @@ from gradus.train.checkpoint import Checkpoints
 from gradus.train.clock import Clock
 from gradus.train.hooks import Hook
 from gradus.train.local import LocalSync
-from gradus.train.schedule import learning_rate, total_steps
+from gradus.train.schedule import rate_of
 from gradus.train.signals import StopSignals
 from gradus.train.step import Progress, Stepper
 
@@ -49,8 +49,8 @@ class Trainer(Stepper):
         self.model, self.folder = self.parallel.bare, folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
-        self.loader = session.loader(recipe.data)
-        self.last_step = total_steps(recipe, self.loader.plan)
+        self.loader = session.loader
+        self.last_step = session.steps.total
         self.start_step = 0  # where this start began
         self.epoch_steps = 0  # of the epoch under way
         self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of
@@ -89,9 +89,8 @@ class Trainer(Stepper):
 
     def take(self, step: Step) -> Taken:
         """One step of a run, and the count of it in `progress`."""
-        p, recipe = self.progress, self.recipe
-        schedule, d_model = recipe.schedule, recipe.model.d_model
-        rate = learning_rate(schedule, recipe.optimizer.lr, p.step + 1, self.last_step, d_model)
+        p = self.progress
+        rate = rate_of(self.recipe, p.step + 1, self.last_step)
         for group in self.optimizer.param_groups if self.optimizer else ():
             group["lr"] = rate
         with self.clock.count("train"):

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from gradus import __version__, limits
+from gradus.parallel.world import LARGE_PAGES
 
 KERNEL_CACHES = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}  # shapes; 1 to 2 MB each
-LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # of PyTorch, which reads it at its first tensor
 LARGE_PAGE = 1 << 21  # bytes
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "pydantic", "transformers", "mpi4py", "nvidia-ml-py")
 LAUNCHERS = ("torchrun", "mpirun", "srun")

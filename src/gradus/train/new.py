@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from gradus import files, models, tasks
+from gradus import files, limits, models, tasks
 from gradus.data.corpus import Corpus
 from gradus.data.images import LazyImages
 from gradus.data.readers import expanded
@@ -24,7 +24,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.train import resolve
 from gradus.train.inspect_data import WHAT, DataSummary, look
 from gradus.train.schedule import fine_tuning_rate
-from gradus.train.session import derive, open_session
+from gradus.train.session import Session, open_session
 
 Sections = dict[str, dict[str, Any]]  # of a recipe
 
@@ -56,11 +56,11 @@ def new(
     yield from map(printable, facts.lines())
     _fit_to(sections, facts, config)
     session = open_session(_recipe(target, sections))
-    derived = derive(session)
-    minutes = _steps(sections, session.recipe, derived, facts, init is not None)
+    counts = models.count(session.recipe.model)
+    minutes = _steps(sections, session, counts, facts, init is not None)
     steps, samples = sections["train"]["steps"], sections["batch"]["samples"]
     family, minutes = session.recipe.model.family, max(1, round(minutes))
-    about = f"{derived['parameters'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples; "
+    about = f"{counts['total'] / 1e6:,.1f} M parameters, {steps:,} steps of {samples} samples; "
     about += f"about {minutes} minute{'s' if minutes > 1 else ''} on two CPU cores (an estimate)"
     what = printable(f"{Path(summary.data['path']).name}: {WHAT[summary.kind]}, for {family}")
     commands = [f"  gradus {verb} {target.name}" for verb in ("check", "train", "plan")]
@@ -206,7 +206,7 @@ def _normalisation(init: str) -> dict[str, list[float]]:
     file = models.locate(init) / "preprocessor_config.json"
     if not file.is_file():
         return {}
-    settings = models.weights.read_json(file)
+    settings = limits.read_object(file)
     values = {key: settings.get(f"image_{key}") for key in ("mean", "std")}
     return values if all(isinstance(v, list) for v in values.values()) else {}
 
@@ -234,18 +234,17 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
     sections["batch"]["samples"] = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
 
 
-def _steps(sections: Sections, recipe: Recipe, derived: dict[str, Any], facts: Facts, tuned: bool) -> float:
+def _steps(sections: Sections, session: Session, counts: dict[str, int], facts: Facts, tuned: bool) -> float:
     """Set how long to train, so that it is minutes; returns how many."""
-    kind, m = facts.summary.kind, recipe.model
+    kind, m = facts.summary.kind, session.recipe.model
     if kind == "images":
         length = (m.image_size // m.patch_size) ** 2 + 1
     else:
         length = facts.task.seq_len if kind == "text" else float(facts.lengths().mean()) + 2
-    counts = derived["parameters_by_component"]
     weights = counts["attention"] + counts["feedforward"]
     weights += m.vocab_size * m.d_model if kind in ("text", "pairs") else 0
     seconds = 0.02 + 6 * weights * length * sections["batch"]["samples"] / SPEED
-    epoch = derived["steps_per_epoch"]
+    epoch = session.steps.order.steps_per_epoch
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
     steps = max(20, round(steps, -1 if steps < 100 else -2))
     sections["train"]["steps"] = steps

@@ -29,9 +29,7 @@ def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer)
         return None
     fused = all(p.device.type in ("cpu", "cuda", "mps") for _, p in named)
     if config.name == "sgd":
-        optimizer = torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
-        )
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
         # the fused kernel allocates these without a value, which stays if step 1 is skipped
         for p in (p for _, p in named if config.momentum):
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

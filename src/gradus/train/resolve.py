@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any
 from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
-from gradus.parallel import world as worlds
 from gradus.parallel.world import World
-from gradus.recipe.axes import DATA, needed, sizes
+from gradus.recipe.axes import data_parallel_size, needed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.recipe.training_args import from_training_args
-from gradus.train.precision import meet
 
 Notes = list[str]
 
@@ -49,10 +46,10 @@ class RunContext:
         return recipe
 
 
-def load_and_print_notes(name: str, overrides: list[str], context: RunContext, quiet: bool = False) -> Recipe:
-    """The recipe of `load`. Its notes are printed to standard error, unless `quiet`."""
+def load_and_print_notes(name: str, overrides: list[str], context: RunContext) -> Recipe:
+    """The recipe of `load`; rank 0 prints its notes."""
     recipe, notes = load(name, overrides, context)
-    for note in () if quiet else notes:
+    for note in notes if context.world.first else ():
         print(f"note: {note}", file=sys.stderr)
     return recipe
 
@@ -74,8 +71,7 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
     set_by_user = any(word.startswith("layout.micro_batch=") for word in overrides)
     if not (micro and samples) or n % needed(recipe.layout) or set_by_user:
         return recipe
-    processes = sizes(recipe.layout, n)
-    share = samples // math.prod(processes[axis] for axis in DATA)
+    share = samples // data_parallel_size(recipe.layout, n)
     if not 0 < share < micro:
         return recipe
     notes.append(f"layout.micro_batch={share} instead of {micro}: a process's share of batch.samples={samples}")
@@ -83,20 +79,15 @@ def _smaller_shares(recipe: Recipe, n: int, overrides: list[str], notes: Notes) 
 
 
 def run_to_auto_resume(name: str, overrides: list[str], context: RunContext) -> Path | None:
-    """The run that `--auto-resume` resumes; None where log.dir holds none yet. Rank 0 decides for all."""
-    recipe = load(name, overrides, context)[0]
-    if recipe.log.dir is None:
+    """The run that `--auto-resume` resumes; None where log.dir holds none yet."""
+    folder = load(name, overrides, context)[0].log.dir
+    if folder is None:
         raise UserError("--auto-resume: which run? Set log.dir=FOLDER, the same at every start.")
-    exists = (Path(recipe.log.dir) / "recipe.yaml").exists()
-    if context.world.size > 1:
-        meet(recipe.layout, context.world)
-        exists = worlds.from_first(exists)
-    return Path(recipe.log.dir) if exists else None
+    return Path(folder) if (Path(folder) / "recipe.yaml").exists() else None
 
 
 def run_to_resume(name: str, overrides: list[str], context: RunContext | None = None) -> Path:
     """The run folder that `--resume` means: RECIPE itself, else log.dir, else the newest run of that recipe."""
-    name = files.run_of(name)
     if (Path(name) / "recipe.yaml").exists():
         folder = dict(o.split("=", 1) for o in overrides if "=" in o).get("log.dir")
         if folder is not None and Path(folder).resolve() != Path(name).resolve():

@@ -12,7 +12,7 @@ from gradus.errors import UserError
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
 from gradus.train.checkpoint import Checkpoints
-from gradus.train.schedule import learning_rate, total_steps
+from gradus.train.schedule import rate_of
 from gradus.train.session import Session
 
 
@@ -76,9 +76,8 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
     before: the recipe as the run stored it. stated: the user gave a length. Raises UserError where no step would be
     left.
     """
-    now, task = session.recipe, session.task
-    plan = task.plan("train", now.batch.samples, now.batch.tokens)
-    was, last = total_steps(before, plan), total_steps(now, plan)
+    now, last = session.recipe, session.steps.total
+    was = session.steps.order.total_steps(before.train)
     key = "steps" if now.train.steps is not None else "epochs"
     setting = f"train.{key}={getattr(now.train, key)}"
     more = f"Give more than {taken}: train.steps={2 * taken}, say, or start another run without --resume."
@@ -88,16 +87,11 @@ def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | 
         raise UserError(f"--resume: {setting}: the run is finished, all its {taken} steps are taken. {more}")
     if last == was:
         return None
-    schedule, next_step = now.schedule, taken + 1
-
-    def rate(step: int, last_step: int) -> str:
-        return f"{learning_rate(schedule, now.optimizer.lr, step, last_step, now.model.d_model):.2e}"
-
+    schedule, rate = now.schedule, rate_of(now, taken + 1, last)
     moves = schedule.name in ("linear", "cosine") and schedule.end_step is None
     stays = "does not change" + (f": it ends at step {schedule.end_step}" if schedule.end_step else "")
-    rates = f"goes from {rate(taken, was)} (step {taken}) to" if taken else "is"
+    rates = f"goes from {rate_of(now, taken, was):.2e} (step {taken}) to" if taken else "is"
     return (
         f"{was} steps become {last}, {taken} of them taken; the schedule ({schedule.name}) "
-        f"{f'now ends at step {last}' if moves else stays}; the learning rate {rates} {rate(next_step, last)} "
-        f"(step {next_step})"
+        f"{f'now ends at step {last}' if moves else stays}; the learning rate {rates} {rate:.2e} (step {taken + 1})"
     )

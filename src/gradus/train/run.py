@@ -14,13 +14,13 @@ import torch
 
 from gradus import files, models
 from gradus import recipe as recipes
-from gradus.errors import UserError, colour
+from gradus.errors import EnvironmentFault, UserError, colour
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
 from gradus.parallel.status import Status, has_parent, typed, watched
 from gradus.parallel.world import World
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import Layout, Recipe
 from gradus.text import count
 from gradus.train import resolve
 from gradus.train.clock import MEASURES, begin_run, peaks
@@ -28,8 +28,8 @@ from gradus.train.evaluation import Evaluation
 from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, environment, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
+from gradus.train.machine import bf16_units
 from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
-from gradus.train.precision import emulated, meet
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
@@ -51,10 +51,6 @@ class Plan(Hook):
     """What foresees a run and follows it; handed in from above (proof.prove.Proof). This one foresees nothing."""
 
     step: int | None = None  # of this start, that is measured
-
-    def ready(self, world: World) -> contextlib.AbstractContextManager:
-        """The context around a whole run, from before the processes join."""
-        return contextlib.nullcontext()
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
         """Before the model is built; the run begins at `position` (epoch, step within it). Collective.
@@ -81,11 +77,10 @@ def train(
     if not begin_run() and world.first:
         print("note: this process has trained before: its peak of memory may be of then", flush=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(plan.ready(world))
-        check.validate(recipe, world.size)
-        if world.size > 1:
-            meet(recipe.layout, world)
         folder = stack.enter_context(_own_folder(recipe, resume, world))
+        check.validate(recipe, world.size)
+        for place in (folder, folder / "checkpoints") if world.first else ():
+            files.sweep(place, locked=True)
         status = stack.enter_context(Status(folder, world))
         stack.enter_context(watched(folder, world, passing=(Stopped,)))
 
@@ -93,21 +88,22 @@ def train(
         status.at("opening the data")
         session = open_session(recipe, start.tokenizers, world)
         extended = extend(start.before, session, start.step, longer) if start.before else None
-        derived = derive(session)
-        if world.first:
-            _print_run(session, derived, extended, resume is None)
+        _print_run(session, extended, resume is None)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
         new = session.deferred(values=start.checkpoint is None)
         _write_folder(folder, session, start, extended is not None)
         if world.first:
-            if start.step < derived["steps"]:  # else the run has ended, and what was planned and measured stays
+            if start.step < session.steps.total:  # else the run has ended, and what was planned and measured stays
                 plan.begin(folder)
             _print_model(session, new.report, resume is None)
         per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
         status.at("the laying out of the model")
-        trainer = Trainer(session, session.lay_out(new), folder)
+        parallel = session.lay_out(new)
+        if start.before is None and world.first:
+            files.link_latest(folder, Path("runs", recipe.name))
+        trainer = Trainer(session, parallel, folder)
         trainer.at = status.at
         if resume:
             status.at("the loading of a checkpoint")
@@ -116,7 +112,7 @@ def train(
                 print(f"resumed from {start.checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
 
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
-        with _full_memory_as_user_error(trainer, derived["micro_batch"]):
+        with _full_memory_as_user_error(trainer, session.steps.micro_batch):
             with trainer.signals.noted():  # from before metrics.jsonl is there, by which others see that the run is on
                 own: list[RunLog | Sampler] = [Sampler(trainer.device)]
                 if world.first:
@@ -125,7 +121,7 @@ def train(
                 traffic = TrafficCount(plan.step or COUNTED_STEP)
                 trainer.hooks[:0] = [*opened, plan, traffic, metrics, *hooks, evaluation, Saving(metrics)]
                 trainer.run()
-            return Outcome(folder, finish(trainer, evaluation, derived), trainer)
+            return Outcome(folder, finish(trainer, evaluation, session), trainer)
 
 
 def start(
@@ -134,21 +130,21 @@ def start(
 ) -> Outcome:  # fmt: skip
     """`train` of the recipe, or of the run, that a command line means; options: its plan, flops and hooks. auto_resume:
     resume where log.dir holds a run already."""
-    folder, world = None, context.world
-    with options["plan"].ready(world):  # before the processes meet, which they do to find the run too
-        if resume:
-            folder = resolve.run_to_resume(name, overrides, context)
-        elif auto_resume:
-            folder = resolve.run_to_auto_resume(name, overrides, context)
-        context = dataclasses.replace(context, resuming=folder is not None)
-        recipe = resolve.load_and_print_notes(str(folder or name), overrides, context, quiet=not world.first)
-        longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
-        return train(recipe, resume=folder, world=world, longer=longer, **options)
+    folder = None
+    if resume:
+        folder = resolve.run_to_resume(name, overrides, context)
+    elif auto_resume:
+        folder = resolve.run_to_auto_resume(name, overrides, context)
+    context = dataclasses.replace(context, resuming=folder is not None)
+    recipe = resolve.load_and_print_notes(str(folder or name), overrides, context)
+    longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
+    return train(recipe, resume=folder, world=context.world, longer=longer, **options)
 
 
 @contextlib.contextmanager
 def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[Path]:
-    """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. Collective."""
+    """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. The processes meet here; all
+    go on with a run, or none."""
     with contextlib.ExitStack() as stack:
         folder, problem = resume or recipe.log.dir, None
         if world.first and not (has_parent() and folder):
@@ -156,14 +152,24 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
                 folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
             except UserError as e:
                 problem = str(e)
-        if world.first and folder and not problem:
-            for place in (Path(folder), Path(folder) / "checkpoints"):
-                files.sweep(place, locked=True)
-        if world.size > 1:
-            folder, problem = worlds.from_first((folder, problem))
+        worlds.meet(world, recipe.layout)
+        folder, problem, resumes = worlds.from_first((folder, problem, resume is not None))
         if problem:
             raise UserError(problem)
+        if resumes != (resume is not None):
+            seen = "a run that this process does not see" if resumes else "no run, and this process sees one"
+            raise EnvironmentFault(f"{folder}: rank 0 found {seen}. Let all hosts share log.dir, and start again.")
         yield Path(folder)
+
+
+def emulated(layout: Layout, device: torch.device) -> str | None:
+    """A note where this processor has no instructions for the layout's bf16."""
+    half = next((key for key in ("precision", "param_dtype") if (getattr(layout, key) or "").endswith("bf16")), None)
+    if half is None or device.type != "cpu" or bf16_units() is not False:
+        return None
+    slow = "this processor has no instructions for bf16, and may take many times as long as in fp32"
+    instead = "fp32" if half == "precision" else "null"
+    return f"note: layout.{half}={getattr(layout, half)}: {slow}. layout.{half}={instead} is faster here."
 
 
 @contextlib.contextmanager
@@ -187,7 +193,6 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         command = {"command": text} if (text := typed("train")) else {}
         write_json(folder / "environment.json", environment(session.device) | command)
         write_text(folder / "recipe.yaml", recipes.dump(session.recipe))
-        files.link_latest(folder, Path("runs", session.recipe.name))
     elif extended:
         (folder / "summary.json").unlink(missing_ok=True)  # of the shorter run
         length = {key: getattr(session.recipe.train, key) for key in LENGTH}
@@ -195,11 +200,13 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         write_text(folder / "recipe.yaml", recipes.dump(stored))
 
 
-def _print_run(session: Session, derived: dict[str, Any], extended: str | None, new: bool) -> None:
+def _print_run(session: Session, extended: str | None, new: bool) -> None:
     """Print what the run will do, and what its settings may cost."""
-    warning = too_high(session.recipe, derived["steps"]) if new else None
-    lines = (describe(derived), extended, warning, emulated(session.recipe.layout, session.device))
-    print("\n".join(filter(None, lines)), flush=True)
+    warning = too_high(session.recipe, session.steps.total) if new else None
+    slow = emulated(session.recipe.layout, session.device)
+    lines = (describe(derive(session)), extended, warning, slow)
+    if session.mesh.world.first:
+        print("\n".join(filter(None, lines)), flush=True)
 
 
 def _print_model(session: Session, report: LoadReport | None, new: bool) -> None:
@@ -212,7 +219,7 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
 
 def weights_line(recipe: Recipe, report: LoadReport) -> str:
     """What of `model.init` is used, and what of the model is new."""
-    line, theirs = f"weights from {recipe.model.init}", models.config_of(recipe.model.init)
+    line, theirs = f"weights from {recipe.model.init}", report.stored
     for what, names in (("new", report.new), ("unused", report.unused), ("interpolated", report.resized)):
         line += f"; {what}: {', '.join(names)}" if names else ""
     ours = getattr(recipe.task, "classes", None)
@@ -224,7 +231,7 @@ def weights_line(recipe: Recipe, report: LoadReport) -> str:
     return line
 
 
-def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) -> dict[str, Any]:
+def finish(trainer: Trainer, evaluation: Evaluation, session: Session) -> dict[str, Any]:
     """Last evaluation, samples, `summary.json`."""
     p, r, task, parallel = trainer.progress, trainer.recipe, trainer.task, trainer.parallel
     metrics = dict(p.last_evaluation)
@@ -237,7 +244,7 @@ def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) ->
                 shown = task.examples(model.eval(), r.evaluate.samples)
                 lines += ["", "samples after training:", *shown] if shown else []
                 model.train()
-    summary = summary_of(trainer, derived) | {"metrics": metrics}
+    summary = summary_of(trainer, session) | {"metrics": metrics}
     for hook in trainer.hooks:
         lines += hook.end(trainer, summary)
     if parallel.mesh.world.first:
@@ -247,20 +254,20 @@ def finish(trainer: Trainer, evaluation: Evaluation, derived: dict[str, Any]) ->
     return summary
 
 
-def summary_of(trainer: Trainer, derived: dict[str, Any]) -> dict[str, Any]:
+def summary_of(trainer: Trainer, session: Session) -> dict[str, Any]:
     """What summary.json holds beside the metrics. The clock's kinds stay separate: training is training. Collective."""
     p, r, seconds = trainer.progress, trainer.recipe, trainer.clock.seconds
     runtime = seconds["train"] + seconds["data"]
-    epochs = p.step / derived["steps_per_epoch"]
+    epochs = p.step / session.steps.order.steps_per_epoch
     best = {"metric": r.evaluate.best or f"valid/{trainer.task.best}", "value": p.best, "step": p.best_step}
     memory = peaks(trainer.device)
     return {
         "recipe": r.name,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "parameters": derived["parameters"],
-        "processes": derived["processes"],
-        "layout": derived["layout"],
-        **{f"memory_{MEASURES[name]}_per_rank": trainer.parallel.collect(value) for name, value in memory.items()},
+        "parameters": models.count(r.model)["total"],
+        "processes": session.mesh.world.size,
+        "layout": session.mesh.describe(),
+        **{f"memory_{MEASURES[name]}_per_rank": worlds.gathered(value) for name, value in memory.items()},
         "steps": p.step,
         "epoch": round(epochs, 4),
         "samples": p.samples,

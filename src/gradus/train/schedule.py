@@ -1,28 +1,13 @@
-"""How many steps a run has, and the learning rate of each."""
+"""The learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 
 from gradus import models
-from gradus.data.loader import Plan
 from gradus.recipe.schema import ModelConfig, Recipe, Schedule
 
 SMALL = 512  # d_model below which a pre-trained model takes a larger learning rate
-
-
-def total_steps(recipe: Recipe, plan: Plan) -> int:
-    """Optimizer steps of the whole run; part of an epoch counts its steps, rounded up."""
-    if recipe.train.steps is not None:
-        return recipe.train.steps
-    whole = int(recipe.train.epochs)
-    if plan.batch_samples is None:
-        steps = sum(len(plan.epoch(e)) for e in range(whole))
-    else:
-        steps = whole * plan.steps_per_epoch
-    rest = recipe.train.epochs - whole
-    # rounded first: 1.1 - 1 is a little more than 0.1
-    return steps + (math.ceil(round(rest * len(plan.epoch(whole)), 6)) if rest else 0) or 1
 
 
 def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_model: int) -> float:
@@ -45,14 +30,9 @@ def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_
     return base * (schedule.final + (1.0 - schedule.final) * fall)
 
 
-def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
-    """The recipe, for a run of so many steps: a warm-up that is not shorter becomes a tenth of it. Not noam's, whose
-    length sets the highest rate."""
-    schedule = recipe.schedule
-    if schedule.name == "noam" or schedule.warmup_steps < (schedule.end_step or last_step):
-        return recipe
-    shorter = schedule.model_copy(update={"warmup_steps": max(1, last_step // 10)})
-    return recipe.model_copy(update={"schedule": shorter})
+def rate_of(recipe: Recipe, step: int, last_step: int) -> float:
+    """`learning_rate` of a recipe's run of so many steps."""
+    return learning_rate(recipe.schedule, recipe.optimizer.lr, step, last_step, recipe.model.d_model)
 
 
 def fine_tuning_rate(config: ModelConfig) -> float:
@@ -65,7 +45,7 @@ def too_high(recipe: Recipe, last_step: int) -> str | None:
     the usual one for trained ones."""
     schedule, usual = recipe.schedule, fine_tuning_rate(recipe.model)
     peak = min(max(1, schedule.warmup_steps), last_step)
-    rate = learning_rate(schedule, recipe.optimizer.lr, peak, last_step, recipe.model.d_model)
+    rate = rate_of(recipe, peak, last_step)
     if recipe.model.init is None or recipe.optimizer.name == "sgd" or rate < 10 * usual:
         return None
     fix = f"optimizer.lr={usual:.0e}" + (" schedule.name=linear" if schedule.name == "noam" else "")

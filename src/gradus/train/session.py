@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from typing import Any
@@ -11,42 +12,58 @@ import torch
 from torch import nn
 
 from gradus import limits, models, tasks
-from gradus.data.loader import Loader
+from gradus.data.loader import Loader, Plan
 from gradus.errors import UserError, did_you_mean
 from gradus.models.values import Deferred
 from gradus.parallel import check
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
+from gradus.parallel.device import pick_device
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh, needed, single_process, sizes
+from gradus.parallel.precision import Precision
 from gradus.parallel.world import World
-from gradus.recipe.schema import DataConfig, Layout, Recipe
+from gradus.recipe.check import with_warmup_below
+from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
-from gradus.train.precision import Precision, meet, pick_device
-from gradus.train.schedule import learning_rate, total_steps, with_warmup_below
+from gradus.train.schedule import rate_of
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """How the training samples become the steps of a run, and a step the micro-batches of a process."""
+
+    order: Plan
+    total: int
+    samples: int  # of a step; where batch.tokens limits it, about so many
+    micro_batch: int  # samples at most
+    accumulation: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, order: Plan, processes: int) -> StepPlan:
+        """processes: those that see different samples."""
+        samples = min(recipe.batch.samples or max(1, round(order.n / order.steps_per_epoch)), order.n)
+        share = -(-samples // processes)
+        micro = min(recipe.layout.micro_batch or share, share)
+        return cls(order, order.total_steps(recipe.train), samples, micro, -(-share // micro))
 
 
 @dataclasses.dataclass
 class Session:
-    """A resolved recipe with its task, device and precision."""
+    """A resolved recipe with its task, device, precision, processes and steps."""
 
     recipe: Recipe
     task: Task
     device: torch.device
     precision: Precision
     mesh: Mesh
+    steps: StepPlan
 
     def deferred(self, values: bool = True) -> Deferred:
         """The model before it has memory, with the values it starts from: the paper's initialisation drawn from the
         recipe's seed, or `model.init`'s weights. values=False: none, since a checkpoint's will be read."""
         config, seed = self.recipe.model, self.recipe.train.seed
-        if not values:
-            start = Deferred(models.build(config, "meta"), None)
-        elif config.init is None:
-            start = models.deferred(config, seed)
-        else:
-            fields = {k: v for k, v in config.model_dump().items() if k not in ("family", "preset", "init")}
-            start = models.load_deferred(config.init, strict=False, seed=seed, **fields)
+        start = models.load_start(config, seed) if values else Deferred(models.build(config, "meta"), None)
         start.model.config = start.model.config.named(getattr(self.recipe.task, "classes", None))
         self.precision.cast(start.model)
         return start
@@ -70,22 +87,22 @@ class Session:
         parallel.bare.train()
         return parallel
 
-    def loader(self, loading: DataConfig | None = None) -> Loader:
-        """Of this process's share of the training samples, as the recipe batches them. loading: as Loader has it."""
-        r, task, mesh = self.recipe, self.task, self.mesh
-        plan = task.plan("train", r.batch.samples, r.batch.tokens)
-        place = {"rank": mesh.rank(*DATA), "world": mesh.size(*DATA), "micro_batch": r.layout.micro_batch}
-        return Loader(task.splits["train"], plan, task.collate, prepare=task.prepare, loading=loading, **place)
+    @functools.cached_property
+    def loader(self) -> Loader:
+        """Of this process's share of the training samples, as the recipe batches and loads them."""
+        r, task = self.recipe, self.task
+        place = {"rank": self.mesh.rank(*DATA), "world": self.mesh.size(*DATA), "micro_batch": r.layout.micro_batch}
+        more = {"prepare": task.prepare, "loading": r.data}
+        return Loader(task.splits["train"], self.steps.order, task.collate, **more, **place)
 
 
 def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = World()) -> Session:
-    """Join the other processes, open the data, complete the model's configuration from it, choose device and precision.
+    """Open the data, complete the recipe from it, choose device and precision, and count the steps.
 
-    Collective. Raises UserError for anything in the recipe that the data, the weights, this machine or the number of
-    processes cannot follow.
+    Collective: the processes of `world` have met. Raises UserError for anything in the recipe that the data, the
+    weights, this machine or the number of processes cannot follow.
     """
     device = _open_device(recipe.layout, world)
-    meet(recipe.layout, world)
     with worlds.one_first(world):  # caches of tokens are made once per host
         task = tasks.open_task(recipe, tokenizers)
     if recipe.evaluate.test and "test" not in task.splits:
@@ -95,17 +112,18 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
         raise UserError(f"evaluate.best={best}: no such metric here.{did_you_mean(best, known)}")
     if recipe.data.workers > (os.cpu_count() or 1) and world.first:
         print(f"note: data.workers={recipe.data.workers} share {os.cpu_count()} processors", flush=True)
-    model = task.complete(recipe.model)
-    resolved = task.resolved(recipe.model_copy(update={"model": model}))
-    last_step = total_steps(resolved, task.plan("train", resolved.batch.samples, resolved.batch.tokens))
-    warmup, resolved = resolved.schedule.warmup_steps, with_warmup_below(resolved, last_step)
-    if warmup != resolved.schedule.warmup_steps and world.first:
-        change = f"schedule.warmup_steps={resolved.schedule.warmup_steps} instead of {warmup}"
-        print(f"note: {change}, to fit a run of {last_step} steps", file=sys.stderr)
-    task.recipe = resolved
+    resolved = task.resolved(recipe.model_copy(update={"model": task.complete(recipe.model)}))
     check.validate(resolved, world.size)  # once more, now that every size is known
     precision = Precision(recipe.layout.precision, device)
-    return Session(resolved, task, device, precision, Mesh.make(recipe.layout, world, device.type))
+    mesh = Mesh.make(recipe.layout, world, device.type)
+    order = task.plan("train", resolved.batch.samples, resolved.batch.tokens)
+    steps = StepPlan.of(resolved, order, mesh.size(*DATA))
+    warmup, resolved = resolved.schedule.warmup_steps, with_warmup_below(resolved, steps.total)
+    if warmup != resolved.schedule.warmup_steps and world.first:
+        change = f"schedule.warmup_steps={resolved.schedule.warmup_steps} instead of {warmup}"
+        print(f"note: {change}, to fit a run of {steps.total} steps", file=sys.stderr)
+    task.recipe = resolved
+    return Session(resolved, task, device, precision, mesh, steps)
 
 
 def _open_device(layout: Layout, world: World) -> torch.device:
@@ -135,41 +153,35 @@ def open_for(recipe: Recipe, n: int | None = None) -> Session:
     at and not to train."""
     n = n or needed(recipe.layout)
     check.validate(recipe, n)
-    session = open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}))
-    session.recipe = session.recipe.model_copy(update={"layout": recipe.layout})
-    session.mesh = Mesh(World(size=n), sizes(recipe.layout, n))
-    return session
+    one = open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}))
+    recipe = one.recipe.model_copy(update={"layout": recipe.layout})
+    mesh = Mesh(World(size=n), sizes(recipe.layout, n))
+    steps = StepPlan.of(recipe, one.steps.order, mesh.size(*DATA))
+    return dataclasses.replace(one, recipe=recipe, mesh=mesh, steps=steps)
 
 
 def derive(session: Session) -> dict[str, Any]:
     """What follows from the recipe: parameters, steps, tokens, micro-batch, accumulation, the schedule's end."""
-    r, task = session.recipe, session.task
-    plan = task.plan("train", r.batch.samples, r.batch.tokens)
-    steps_per_epoch = len(plan.epoch(0))
+    r, task, mesh, steps = session.recipe, session.task, session.mesh, session.steps
+    rate = [rate_of(r, step, steps.total) for step in (1, steps.total)]
     counts = models.count(r.model)
-    last = total_steps(r, plan)
-    samples = r.batch.samples or max(1, round(len(task.splits["train"]) / steps_per_epoch))
-    samples = min(samples, len(task.splits["train"]))
-    share = -(-samples // session.mesh.size(*DATA))
-    micro = min(r.layout.micro_batch or share, share)
-    first = next(Loader(task.splits["train"], plan, task.collate, prepare=task.prepare).steps(0))
-    rate = [learning_rate(r.schedule, r.optimizer.lr, s, last, r.model.d_model) for s in (1, last)]
+    of_all = Loader(task.splits["train"], steps.order, task.collate, prepare=task.prepare)
     return {
         "parameters": counts["total"],
         "parameters_by_component": {k: v for k, v in counts.items() if k != "total" and v},
-        "train_samples": len(task.splits["train"]),
+        "train_samples": steps.order.n,
         "valid_samples": len(task.splits["valid"]) if "valid" in task.splits else None,
-        "steps_per_epoch": steps_per_epoch,
-        "steps": last,
-        "epochs": round(last / steps_per_epoch, 3),
-        "samples_per_step": samples if r.batch.samples else f"about {samples}",
-        "tokens_first_step": sum(b["n_tokens"] for b in first.micro_batches),  # without padding
-        "micro_batch": micro,
-        "accumulation": -(-share // micro),
-        "processes": session.mesh.world.size,
-        "layout": session.mesh.describe(),
+        "steps_per_epoch": steps.order.steps_per_epoch,
+        "steps": steps.total,
+        "epochs": round(steps.total / steps.order.steps_per_epoch, 3),
+        "samples_per_step": steps.samples if r.batch.samples else f"about {steps.samples}",
+        "tokens_first_step": sum(b["n_tokens"] for b in of_all.look(0, 0).micro_batches),  # without padding
+        "micro_batch": steps.micro_batch,
+        "accumulation": steps.accumulation,
+        "processes": mesh.world.size,
+        "layout": mesh.describe(),
         "learning_rate": {"first_step": rate[0], "last_step": rate[1]},
-        "schedule_end": r.schedule.end_step or last,
+        "schedule_end": r.schedule.end_step or steps.total,
         "device": str(session.device),
         "precision": r.layout.precision,
     }

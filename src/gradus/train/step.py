@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.train.optim import make_optimizer
-from gradus.train.precision import Precision
 
 
 @dataclasses.dataclass

@@ -11,6 +11,8 @@
     unknown_to_transformers(config)
                            of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
+names.yaml has tables of names for several of them (`fields.names`).
+
 Nothing is unpickled freely: safetensors are memory-mapped, `.bin` and `.pth` are read with weights_only or refused.
 Files are written aside and renamed, config.json last: a folder without config.json is not whole.
 """
@@ -82,12 +84,13 @@ class Rule:
 class LoadReport:
     """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused`
     tensors of the file that the model has no place for, `reshaped` tensors of the head whose size differs (also in
-    `new`). `resized`: what was made to fit, in words."""
+    `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside the weights."""
 
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
+    stored: ModelConfig | None = field(default=None, compare=False)
 
 
 def model_types() -> dict[str, str]:
@@ -150,7 +153,7 @@ def _read_file(file: Path) -> dict[str, Stored]:
 
 
 def _read_shards(index: Path) -> dict[str, Stored]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = limits.read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: no weight_map. Copy or download it again")
     tensors: dict[str, Stored] = {}
@@ -194,13 +197,6 @@ def unpickle(file: Path) -> dict[str, Tensor]:
             "Save model.state_dict() alone, best as safetensors"
         )
     return state
-
-
-def read_json(file: Path) -> dict:
-    content = limits.read_json(file, limits.CONFIG_FILE)
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object")
-    return content
 
 
 # ---------------------------------------------------------------- theirs → ours

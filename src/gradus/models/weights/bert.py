@@ -9,51 +9,30 @@ from gradus.recipe.schema import BertConfig
 MODEL_TYPES = ("bert",)
 PREFIXES = ("bert.",)
 IGNORABLE = ("embeddings.position_ids", "embeddings.token_type_ids")  # 0, 1, 2 ... and zeros
-
-HEADS = {  # architecture → head
-    "BertModel": "none",
-    "BertForMaskedLM": "masked_lm",
-    "BertForPreTraining": "pretraining",
-    "BertForSequenceClassification": "classification",
-}
-FIELDS = {
-    "vocab_size": ("vocab_size", 30522), "n_layers": ("num_hidden_layers", 12), "d_model": ("hidden_size", 768),
-    "n_heads": ("num_attention_heads", 12), "d_ff": ("intermediate_size", 3072),
-    "seq_len": ("max_position_embeddings", 512), "n_token_types": ("type_vocab_size", 2),
-    "dropout": ("hidden_dropout_prob", 0.1), "norm_eps": ("layer_norm_eps", 1e-12),
-}  # fmt: skip
-BLOCK = {
-    "attention.to_q": "attention.self.query",
-    "attention.to_k": "attention.self.key",
-    "attention.to_v": "attention.self.value",
-    "attention.to_out": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "feedforward.up": "intermediate.dense",
-    "feedforward.down": "output.dense",
-    "feedforward_norm": "output.LayerNorm",
-}
-FIXED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
+NAMES = fields.names()["bert"]
+HEADS = NAMES["heads"]  # architecture → head
 
 
 def config_from_hf(hf: dict) -> BertConfig:
     """Without `architectures` the head is none. Raises UserError naming the field of a feature that Gradus' BERT does
     not have."""
     head = HEADS[fields.architecture("bert", hf, HEADS)]
-    fields.only("bert", hf, FIXED | ({"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}))
+    tied = {"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}
+    fields.only("bert", hf, NAMES["fixed"] | tied)
     activation = fields.activation("bert", "hidden_act", hf.get("hidden_act", "gelu"))
     others = {"attention_probs_dropout_prob": hf.get("attention_probs_dropout_prob", 0.1)}
     if head == "classification":
         others["classifier_dropout"] = hf.get("classifier_dropout")
     fields.one_dropout("bert", hf, "hidden_dropout_prob", others)
     n_classes = fields.n_classes(hf) if head == "classification" else None
-    return BertConfig(**fields.read(hf, FIELDS), head=head, n_classes=n_classes, activation=activation)
+    return BertConfig(**fields.read(hf, NAMES["fields"]), head=head, n_classes=n_classes, activation=activation)
 
 
 def config_to_hf(config: BertConfig) -> dict:
     return {
         "model_type": "bert",
         "architectures": [next(a for a, head in HEADS.items() if head == config.head)],
-        **fields.written(config, FIELDS),
+        **fields.written(config, NAMES["fields"]),
         "hidden_act": fields.their_activation(config),
         "attention_probs_dropout_prob": config.dropout,
         **(fields.labels(config.n_classes) if config.head == "classification" else {}),
@@ -63,7 +42,7 @@ def config_to_hf(config: BertConfig) -> dict:
 def rules(config: BertConfig) -> list[Rule]:
     bert = "" if config.head == "none" else "bert."
     layers = {"embedding_norm": f"{bert}embeddings.LayerNorm"}
-    layers |= fields.blocks(config.n_layers, "blocks", f"{bert}encoder.layer", BLOCK)
+    layers |= fields.blocks(config.n_layers, "blocks", f"{bert}encoder.layer", NAMES["block"])
     if config.pooler and config.head != "masked_lm":
         layers["pooler"] = f"{bert}pooler.dense"
     table = [

@@ -72,9 +72,20 @@ def read(folder: Path) -> dict[str, dict] | None:
     return sums
 
 
-def damage(folder: Path, sums: Mapping[str, dict], names: Iterable[str]) -> str | None:
-    """What is wrong with these files of a folder, in words; None where they are as they were written."""
-    for name in names:
+def damage(
+    folder: Path, chosen: Callable[[list[str]], Iterable[str]] = list, needs: str | None = None
+) -> str | None:
+    """What is wrong with the chosen files of a folder, in words; None where they are as they were written. needs: a
+    file whose checksum must be known."""
+    try:
+        sums = read(folder)
+    except ValueError:
+        return f"{FILE} is not readable"
+    except OSError as e:
+        return f"{FILE} cannot be read ({e.strerror})"
+    if needs is not None and needs not in (sums or {}):
+        return f"{FILE} is missing" if sums is None else f"{FILE} does not list {needs}"
+    for name in chosen(sorted(sums or {})):
         try:
             size = (folder / name).stat().st_size
             if size != sums[name]["bytes"]:
@@ -90,12 +101,7 @@ def damage(folder: Path, sums: Mapping[str, dict], names: Iterable[str]) -> str 
 
 def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
     """Raises UserError where a file with such a name is not as it was written."""
-    try:
-        sums = read(folder) or {}
-        problem = damage(folder, sums, filter(wanted, sums))
-    except (ValueError, OSError):
-        problem = f"{FILE} is not readable"
-    if problem:
+    if problem := damage(folder, lambda names: filter(wanted, names)):
         raise UserError(
             f"{folder}: {problem}. Copy the folder again, or use another checkpoint; "
             f"after a change by hand, delete its {FILE}"

@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from gradus import files
 from gradus.errors import UserError, did_you_mean
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
 
-NEEDED = object()  # in place of a default
-# theirs → ours
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+
+def names() -> dict[str, dict[str, Any]]:
+    """Tables of names by family: names.yaml, whose head says what each of them is."""
+    return files.packaged("models/weights/names.yaml")
 
 
-def read(hf: Mapping[str, Any], fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Our fields, of a table ours → (theirs, default). Raises KeyError for one that is needed and absent."""
-    return {our: hf[their] if default is NEEDED else hf.get(their, default) for our, (their, default) in fields.items()}
+def read(hf: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields, of a table ours → [theirs, default], or theirs alone. Raises KeyError for one without a default that
+    is absent."""
+    return {our: hf[their] if isinstance(their, str) else hf.get(*their) for our, their in fields.items()}
 
 
-def written(config: ModelConfig, fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+def theirs(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Ours → their name alone."""
+    return {our: their if isinstance(their, str) else their[0] for our, their in fields.items()}
+
+
+def written(config: ModelConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Their fields."""
-    return {theirs: getattr(config, ours) for ours, (theirs, _) in fields.items()}
+    return {their: getattr(config, our) for our, their in theirs(fields).items()}
 
 
 def as_ours(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
@@ -45,11 +53,13 @@ def n_classes(hf: Mapping[str, Any]) -> int:
 
 
 def activation(family: str, name: str, value: Any) -> str:
-    return ACTIVATIONS[one_of(family, name, value, ACTIVATIONS)]
+    known = names()[family]["activations"]
+    return known[one_of(family, name, value, known)]
 
 
 def their_activation(config: ModelConfig) -> str:
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
+    known = names()[config.family]["activations"]
+    return next(theirs for theirs, ours in known.items() if ours == config.activation)
 
 
 def layers(names: Mapping[str, str], kinds: Collection[str] = ("weight", "bias")) -> list[Rule]:

@@ -22,25 +22,19 @@ PREFIXES = ("transformer.",)
 IGNORABLE = (".attn.bias", ".attn.masked_bias")  # the causal mask
 
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
-FIELDS = {
-    "vocab_size": ("vocab_size", 50257), "n_layers": ("n_layer", 12), "d_model": ("n_embd", 768),
-    "n_heads": ("n_head", 12), "d_ff": ("n_inner", None), "seq_len": ("n_positions", 1024),
-    "dropout": ("resid_pdrop", 0.1), "tie_output": ("tie_word_embeddings", True),
-    "norm_eps": ("layer_norm_epsilon", 1e-5),
-}  # fmt: skip
 DROPOUTS = ("embd_pdrop", "attn_pdrop")
-FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+NAMES = fields.names()["gpt"]
 
 
 def config_from_hf(hf: dict) -> GPTConfig:
     """Raises UserError naming the field of a feature that Gradus' GPT does not have."""
     if hf.get("model_type") == "gradus-gpt-moe":
         return GPTConfig(**fields.from_ours(hf))
-    fields.only("gpt", hf, FIXED)
+    fields.only("gpt", hf, NAMES["fixed"])
     fields.architecture("gpt", hf, ARCHITECTURES)
     activation = fields.activation("gpt", "activation_function", hf.get("activation_function", "gelu_new"))
     fields.one_dropout("gpt", hf, "resid_pdrop", {name: hf.get(name, 0.1) for name in DROPOUTS})
-    return GPTConfig(**fields.read(hf, FIELDS), activation=activation)
+    return GPTConfig(**fields.read(hf, NAMES["fields"]), activation=activation)
 
 
 def config_to_hf(config: GPTConfig) -> dict:
@@ -49,7 +43,7 @@ def config_to_hf(config: GPTConfig) -> dict:
     return {
         "model_type": "gpt2",
         "architectures": [ARCHITECTURES[0]],
-        **fields.written(config, FIELDS),
+        **fields.written(config, NAMES["fields"]),
         **dict.fromkeys(DROPOUTS, config.dropout),
         "activation_function": fields.their_activation(config),
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'

@@ -12,34 +12,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
-from gradus.models.weights import Stored, fields, read_json, some, unpickle
-from gradus.models.weights.fields import NEEDED
+from gradus.models.weights import Stored, fields, some, unpickle
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Meta's name within a layer, in the order of llama2.c's files → (Hugging Face's, the dimension that is split over
-# shards; None: every shard has the whole)
-LAYER = {
-    "attention_norm.weight": ("input_layernorm.weight", None),
-    "attention.wq.weight": ("self_attn.q_proj.weight", 0),
-    "attention.wk.weight": ("self_attn.k_proj.weight", 0),
-    "attention.wv.weight": ("self_attn.v_proj.weight", 0),
-    "attention.wo.weight": ("self_attn.o_proj.weight", 1),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
-    "feed_forward.w1.weight": ("mlp.gate_proj.weight", 0),
-    "feed_forward.w2.weight": ("mlp.down_proj.weight", 1),
-    "feed_forward.w3.weight": ("mlp.up_proj.weight", 0),
-}
-TOP = {"norm.weight": ("model.norm.weight", None), "output.weight": ("lm_head.weight", 0)}
-FIELDS = {
-    "n_layers": ("n_layers", NEEDED), "d_model": ("dim", NEEDED), "n_heads": ("n_heads", NEEDED),
-    "n_kv_heads": ("n_kv_heads", None), "multiple_of": ("multiple_of", 256), "rope_theta": ("rope_theta", 10_000.0),
-    "norm_eps": ("norm_eps", 1e-5),
-}  # fmt: skip
-PARAMS = {theirs for theirs, _ in FIELDS.values()} | {
+NAMES = fields.names()["meta"]
+LAYER, TOP = NAMES["layer"], NAMES["top"]
+PARAMS = {*fields.theirs(NAMES["fields"]).values()} | {
     "vocab_size", "ffn_dim_multiplier", "use_scaled_rope", "max_seq_len", "max_batch_size"
 }  # fmt: skip
 
@@ -50,7 +33,7 @@ def read(folder: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     Raises UserError for parameters of a model that is not a plain Llama, and for shards that are missing, refused or do
     not fit.
     """
-    params = read_json(folder / "params.json")
+    params = limits.read_object(folder / "params.json")
     for key in params:
         if key not in PARAMS:
             suggestion = did_you_mean(key, PARAMS)
@@ -85,7 +68,7 @@ def _config(params: dict, shards: list[dict[str, Tensor]], where: Path) -> Llama
     scaled = params.get("use_scaled_rope", False)
     return LlamaConfig(
         vocab_size=rows if vocab_size == -1 else vocab_size,  # Llama 1 and 2 leave it to the tokenizer
-        **fields.read(params, FIELDS),
+        **fields.read(params, NAMES["fields"]),
         ffn_multiplier=params.get("ffn_dim_multiplier") or 1.0,
         seq_len=params.get("max_seq_len") or (131072 if scaled else 8192 if rows == 128256 else 4096),
         # The factor is not in params.json: 8 in Llama 3.1, 32 in 3.2, whose text models are the tied ones.

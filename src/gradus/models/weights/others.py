@@ -4,16 +4,14 @@ made of them. The plan says the same in the same words."""
 from __future__ import annotations
 
 import functools
-import importlib.resources
 from collections.abc import Iterable
 from typing import Any
 
-import yaml
+from gradus import files
 
 
-@functools.cache
 def table() -> dict[str, Any]:
-    return yaml.safe_load((importlib.resources.files("gradus.recipe") / "hf.yaml").read_text(encoding="utf-8"))
+    return files.packaged("recipe/hf.yaml")
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gradus.models.weights import Rule, fields
-from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import Seq2SeqConfig
 
 if TYPE_CHECKING:
@@ -25,14 +24,8 @@ IGNORABLE = (
     "encoder.embed_positions.weight", "decoder.embed_positions.weight", "final_logits_bias", "model.shared.weight",
 )  # fmt: skip
 
-ARCHITECTURES = {"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration", "gradus-seq2seq": "Seq2Seq"}
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}  # theirs → ours
 NORM_EPS = 1e-5  # theirs is no field
-FIELDS = {
-    "vocab_size": ("vocab_size", NEEDED), "n_layers": ("encoder_layers", NEEDED), "d_model": ("d_model", NEEDED),
-    "n_heads": ("encoder_attention_heads", NEEDED), "d_ff": ("encoder_ffn_dim", NEEDED),
-    "seq_len": ("max_position_embeddings", NEEDED), "dropout": ("dropout", 0.1),
-}  # fmt: skip
+FIELDS, ARCHITECTURES = (fields.names()["seq2seq"][table] for table in ("fields", "architectures"))
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:
@@ -45,7 +38,7 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
     fields.architecture("seq2seq", hf, [ARCHITECTURES[kind]])
     if kind == "gradus-seq2seq":
         return Seq2SeqConfig(**fields.from_ours(hf))
-    activation = fields.one_of("seq2seq", "activation_function", hf.get("activation_function", "gelu"), ACTIVATIONS)
+    activation = fields.activation("seq2seq", "activation_function", hf.get("activation_function", "gelu"))
     fixed = {"scale_embedding": True, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
     fixed |= {f"decoder_{name}": hf[f"encoder_{name}"] for name in ("attention_heads", "ffn_dim")}
     fields.only("seq2seq", {"scale_embedding": False, **hf}, fixed)
@@ -70,7 +63,7 @@ def config_from_hf(hf: dict) -> Seq2SeqConfig:
         tie_output=tie,
         output_bias=True,
         positions="halves",
-        activation=ACTIVATIONS[activation],
+        activation=activation,
         norm_eps=NORM_EPS,
     )
 
@@ -92,7 +85,7 @@ def config_to_hf(config: Seq2SeqConfig) -> dict:
         "decoder_layers": config.n_decoder_layers or config.n_layers,
         "decoder_attention_heads": config.n_heads,
         "decoder_ffn_dim": config.d_ff,
-        "activation_function": config.activation,
+        "activation_function": fields.their_activation(config),
         "attention_dropout": config.dropout,
         "activation_dropout": config.dropout,
         "scale_embedding": True,

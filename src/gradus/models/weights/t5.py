@@ -13,12 +13,7 @@ IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")
 ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
 FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
-FIELDS = {
-    "vocab_size": ("vocab_size", 32128), "n_layers": ("num_layers", 6), "d_model": ("d_model", 512),
-    "n_heads": ("num_heads", 8), "d_head": ("d_kv", 64), "d_ff": ("d_ff", 2048), "dropout": ("dropout_rate", 0.1),
-    "n_buckets": ("relative_attention_num_buckets", 32), "max_distance": ("relative_attention_max_distance", 128),
-    "norm_eps": ("layer_norm_epsilon", 1e-6),
-}  # fmt: skip
+FIELDS = fields.names()["t5"]["fields"]
 
 
 def config_from_hf(hf: dict) -> T5Config:

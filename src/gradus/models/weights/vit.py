@@ -9,23 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradus.models.weights import Rule, fields
-from gradus.models.weights.fields import NEEDED
 from gradus.recipe.schema import ViTConfig
 
 MODEL_TYPES = ("vit", "ijepa", "gradus-vit")
 PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
-ARCHITECTURES = {
-    "vit": ("ViTForImageClassification", "ViTModel"),
-    "ijepa": ("IJepaForImageClassification", "IJepaModel"),
-}
-FIELDS = {
-    "n_layers": ("num_hidden_layers", NEEDED), "d_model": ("hidden_size", NEEDED),
-    "n_heads": ("num_attention_heads", NEEDED), "d_ff": ("intermediate_size", NEEDED),
-    "dropout": ("hidden_dropout_prob", 0.0), "n_channels": ("num_channels", 3), "norm_eps": ("layer_norm_eps", 1e-12),
-}  # fmt: skip
-FIXED = {"hidden_act": "gelu", "qkv_bias": True, "attention_probs_dropout_prob": 0.0}
+NAMES = fields.names()["vit"]
+ARCHITECTURES = NAMES["architectures"]
 
 
 def config_from_hf(hf: dict) -> ViTConfig:
@@ -34,9 +25,9 @@ def config_from_hf(hf: dict) -> ViTConfig:
         return ViTConfig(**fields.from_ours(hf))
     known = ARCHITECTURES[hf["model_type"]]
     architecture = fields.architecture("vit", hf, known)
-    fields.only("vit", hf, FIXED)
+    fields.only("vit", hf, NAMES["fixed"])
     return ViTConfig(
-        **fields.read(hf, FIELDS),
+        **fields.read(hf, NAMES["fields"]),
         image_size=_side(hf, "image_size", 224),
         patch_size=_side(hf, "patch_size", 16),
         n_classes=fields.n_classes(hf) if architecture == known[0] else None,
@@ -60,8 +51,8 @@ def config_to_hf(config: ViTConfig) -> dict:
     return {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind][0 if config.n_classes else 1]],
-        **fields.written(config, FIELDS),
-        **FIXED,
+        **fields.written(config, NAMES["fields"]),
+        **NAMES["fixed"],
         "image_size": config.image_size,
         "patch_size": config.patch_size,
         **(fields.labels(config.n_classes) if config.n_classes else {}),
@@ -86,16 +77,6 @@ def rules(config: ViTConfig) -> list[Rule]:
         table += fields.layers({f"patches.{name}": f"{body}embeddings.patch_embeddings.{name}" for name in stem})
     else:
         table += fields.layers({"patches": f"{body}embeddings.patch_embeddings.projection"})
-    parts = {
-        "attention_norm": "layernorm_before",
-        "attention.to_q": "attention.attention.query",
-        "attention.to_k": "attention.attention.key",
-        "attention.to_v": "attention.attention.value",
-        "attention.to_out": "attention.output.dense",
-        "feedforward_norm": "layernorm_after",
-        "feedforward.up": "intermediate.dense",
-        "feedforward.down": "output.dense",
-    }
-    names = fields.blocks(config.n_layers, "blocks", f"{body}encoder.layer", parts) | {"norm": f"{body}layernorm"}
-    table += fields.layers(names | ({"head": "classifier"} if config.n_classes else {}))
+    names = {"norm": f"{body}layernorm"} | ({"head": "classifier"} if config.n_classes else {})
+    table += fields.layers(fields.blocks(config.n_layers, "blocks", f"{body}encoder.layer", NAMES["block"]) | names)
     return table

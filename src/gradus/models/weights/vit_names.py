@@ -12,29 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gradus.errors import UserError, some
+from gradus.models.weights import fields
 from gradus.models.weights.stored import Stored
 from gradus.recipe.schema import ViTConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Within a block: theirs → Hugging Face's; several of these for the fused projection.
-QKV = tuple(f"attention.attention.{part}" for part in ("query", "key", "value"))
-TIMM = {
-    "norm1": "layernorm_before", "attn.qkv": QKV, "attn.proj": "attention.output.dense",
-    "norm2": "layernorm_after", "mlp.fc1": "intermediate.dense", "mlp.fc2": "output.dense",
-}  # fmt: skip
-TORCHVISION = {
-    "ln_1": "layernorm_before", "self_attention.in_proj": QKV, "self_attention.out_proj": "attention.output.dense",
-    "ln_2": "layernorm_after", "mlp.linear_1": "intermediate.dense", "mlp.linear_2": "output.dense",
-    "mlp.0": "intermediate.dense", "mlp.3": "output.dense",
-}  # fmt: skip
-OUTSIDE = {
-    "cls_token": "embeddings.cls_token", "pos_embed": "embeddings.position_embeddings",
-    "patch_embed.proj": "embeddings.patch_embeddings.projection", "norm": "layernorm", "head": "classifier",
-    "class_token": "embeddings.cls_token", "encoder.pos_embedding": "embeddings.position_embeddings",
-    "conv_proj": "embeddings.patch_embeddings.projection", "encoder.ln": "layernorm", "heads.head": "classifier",
-}  # fmt: skip
+NAMES = fields.names()["timm and torchvision"]
 BLOCK = re.compile(r"(?:blocks\.|encoder\.layers\.encoder_layer_)(\d+)\.(.+?)[._](weight|bias)")
 WIDE = {1280: 16, 1408: 16, 1664: 16}  # d_model → heads, of the published sizes whose heads are not of 64
 
@@ -49,13 +34,14 @@ def read(tensors: Mapping[str, Stored], where: object) -> tuple[ViTConfig, dict[
     unknown = []
     for name, tensor in tensors.items():
         block, (owner, _, kind) = BLOCK.fullmatch(name), name.rpartition(".")
-        theirs = (TIMM | TORCHVISION).get(block[2]) if block else OUTSIDE.get(name) or OUTSIDE.get(owner)
+        outside = NAMES["outside"]
+        theirs = NAMES["block"].get(block[2]) if block else outside.get(name) or outside.get(owner)
         if theirs is None:
             unknown.append(name)
         elif not block:
-            renamed[theirs if name in OUTSIDE else f"{theirs}.{kind}"] = tensor
+            renamed[theirs if name in outside else f"{theirs}.{kind}"] = tensor
         else:
-            parts = theirs if isinstance(theirs, tuple) else (theirs,)
+            parts = theirs if isinstance(theirs, list) else [theirs]
             for i, part in enumerate(parts):
                 own = tensor if len(parts) == 1 else third(tensor, i)
                 renamed[f"encoder.layer.{block[1]}.{part}.{block[3]}"] = own

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradus.errors import UserError
-from gradus.parallel import world as worlds
-from gradus.parallel.mesh import AXES
-from gradus.recipe.schema import Layout
+from gradus.recipe.axes import AXES
 from gradus.torch_private import infinities
-from gradus.train.machine import LARGE_PAGES, bf16_units
 
 if TYPE_CHECKING:  # it takes half a second, which a plan need not wait for
     from gradus.parallel.engine import Parallel
@@ -88,42 +84,3 @@ class Precision:
     def load_state(self, state: dict) -> None:
         if self.scaler and state:
             self.scaler.load_state_dict(state)
-
-
-def meet(layout: Layout, world: worlds.World) -> None:
-    """`worlds.join`, as the layout has it. Where weights are sharded on a CPU, PyTorch is asked for large pages, which
-    it reads at the first tensor: here, since the processes meet before they make any (`machine.tune_memory`)."""
-    device = pick_device(layout.device).type
-    if device == "cpu" and layout.shard > 1:
-        os.environ.setdefault(LARGE_PAGES, "1")
-    worlds.join(world, device, layout.timeout)
-
-
-def enough_devices(name: str, n: int) -> None:
-    """Raises UserError where this machine has fewer GPUs than one for each of n processes started here. name:
-    layout.device."""
-    if pick_device(name).type == "cuda" and n > torch.cuda.device_count():
-        there, use = torch.cuda.device_count(), "each process needs its own. Use fewer, or layout.device=cpu."
-        raise UserError(f"--processes {n}: GPUs here: {there}, and {use}")
-
-
-def emulated(layout: Layout, device: torch.device) -> str | None:
-    """A note where this processor has no instructions for the layout's bf16."""
-    half = next((key for key in ("precision", "param_dtype") if (getattr(layout, key) or "").endswith("bf16")), None)
-    if half is None or device.type != "cpu" or bf16_units() is not False:
-        return None
-    slow = "this processor has no instructions for bf16, and may take many times as long as in fp32"
-    instead = "fp32" if half == "precision" else "null"
-    return f"note: layout.{half}={getattr(layout, half)}: {slow}. layout.{half}={instead} is faster here."
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` takes the accelerator that is there, else the CPU. Raises UserError when the named one is absent."""
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        known = accelerator is not None and accelerator.type in ("cuda", "mps")
-        return torch.device(accelerator.type) if known else torch.device("cpu")
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there[name]:
-        raise UserError(f"layout.device={name}: there is none here. Use layout.device=auto.")
-    return torch.device(name)

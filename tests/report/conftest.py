@@ -1,0 +1,8 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the *_parts.py
+from report_parts import folders  # noqa: F401
+from study_parts import harness  # noqa: F401

@@ -1,0 +1,43 @@
+"""The plots of a report, and what has none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from report_parts import rows_of, variant
+
+from gradus.report import plots
+from gradus.report.runs import read
+
+
+def test_what_was_measured_once_is_in_the_table_alone(folders, tmp_path):
+    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.5)], unit="nats"), *rows_of("valid/loss", [(2, 1.6)]), *rows_of("valid/exact_match", [(2, 0.5)])]
+    run = variant(folders / "short", tmp_path / "once", rows=rows)
+    found = read([str(run)])
+    captions = [caption for caption, _ in plots.of_runs(found)]
+    assert captions[0].startswith("The panels show the loss by step, by tokens and by seconds of training; solid lines")
+    assert not any("exact match" in caption for caption in captions) and not any("learning rate" in caption for caption in captions)
+    assert plots.not_drawn(found) == "The report has no plot of exact match, measured once only."
+
+
+def test_a_report_of_many_metrics_draws_some_and_says_so(folders, tmp_path):
+    rows = [row for i in range(300) for row in rows_of(f"valid/m{i}", [(1, i), (2, i + 1)])]
+    found = read([str(variant(folders / "short", tmp_path / "many", rows=rows))])
+    assert sum("by step" in caption for caption, _ in plots.of_runs(found)) == plots.METRICS
+    assert plots.not_drawn(found) == f"The report has plots of the first {plots.METRICS} metrics only, {300 - plots.METRICS} more are in the table."
+
+
+@pytest.mark.parametrize("most", [3, 12_345, 1_234_567_890, 1e-7])
+def test_tick_labels_do_not_run_into_each_other(most):
+    (left, right), named = plots.panels(2), plots.bars(["a", "b"], 0.3)
+    left.plot([0, most], [most, most * 1.001])
+    plots._lay_out(left)
+    right.plot([0, 1], [0, 1])
+    right.set_xticks([i / 30 for i in range(31)], [f"label {i}" for i in range(31)])
+    plots.drawn([("caption", [left, right, named])])
+    assert len(right.get_xticks()) < 31 and [label.get_text() for label in named.get_yticklabels()] == ["a", "b"]
+    for axes in (left, right):
+        for labels, start, end in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
+            boxes = sorted((label.get_window_extent() for label in labels if label.get_text()), key=lambda box: getattr(box, start))
+            assert len(boxes) > 1 and all(getattr(a, end) < getattr(b, start) for a, b in itertools.pairwise(boxes))

@@ -1,0 +1,113 @@
+"""One label a text or image: the classes that the data have, [CLS] text [SEP], mixed images with two labels."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from gradus import recipe as recipes
+from gradus import tasks
+from gradus.data.tokenizers import train_bpe
+from gradus.errors import UserError
+
+TEXTS = {"good": "a good film", "bad": "a bad film, far too long for what it is", "fair": "fair"}
+SMALL = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32"]
+
+
+def of_texts(tmp_path, *more: str, classes=tuple(TEXTS)):
+    lines = "".join(json.dumps({"text": TEXTS[c], "label": c}) + "\n" for c in classes * 12)
+    (tmp_path / "train.jsonl").write_text(lines)
+    words = [*SMALL, "model.preset=null", "model.family=bert", "model.init=null", "model.n_classes=null", "model.seq_len=16", "task.classes=null"]
+    words += [f"data.path={tmp_path}", f"data.cache={tmp_path / 'cache'}", "data.max_len=12", "tokenizer={kind: bpe, vocab_size: 270}", *more]
+    return tasks.open_task(recipes.load("sst2-bert", words), {"": train_bpe(TEXTS.values(), 270)})
+
+
+class Fixed(torch.nn.Module):
+    """Gives the same scores whatever it is given."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = torch.nn.Parameter(torch.tensor(scores))
+
+    def forward(self, inputs, **more):
+        return self.scores
+
+
+def test_a_text_stands_between_its_first_and_last_token(tmp_path):
+    task = of_texts(tmp_path)
+    data, t = task.splits["train"], task.tokenizer
+    batch = task.collate([data[i] for i in range(3)])
+    for i, row in enumerate(batch["ids"].tolist()):
+        ids = t.encode(TEXTS[task.classes[batch["labels"][i]]])[:10]
+        assert row == [task.cls, *ids, task.sep] + [t.pad_id] * (12 - 2 - len(ids)), "cut to data.max_len, padded to the longest"
+        assert batch["keep"][i].tolist() == [True] * (len(ids) + 2) + [False] * (10 - len(ids))
+    assert batch["n_tokens"] == int(batch["keep"].sum()) and batch["counts"] == {"samples": 3}
+    assert "keep" not in task.collate([data[0]]), "nothing is padded"
+
+
+def test_the_model_gets_the_classes_of_the_data(tmp_path):
+    task = of_texts(tmp_path)
+    model = task.complete(task.recipe.model)
+    assert task.classes == ["bad", "fair", "good"] and (model.n_classes, model.head, model.pooler) == (3, "classification", True)
+    assert task.resolved(task.recipe).task.classes == task.classes
+    renamed = of_texts(tmp_path, "task.classes=[poor, middling, fine]")
+    renamed.complete(renamed.recipe.model)
+    assert renamed.classes == ["poor", "middling", "fine"], "names in place of the data's"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("task.classes=[poor, fine]", "2 names; the data has 3 classes: bad, fair, good"),
+        ("task.classes=[poor, poor, fine]", "Name each once"),
+        ("model.n_classes=4", "model.n_classes=4: the data has 3 classes"),
+    ],
+)
+def test_classes_that_the_data_do_not_have(tmp_path, more, says):
+    with pytest.raises(UserError, match=says):
+        task = of_texts(tmp_path, more)
+        task.complete(task.recipe.model)
+
+
+def test_one_class_is_nothing_to_learn(tmp_path):
+    task = of_texts(tmp_path, classes=("good",))
+    with pytest.raises(UserError, match=r"every sample is of one class \(good\).* Name another label column"):
+        task.complete(task.recipe.model)
+
+
+def of_images(*more: str):
+    return tasks.open_task(recipes.load("digits-vit", [*SMALL, *more]), None)
+
+
+def test_a_mixed_image_has_two_labels_by_their_share():
+    task = of_images("data.mixup=0.5", "task.label_smoothing=0.0")
+    scores = torch.randn(4, 10)
+    batch = {"images": torch.zeros(4, 1, 8, 8), "labels": torch.tensor([0, 1, 2, 3]), "other_labels": torch.tensor([3, 3, 5, 9])}
+    batch["share"] = torch.tensor([1.0, 0.0, 0.25, 0.5])
+    got = task.losses(Fixed(scores.tolist()), batch)["samples"]
+    logs = torch.log_softmax(scores, -1)
+    own, other = (logs[range(4), batch[k]] for k in ("labels", "other_labels"))
+    torch.testing.assert_close(got.detach(), -(batch["share"] * own + (1 - batch["share"]) * other).sum())
+
+
+def test_a_loss_and_an_accuracy_are_sums_over_the_batch():
+    task = of_images()
+    scores = torch.full((3, 10), -5.0)
+    for row, label in enumerate((7, 1, 4)):
+        scores[row, label] = 5.0
+    batch = {"images": torch.zeros(3, 1, 8, 8), "labels": torch.tensor([7, 1, 0])}
+    sums = task.evaluate(Fixed(scores.tolist()), batch)
+    assert sums["accuracy"][0] == 2 and sums["accuracy"][1] == sums["loss"][1] == 3
+    assert float(sums["loss"][0].detach()) == pytest.approx(-float(torch.log_softmax(scores, -1)[range(3), [7, 1, 0]].sum()))
+
+
+def test_images_keep_what_they_were_normalised_by():
+    task = of_images()
+    data = task.resolved(task.recipe).data
+    every = np.stack([task.splits["train"][i]["image"] for i in range(len(task.splits["train"]))])
+    assert data.mean == pytest.approx([every.mean() / 255]) and data.std == pytest.approx([every.std() / 255])
+    with pytest.raises(UserError, match=r"model\.n_channels=3: the images have 1"):
+        task.complete(task.recipe.model.model_copy(update={"n_channels": 3}))
