@@ -19,7 +19,7 @@ from gradus import files, hardware, models
 from gradus.errors import UserError
 from gradus.infer import engines, find, predict, quantize, quantized, sidecar
 from gradus.models.decoding import generate
-from gradus.plan.serving import cache_bytes, serving
+from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.proof.engine_runner import engine_subject
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import ModelConfig, Recipe
@@ -64,7 +64,7 @@ def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
         if cached:
             held = sum(part.nbytes for layer in engine.cache.layers for part in (layer.k, layer.v))
             timed.values["memory/cache"] = [held, "bytes"]
-            timed.planned["memory/cache"] = [cache_bytes(engine.config, 1, new, precision=precision)[0], "bytes"]
+            timed.planned["memory/cache"] = [usage_of(engine.config, 1, new).own * BYTES[precision], "bytes"]
 
     began = time.perf_counter()
     write(min(3, new))  # compiles, where the engine does

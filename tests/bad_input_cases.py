@@ -771,7 +771,7 @@ def path_fits(option: str, value: str) -> str | None:
 LINES = """
 fit gpt.yaml --sweep ''
 fit gpt.yaml --sweep 1,,2
-fit gpt.yaml --workers 9999999
+fit gpt.yaml --sweep 9999999
 fit gpt.yaml --memory 1e999GiB
 fit gpt.yaml --memory ''
 fit gpt.yaml --memory nanGB

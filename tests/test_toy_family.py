@@ -428,8 +428,8 @@ ALIKE = {  # family → (its recipe's sections, the same of the family whose mod
 }  # fmt: skip
 
 
-def questions(world, folder: Path, name: str) -> list[dict[str, Any]]:
-    """What the plan answers of the family of this file and of the one whose modules it has."""
+def questions(world, folder: Path, name: str, search: bool) -> list[dict[str, Any]]:
+    """What the plan answers of the family of this file and of the one whose modules it has. search: of layouts and devices too."""
     models.register(PICTURES)
     models.register(READER)
     import yaml
@@ -450,10 +450,13 @@ def questions(world, folder: Path, name: str) -> list[dict[str, Any]]:
         planned = asked(answer.answer, "2xA100-80GB", "layout.tensor=2", "layout.micro_batch=8")
         config, task = planned.recipe.model, recipe_for(planned.recipe.model).task
         answers = {
-            "planned": (planned.headline, planned.rows), "searched": asked(answer.search, "2xA100-80GB"),
+            "planned": (planned.headline, planned.rows),
             "served": asked(answer.serve, "2xA100-80GB", batch=4), "one device": asked(answer.serve, "A100-80GB"),
-            "devices": (devices.lines(ranked := devices.rank_devices(planned.recipe, names=["A100-80GB"]), devices.to_serve(config)), devices.rows(ranked, [])),
         }  # fmt: skip
+        if search:
+            ranked = devices.rank_devices(planned.recipe, names=["A100-80GB"])
+            answers["searched"] = asked(answer.search, "2xA100-80GB")
+            answers["devices"] = devices.lines(ranked, devices.to_serve(config)), devices.rows(ranked, [])
         text = {key: [line.replace(str(file), "FILE") for line in lines] for key, (lines, _) in answers.items()}
         rows = {key: [(row.name, row.value, row.conditions.get("layout")) for row in rows] for key, (_, rows) in answers.items()}
         errors = []
@@ -465,16 +468,18 @@ def questions(world, folder: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_an_encoder_from_elsewhere_is_planned_searched_and_served_as_one_of_the_package(name, tmp_path):
-    ((own, like),) = run(1, questions, tmp_path, name, environment={"GRADUS_CACHE": str(tmp_path / "cache")})
+@pytest.mark.parametrize("name, search", [("pictures", True), ("reader", False), pytest.param("reader", True, marks=pytest.mark.slow)])
+def test_an_encoder_from_elsewhere_is_planned_searched_and_served_as_one_of_the_package(name, search, tmp_path):
+    ((own, like),) = run(1, questions, tmp_path, name, search, environment={"GRADUS_CACHE": str(tmp_path / "cache")})
     assert own == like
     lines, rows = own["lines"], {key: {name for name, *_ in rows} for key, rows in own["rows"].items()}
     assert {"serving/forward_time", "serving/samples_per_s"} <= rows["served"] and not any("kv" in row for row in rows["served"])
-    assert {"memory/device", "time/step", "budget/time"} <= rows["planned"] and "search/step" in rows["searched"]
+    assert {"memory/device", "time/step", "budget/time"} <= rows["planned"]
     each = {"pictures": ("images/s", "4 images of 16 patches"), "reader": ("tokens/s", "4 sequences of 32 tokens")}[name]
     assert each[0] in " ".join(lines["planned"]) and each[1] in " ".join(lines["served"])
-    assert not any("to serve it" in line for line in lines["devices"]), "what an encoder takes to be used is no choice of a device"
+    if search:
+        assert "search/step" in rows["searched"]
+        assert not any("to serve it" in line for line in lines["devices"]), "what an encoder takes to be used is no choice of a device"
 
 
 # ---------------------------------------------------------------- no family is named

@@ -237,7 +237,6 @@ def _looking(verb: Verb) -> None:
     add = verb("fit", lambda a: room("proof.fit").fit(load_recipe(a), a), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
     add("--sweep", metavar="N,...", help="instead, measure speed and memory at these micro-batches, e.g. 8,16,32,64")
-    add("--workers", metavar="N,...", help="instead, measure the loader with these numbers of workers, e.g. 0,1,2,4")
     add("--json", **FLAG, help="the figures as JSON rows")
     add = verb("show", show, "print the resolved recipe and everything derived from it").add_argument
     add("--no-data", **FLAG, help="only what is known without opening the data")
@@ -317,7 +316,6 @@ def _measuring(verb: Verb) -> None:
     add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
     add("--to-the-end", **FLAG, help="also run the whole training once, with its evaluations")
     add("--weak", **FLAG, help="weak scaling: the recipe's batch per process, not in total; also with --to-the-end")
-    add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); an interrupted one is continued")
     text = "faster, or smaller, step by step: each optimisation measured side by side with the best so far"
@@ -570,16 +568,19 @@ def recipes(args) -> Iterable[str]:
 def models(args) -> Iterable[str]:
     from gradus.models import count
     from gradus.recipe.presets import PRESETS, config_of
+    from gradus.text import table
 
     if args.names:
         for name in args.names:
             counts = count(config_of(name))
             yield name + "".join(f"\n  {part:14} {n:>19,}" for part, n in counts.items())
         return
-    yield f"{'preset':22} {'family':8} {'layers':>6} {'d_model':>7} {'heads':>5} {'parameters':>19}"
-    for name in PRESETS:
-        c = config_of(name)
-        yield f"{name:22} {c.family:8} {c.n_layers:6} {c.d_model:7} {c.n_heads:5} {count(c)['total']:>19,}"
+    configs = {name: config_of(name) for name in PRESETS}
+    body = [
+        [name, c.family, f"{c.n_layers}", f"{c.d_model}", f"{c.n_heads}", f"{count(c)['total']:,}"]
+        for name, c in configs.items()
+    ]
+    yield from table(["preset", "family", "layers", "d_model", "heads", "parameters"], body, {2, 3, 4, 5})
 
 
 def fetch(args) -> Iterable[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from gradus import files
 from gradus.errors import UserError, need
+from gradus.parallel.processes import run_program
 
 RUN = "runs/copy-task/latest"
 NEXT = """
@@ -20,13 +21,11 @@ Everything is in {run}; its report/report.html opens in a browser. What next?
 
 def run(words: list[str]) -> int:
     """A command line in a process of its own: what the commands before it have left counts to nobody's memory."""
-    process = subprocess.Popen([sys.executable, "-m", "gradus", *words])
-    while True:
-        try:
-            code = process.wait()
-            return code if code >= 0 else 128 - code  # as a shell says it
-        except KeyboardInterrupt:  # which it has had too: it saves, and ends
-            continue
+    try:
+        code = run_program([sys.executable, "-m", "gradus", *words])[0]
+    except KeyboardInterrupt:  # it was passed on: the command has saved, and ended
+        return 128 + signal.SIGINT
+    return code if code >= 0 else 128 - code  # as a shell says it
 
 
 def demo(gradus: Callable[[list[str]], int] = run, settings: Sequence[str] = ("train.steps=300",)) -> int:

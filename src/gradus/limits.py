@@ -56,7 +56,6 @@ RECIPE_FILE = MB  # the largest packaged one has 2 kB
 CONFIG_FILE = 100 * MB  # config.json, and the index of shards: 9 MB for DeepSeek-V3
 TOKENIZER_FILE = 200 * MB  # Gemma 3's has 33 MB
 HARDWARE_FILE = 10 * MB
-POINTS_FILE = 100 * MB  # --accuracy
 ROWS_FILE = 4 * GB  # metrics.jsonl
 DEPTH = 64  # mappings and lists inside one another; a tokenizer.json has about 10
 RECIPE_NODES = 100_000  # keys and values after YAML's aliases are written out
@@ -217,12 +216,12 @@ def _reader(kind: type, above: float | None, least: float, most: float) -> Calla
     return read
 
 
-def numbers(text: str, option: str, least: int = 1, most: int = PROCESSES) -> list[int]:
+def numbers(text: str, option: str, most: int = PROCESSES) -> list[int]:
     """`8,16,32` → [8, 16, 32], each once, in their order. Raises UserError."""
     entries = [word.strip() for word in text.split(",")]
     for word in entries:
-        if not re.fullmatch(r"[0-9]{1,18}", word) or not least <= int(word) <= most:
-            what = f"{repr(word[:40]) if word else 'an empty entry'} is not a whole number from {least} to {most:,}"
+        if not re.fullmatch(r"[0-9]{1,18}", word) or not 1 <= int(word) <= most:
+            what = f"{repr(word[:40]) if word else 'an empty entry'} is not a whole number from 1 to {most:,}"
             raise UserError(f"{option} {text[:80]}: {what}. Write for example {option} 1,2,4")
     return list(dict.fromkeys(map(int, entries)))
 

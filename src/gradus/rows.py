@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ class Row:
         return json.dumps(self.known())
 
 
+def as_lines(rows: Iterable[Row]) -> str:
+    """The content of a file of rows."""
+    return "".join(row.json() + "\n" for row in rows)
+
+
 class RowFile:
     """An append-only `metrics.jsonl`. `position` is kept in every checkpoint, so that a resume drops the rows of steps
     that will be taken again."""
@@ -52,7 +58,7 @@ class RowFile:
     def write(self, rows: list[Row]) -> None:
         """Raises OSError with the file's name where the disk is full or fails; then the file is closed."""
         try:
-            self.file.writelines(row.json() + "\n" for row in rows)
+            self.file.write(as_lines(rows))
             self.file.flush()
         except OSError as e:
             with contextlib.suppress(OSError):  # it tries to write once more

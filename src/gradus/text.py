@@ -14,9 +14,10 @@ DAY = 86_400.0  # s
 SIGNS = {"USD": "$", "EUR": "€"}
 UNITS = {  # a row's unit → (from how many on, how many make one, its name), the largest first
     "bytes": [(0.9995 * 10**n, 10**n, name) for n, name in zip(range(15, -1, -3), ("PB", "TB", "GB", "MB", "kB", "B"))],
+    "binary": [(2**n, 2**n, name) for n, name in zip(range(30, -1, -10), ("GiB", "MiB", "KiB", "B"))],
     "s": (
         (2 * 365 * DAY, 365 * DAY, "years"), (2 * DAY, DAY, "days"), (7200, 3600, "h"), (120, 60, "min"),
-        (0.9995, 1, "s"), (0, 1e-3, "ms"),
+        (0.9995, 1, "s"), (0.9995e-3, 1e-3, "ms"), (0, 1e-6, "µs"),
     ),
     "kg": ((1e3, 1e3, "t"), (1, 1, "kg"), (0, 1e-3, "g")),
     # money is counted so
@@ -58,16 +59,24 @@ def rate(n: float) -> str:
     return f"{float(f'{n:.3g}'):,.0f}" if n >= 100 else f"{n:.3g}"
 
 
-def count(value: float) -> str:
+def count(value: float, digits: int = 3) -> str:
     """A short form of a count: 1234567 → 1.23M."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:g}" if isinstance(value, int) else f"{value:.3g}"
+            return f"{value / size:.{digits}g}{suffix}"
+    return f"{value:g}" if isinstance(value, int) else f"{value:.{digits}g}"
 
 
-def cell(value: float) -> str:
-    """A cell: 1,234; 12.34."""
+def milliseconds(seconds: float) -> str:
+    """A cell of a column in ms: 1,234; 12.34."""
+    value = max(0.0, seconds * 1e3)  # clocks differ by microseconds
+    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def cell(value: float | str | None, nothing: str = "-") -> str:
+    """A cell: 1,234; 12.34; a text as it is; `nothing` for None."""
+    if value is None or isinstance(value, str):
+        return nothing if value is None else value
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -37,7 +37,7 @@ def test_items(n_symbols, length, seed, start, split):
 )
 def test_held_out_sequences_are_never_trained_on(n_symbols, length, start):
     possible = (n_symbols - 1) ** (length - (start == "first"))
-    for seed in range(3):
+    for seed in range(3 if possible < 1000 else 1):
         drawn = {}
         for split in ("train", "valid"):
             data = CopyDataset(20 * possible, n_symbols, length, seed, start=start, split=split)

@@ -59,7 +59,7 @@ if what in ("wait", "deaf"):
         time.sleep(0.2)
         (folder / f"saved-{rank}").write_text(str(number))
         os._exit(128 + number)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, save if what == "wait" else lambda number, frame: None)
     (folder / f"ready-{rank}").write_text("")
     time.sleep(60)
@@ -290,7 +290,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_passed_on_and_workers_save(tmp_path, number):
     parent = start(tmp_path, "wait")
     parent.send_signal(number)

@@ -36,7 +36,7 @@ def load(file: Path):
 def test_what_the_app_has(tmp_path, monkeypatch, capsys):
     """An image with packages and local files, a volume, a secret, a GPU, a class with enter and method, a function, two entrypoints."""
     monkeypatch.chdir(tmp_path)
-    text = write(tmp_path, "copy-task", *TINY, "train.steps=3", "schedule.warmup_steps=0", "--gpu", "H100:2", "--secret", "hub", "--hours", "1.5", "log.dir=runs/a")  # fmt: skip
+    text = write(tmp_path, "copy-task", *TINY, "train.steps=3", "schedule.warmup_steps=0", "--gpu", "H100:2", "--secret", "hub", "log.dir=runs/a")  # fmt: skip
     tree = ast.parse(text)
     found = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert set(found) == {"at", "train", "main", "Model", "generate"}
@@ -46,7 +46,7 @@ def test_what_the_app_has(tmp_path, monkeypatch, capsys):
     of = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
     given = {name: ast.literal_eval(value) for name, value in of.items() if name.isupper()}
     assert given["WORDS"] == ["train", "copy-task", *TINY, "train.steps=3", "schedule.warmup_steps=0", "--auto-resume", "--processes", "2"]
-    assert given["GPU"] == "H100:2" and given["SECRETS"] == ["hub"] and given["VOLUME"] == "gradus" and given["SECONDS"] == 5400
+    assert given["GPU"] == "H100:2" and given["SECRETS"] == ["hub"] and given["VOLUME"] == "gradus" and given["SECONDS"] == 86_400
     assert any(re.match(r"torch[\d<,.]*>=2\.11", package) for package in given["PACKAGES"])
     assert given["FOLDERS"] == {"/root/gradus": str(Path(sys.modules["gradus"].__file__).parent)} and given["FILES"] == {}
     assert f"modal run {tmp_path}/app.py::main  # train" in capsys.readouterr().out
@@ -103,8 +103,7 @@ def test_it_generates(tmp_path, monkeypatch, capsys):
     [
         (["copy-task", "--gpu", "A200"], "--gpu=A200: Modal has no A200. Did you mean"),
         (["copy-task", "--gpu", "A100:9"], "--gpu=A100:9: give TYPE or TYPE:N with N from 1 to 8"),
-        (["copy-task", "--hours", "25"], "--hours=25: must be at most 24."),
-        (["copy-task", "--volume", "a b"], "--volume=a b: give a name of letters"),
+        (["copy-task", "--secret", "a b"], "--secret=a b: give a name of letters"),
         ([], "nothing to do. Give a RECIPE to train, or --model MODEL to generate from."),
         (["copy-task", "log.dir=/runs"], "log.dir=/runs: the run folder has the same path here and there."),
         (["copy-task", "train.stepz=1"], "Did you mean train.steps?"),

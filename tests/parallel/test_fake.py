@@ -59,7 +59,7 @@ def gpt(size: int, layout: dict, config: GPTConfig, batch: int, seq: int, rank: 
             parallel = apply(models.build(config), Layout(**layout), mesh)
             data = [{name: torch.randint(0, config.vocab_size, (batch, seq)) for name in ("ids", "labels")} for _ in range(micro_batches)]
             traffic = steps(parallel, data, lambda model, b: common.losses("gpt", model, b)["tokens"], n)
-            return {h.name: h.local.shape for h in parallel.local_parameters}, traffic.found
+            return {h.name: h.local.shape for h in parallel.local_parameters}, traffic.by_kind
 
 
 def padded(shapes: list[tuple[int, ...]], n: int) -> int:
@@ -193,7 +193,7 @@ def sent_by(world: World, layout: dict, fake: bool) -> dict:
     with FakeTensorMode() if fake else contextlib.nullcontext() as mode:
         parallel = apply(models.build(common.CONFIGS["gpt"].model_copy(update={"n_layers": 2})), Layout(**layout), mesh)
         batch = {k: mode.from_tensor(v) if fake and isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 + OLD if fake else 3).found
+        found = steps(parallel, [batch, batch], lambda model, b: common.losses("gpt", model, b)["tokens"], n=1 + OLD if fake else 3).by_kind
     return {"held": {h.name: tuple(h.local.shape) for h in parallel.local_parameters}} | {name: (n.calls, n.payload, n.sent) for name, n in found.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gradus.errors import UserError
-from gradus.parallel.processes import Fault, Pool
+from gradus.files import is_running
+from gradus.parallel.processes import Fault, Pool, run_program
 
 
 @pytest.fixture
@@ -76,3 +78,48 @@ def test_ctrl_c_is_not_for_workers(one):
     process = one.idle[0].process
     os.kill(process.pid, signal.SIGINT)
     assert one.run(operator.neg, 8) == -8 and one.idle[0].process is process
+
+
+# ---- programs
+
+def test_a_program_says_how_it_ended():
+    assert run_program([sys.executable, "-c", "import sys; print('out'); sys.exit('no room')"], capture=True) == (1, "no room\n")
+    with pytest.raises(FileNotFoundError):
+        run_program(["gradus-no-such-program"])
+
+
+def test_a_program_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    code = f"import subprocess, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        run_program([sys.executable, "-c", code], seconds=2.0)
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() - began < 30
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_passed_on_and_then_holds_for_this_process(number, tmp_path):
+    """The program ends in its own time, with its own exit code; then this process ends by the signal."""
+    code = f"import pathlib, signal; got = signal.sigwait([{int(number)}]); pathlib.Path({str(tmp_path / 'got')!r}).write_text(str(int(got)))"
+    blocked = [sys.executable, "-c", f"import signal; signal.pthread_sigmask(0, [{int(number)}]); open({str(tmp_path / 'up')!r}, 'w'); {code}"]
+
+    def send():
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as ended:
+        run_program(blocked)
+    assert (tmp_path / "got").read_text() == str(int(number))
+    assert number == signal.SIGINT or ended.value.code == 128 + number
+
+
+def test_under_nohup_a_hangup_ends_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code = "import os, signal; os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getpid(), signal.SIGHUP)"
+        assert run_program([sys.executable, "-c", code]) == (0, "")
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -200,6 +200,20 @@ def test_an_error_of_its_own_is_kept(tmp_path):
     assert sorted(p.name for p in (tmp_path / "ranks").iterdir()) == [f"rank-0001.error.{n}" for n in (1, 2, 3)]
 
 
+def test_torchrun_is_told_which_error_ended_a_rank(tmp_path, monkeypatch):
+    """torchrun's own reader of the file finds it, and in it the error; a rank that lost another tells it nothing."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    here = Status(tmp_path, World(1, 2))
+    with pytest.raises(ZeroDivisionError), status.watched(tmp_path, World(1, 2)):
+        raise ZeroDivisionError("no samples")
+    here.close()
+    failure = ProcessFailure(local_rank=1, pid=os.getpid(), exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert failure.message["message"] == "ZeroDivisionError: no samples"
+    assert 'raise ZeroDivisionError("no samples")' in failure.message["extraInfo"]["py_callstack"]
+
+
 def test_what_passes_is_no_error(tmp_path):
     here = Status(tmp_path, World(1, 2))
     with pytest.raises(StopIteration), status.watched(tmp_path, World(1, 2), passing=(StopIteration,)):

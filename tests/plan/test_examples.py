@@ -12,7 +12,7 @@ from gradus.plan.budget import HOUR, energy_and_carbon
 from gradus.plan.collectives import ring_factor
 from gradus.plan.counts import flops
 from gradus.plan.hf import recipe_for
-from gradus.plan.serving import kv_per_token, serving
+from gradus.plan.serving import serving, usage_of
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import GPTConfig
 from gradus.text import DAY
@@ -53,7 +53,7 @@ def test_gpt3s_states_are_2800_gb():
 def test_llama2_serving_and_its_device():
     """The rule of thumb knows neither batch nor length: of 8 sequences of 4,096 tokens it says half of what they take."""
     config = config_of("llama2-7b")
-    assert kv_per_token(config) == 512 * 1024
+    assert usage_of(config, 1, 1).own * 2 == 512 * 1024  # in bf16
     for bits, needed in ((32, 32.3), (16, 16.2)):  # 33.6 and 16.8 from 7e9 parameters
         rule = next(row for row in serving(config, bits=bits) if row.name == "serving/rule")
         assert rule.value / GB == pytest.approx(needed, abs=0.05)
@@ -93,7 +93,7 @@ def test_sizes_of_attention_activations_and_cache():
     assert [heads * 256 * n * 4 / mib for n in (512, 1024, 2048)] == [24, 48, 96]
     assert pytest.approx(1.208, abs=1e-3) == 2 * 32 * 512 * 768 * 12 * 4 / GB, "two tensors a layer, where 9 GB were printed"
     as_bert = GPTConfig(vocab_size=30_522, n_layers=12, d_model=768, n_heads=12, seq_len=1024)
-    assert 1000 * kv_per_token(as_bert, "fp16") / 1e6 == pytest.approx(36.864)
+    assert 1000 * usage_of(as_bert, 1, 1).own * 2 / 1e6 == pytest.approx(36.864)
     assert 1000 * 1001 / 2 / 1000 == 500.5, "the most that a cache can save in 1,000 tokens"
 
 

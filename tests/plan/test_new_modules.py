@@ -204,10 +204,11 @@ TOGETHER = {
 }
 
 
-QUICK = {"table", "table, micro-batches", "tied embeddings", "in every block, checkpointing, micro-batches", "table in half, micro-batches", "masks",
+QUICK = {"table", "table, micro-batches", "in every block, checkpointing, micro-batches", "table in half, micro-batches", "masks",
          "convolution", "convolution, checkpointing", "convolution of all channels", "convolution of groups, checkpointing", "table, shard, kept",
          "in every block, shard, checkpointing", "table in half, shard, half", "in every block, pipeline", "experts cut within"}  # fmt: skip
-COUNTED = {"in every block, checkpointing, micro-batches", *(name for name in ALONE if "convolution" in name)}  # of which operations are
+COUNTED = {"in every block, checkpointing, micro-batches", "convolution of all channels"}  # whose operations PyTorch counts too
+TRACED = {*COUNTED, *(name for name in ALONE if "convolution" in name)}
 
 
 # ---------------------------------------------------------------- what the process does
@@ -238,11 +239,12 @@ def alone(world, names: list[str]) -> dict[str, dict]:
         r = recipe(model, **layout)
         memory = engine.plan_memory(r)
         found[name] = {"planned": {**memory.state, "peak": memory.allocated}, "measured": measured(r), "parts": sum(memory.components.values())}
-        if name not in COUNTED:
+        if name in COUNTED:
+            stepper, batches, counts = stepper_of(r)
+            found[name]["counted"] = count_flops(lambda: stepper.step(batches, counts))  # noqa: B023
+        if name not in TRACED:
             continue
         work = engine.traced_work(r, target="cpu")
-        stepper, batches, counts = stepper_of(r)
-        found[name]["counted"] = count_flops(lambda: stepper.step(batches, counts))  # noqa: B023
         # a causal kernel does half of what is counted
         found[name]["flops"] = work.micro_batches * math.fsum(op.flops * op.count * (2 if op.kind == "attention" else 1) for op in work.micro)
         found[name]["convolutions"] = [(op.kind, op.phase, op.flops * op.count * work.micro_batches, list(op.shape)) for op in work.micro if "convolution" in op.name]

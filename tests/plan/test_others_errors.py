@@ -13,7 +13,7 @@ from gradus.errors import UserError
 from gradus.plan import engine
 from gradus.plan.counts import Shape, active, flops, operations, utilisation
 from gradus.plan.roofline import op_seconds
-from gradus.plan.serving import cache_bytes, serving
+from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.plan.trace import Traced, trace_recipe
 from gradus.plan.work import Op
 from gradus.recipe.presets import config_of
@@ -86,8 +86,7 @@ def test_1_zero_divides_by_replicas_not_by_devices():
 def test_1_the_cache_has_keys_and_values_and_only_the_key_heads():
     """Llama-2-70B at 4,096: 5.00 GiB were printed, 1.25 are true."""
     llama = config_of("llama2-70b")
-    assert cache_bytes(llama, 1, 4096)[0] == 1.25 * GIB
-    assert cache_bytes(llama, 1, 4096)[0] == 2 * 80 * 8 * 128 * 4096 * 2
+    assert usage_of(llama, 1, 4096).own * BYTES["bf16"] == 1.25 * GIB == 2 * 80 * 8 * 128 * 4096 * 2
     without_both = 80 * 64 * 128 * 4096 * 2  # no factor of two, all heads
     assert without_both == 5 * GIB
 

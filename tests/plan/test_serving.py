@@ -16,7 +16,7 @@ from gradus.errors import UserError
 from gradus.hardware import cluster, find
 from gradus.models.decoding import generate
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.serving import cache_bytes, kv_per_token, optimal, serving, usage_of
+from gradus.plan.serving import BYTES, optimal, serving, usage_of
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ModelConfig, Seq2SeqConfig, T5Config, ViTConfig
 
@@ -231,11 +231,12 @@ def test_cache_is_the_real_one_to_the_byte(name, precision):
     (cache,) = made
     own = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.k, layer.v))
     cross = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer.cross or ())
-    assert cache_bytes(config, batch, cache.max_len, source_len=source, precision=precision) == (own, cross)
+    usage, width = usage_of(config, batch, cache.max_len, source), BYTES[precision]
+    assert (usage.own * width, usage.cross * width) == (own, cross)
     rows = serving(config, batch=batch, seq_len=cache.max_len, precision=precision)
     assert value(rows, "serving/kv_cache") == own
     cross = value(rows, "serving/cross_cache") if sources else 0
-    assert cross == cache_bytes(config, batch, 1, source_len=cache.max_len, precision=precision)[1]
+    assert cross == usage_of(config, batch, 1, cache.max_len).cross * width
     assert value(rows, "serving/weights") == sum(p.numel() * p.element_size() for p in model.parameters())
     assert value(rows, "serving/total") == sum(value(rows, f"serving/{part}") for part in ("weights", "kv_cache", "logits")) + cross
 
@@ -257,12 +258,13 @@ def test_llama_2_70b():
 def test_a_cache_has_keys_and_values_of_the_key_heads_alone():
     """Llama-2-70B, 4,096 tokens, one row: 1.25 GiB. Without the factor 2, and with all 64 heads, it would be 5 GiB."""
     llama = config_of("llama2-70b")
-    assert cache_bytes(llama, 1, 4096) == (1.25 * 2**30, 0)
-    assert cache_bytes(llama.model_copy(update={"n_kv_heads": 64}), 1, 4096)[0] == 8 * 1.25 * 2**30
+    usage = usage_of(llama, 1, 4096)
+    assert (usage.own * BYTES["bf16"], usage.cross) == (1.25 * 2**30, 0)
+    assert usage_of(llama.model_copy(update={"n_kv_heads": 64}), 1, 4096).own * BYTES["bf16"] == 8 * 1.25 * 2**30
 
 
 def test_encoders_have_no_cache():
-    assert kv_per_token(config_of("bert-base")) == kv_per_token(config_of("vit-b16")) == 0
+    assert usage_of(config_of("bert-base"), 1, 1).own == usage_of(config_of("vit-b16"), 1, 1).own == 0
     names = {r.name for r in serving(config_of("vit-b16"), on=cluster("T4"), precision="fp16")}
     assert "serving/kv_cache" not in names and "serving/decode_time" not in names and "serving/forward_time" in names
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -129,11 +128,11 @@ def newcomer(monkeypatch, own_files):
         made = device()
         threads = int(command[-1])
         hardware.add_device(dataclasses.replace(made, name=coarse_name(threads), measured=made.measured | {"threads": threads, "coarse": True}))
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
     for name in ("CI", "GRADUS_NO_CALIBRATE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(calibrate.subprocess, "run", run)
+    monkeypatch.setattr(calibrate, "run_program", run)
     recipe, mesh = types.SimpleNamespace(layout=types.SimpleNamespace(timeout=600.0)), types.SimpleNamespace(world=World())
     return types.SimpleNamespace(recipe=recipe, mesh=mesh, device=torch.device("cpu")), started
 
@@ -170,7 +169,7 @@ def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, 
 
 def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
     session, _ = newcomer
-    monkeypatch.setattr(calibrate.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", "one\nerror: no room\n"))
+    monkeypatch.setattr(calibrate, "run_program", lambda command, environment, **_: (2, "one\nerror: no room\n"))
     calibrate.calibrate_once(session)
     assert capsys.readouterr().out.endswith("0 s; failed: error: no room\n")
 
@@ -178,10 +177,10 @@ def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
 def test_a_calibration_that_takes_too_long_is_given_up_in_plain_words(newcomer, monkeypatch, capsys):
     session, _ = newcomer
 
-    def slow(command, timeout, **_):
-        raise subprocess.TimeoutExpired(command, timeout)
+    def slow(command, environment, **_):
+        raise TimeoutError
 
-    monkeypatch.setattr(calibrate.subprocess, "run", slow)
+    monkeypatch.setattr(calibrate, "run_program", slow)
     calibrate.calibrate_once(session)
     assert capsys.readouterr().out.endswith("0 s; given up: other programs used the processors. gradus calibrate when they do not\n")
 

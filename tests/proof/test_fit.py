@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 
 import pytest
 
@@ -80,16 +79,6 @@ def test_a_sweep_measures_beside_the_plan(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_study_of_workers(capsys, monkeypatch):
-    monkeypatch.setattr(fit, "ROUNDS", 1)
-    assert main(["fit", *WORDS, "--workers", "0,1"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"[01] workers · ", line)]
-    assert [line.partition("  ")[0] for line in lines] == [f"{k} workers · {what}" for k in (0, 1) for what in ("loader alone", "training")]
-    words = [line.partition("  ")[2].split() for line in lines]
-    assert all(float(of[0].replace(",", "")) > 0 and of[-1].endswith("%") for of in words), lines
-
-
-@pytest.mark.slow
 def test_what_cannot_fit_is_said(capsys):
     assert main(["fit", *WORDS, "batch.samples=2", "--memory", "1MB"]) == 0
     assert "not even one sample fits" in capsys.readouterr().out
@@ -128,13 +117,12 @@ def test_sizes_that_are_none(text):
 
 
 def test_numbers():
-    assert limits.numbers("8,16, 32,8", "--sweep") == [8, 16, 32] and limits.numbers("0,1", "--workers", 0, 8) == [0, 1]
+    assert limits.numbers("8,16, 32,8", "--sweep") == [8, 16, 32]
     for text in ("", "8,,16", "0", "x", "-8", "9" * 5000, "²"):
         with pytest.raises(UserError, match="--sweep"):
             limits.numbers(text, "--sweep")
 
 
 def test_two_questions_at_once(capsys):
-    for words in (["--sweep", "8", "--workers", "0"], ["--sweep", "8", "--memory", "8GiB"]):
-        assert main(["fit", *WORDS, *words]) == 2
-        assert "different questions" in capsys.readouterr().err
+    assert main(["fit", *WORDS, "--sweep", "8", "--memory", "8GiB"]) == 2
+    assert "different questions" in capsys.readouterr().err

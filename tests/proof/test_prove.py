@@ -19,12 +19,12 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.parallel.processes import uninterrupted
 from gradus.plan import batches
 from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
 from gradus.proof.prove import Proof, StepTime, TimeMark, step_seconds
 from gradus.rows import Row, read_rows
+from gradus.signals import uninterrupted
 from gradus.text import size
 from gradus.train import machine
 from gradus.train.run import train

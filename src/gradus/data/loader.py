@@ -25,6 +25,7 @@ import torch
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
 from gradus.recipe.schema import DataConfig, Train
+from gradus.signals import handling
 
 POOL = 50  # batches whose samples are sorted by length together: little padding, and still a random order
 
@@ -296,11 +297,7 @@ def _context():
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["gradus.data.loader"])  # torch is imported once, not once a worker
-    if threading.current_thread() is threading.main_thread():
-        # The server must outlive a SIGTERM to the process group (Slurm sends one), and an ignored signal is inherited.
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    # The server must outlive a SIGTERM to the process group (Slurm sends one), and an ignored signal is inherited.
+    with handling([signal.SIGTERM], signal.SIG_IGN):
+        forkserver.ensure_running()
     return context

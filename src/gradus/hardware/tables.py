@@ -10,7 +10,7 @@ from gradus.hardware.kinds import NUMBERS, Device, Link, plain
 from gradus.text import fold, table
 
 
-def cell(value: float | str | None, shape: str = "{}", unit: float = 1) -> str:
+def formatted(value: float | str | None, shape: str = "{}", unit: float = 1) -> str:
     return shape.format(value if isinstance(value, str) else value / unit) if value else "-"
 
 
@@ -19,7 +19,7 @@ def gib(n: float) -> str:
 
 
 def gb_s(n: float | None) -> str:
-    return cell(n, "{:.4g} GB/s", 1e9)
+    return formatted(n, "{:.4g} GB/s", 1e9)
 
 
 def lines(name: str | None = None) -> list[str]:
@@ -32,12 +32,12 @@ def lines(name: str | None = None) -> list[str]:
     numbers = [n for n in NUMBERS if any(n in d.peaks for d in known.values())]
     compute, moving = [], []
     for d in known.values():
-        peaks = [cell(d.peaks.get(n), "{:.5g}", 1e12) for n in numbers]
-        compute.append([short_name(d), *peaks, cell(d.year, "{:.0f}"), cell(d.memory_type)])
-        speeds = [cell(k and k.bandwidth, "{:.4g}", 1e9) for k in (d.link, d.network)]
+        peaks = [formatted(d.peaks.get(n), "{:.5g}", 1e12) for n in numbers]
+        compute.append([short_name(d), *peaks, formatted(d.year, "{:.0f}"), formatted(d.memory_type)])
+        speeds = [formatted(k and k.bandwidth, "{:.4g}", 1e9) for k in (d.link, d.network)]
         p = files.price(d)
         price = f"{p.low:.2f} {p.expected:.2f} {p.high:.2f} {p.currency.replace('USD', '')}".rstrip() if p else "-"
-        figures = [gib(d.memory), cell(d.bandwidth, "{:.4g}", 1e9), cell(d.power, "{:.0f}"), str(d.node)]
+        figures = [gib(d.memory), formatted(d.bandwidth, "{:.4g}", 1e9), formatted(d.power, "{:.0f}"), str(d.node)]
         moving.append([short_name(d), *figures, *speeds, price])
     of_links = [
         [k.name, gb_s(k.bandwidth), f"{k.bandwidth * 8 / 1e9:.6g} Gb/s", gb_s(k.both)] for k in known_links.values()

@@ -18,7 +18,7 @@ from gradus.infer import Encoded, ModelSource
 from gradus.infer.engines import Engine, Torch, by_name, cache_key, open
 from gradus.models.decoding import generate, greedy
 from gradus.parallel.device import pick_device
-from gradus.rows import Row, read_rows
+from gradus.rows import Row, as_lines, read_rows
 from gradus.train.machine import cpu_name
 
 TOKENS = 32  # that are decoded in a check
@@ -154,7 +154,7 @@ def checked(
             row.conditions |= {"when": now, "processor": cpu_name(), "torch": torch.__version__}
         with writing(file, "set GRADUS_CACHE to a folder with enough space."):
             file.parent.mkdir(parents=True, exist_ok=True)
-            files.write_text(file, "".join(row.json() + "\n" for row in rows))
+            files.write_text(file, as_lines(rows))
         rows = read_rows(file)
     print(line(rows), file=sys.stderr, flush=True)
     verdict(rows)

@@ -30,6 +30,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.precision import Precision
 from gradus.tasks.base import Task
+from gradus.text import table as columns
 from gradus.train.evaluation import evaluate
 from gradus.train.session import Session
 
@@ -232,11 +233,12 @@ def why_refused(table: Table, max_loss: float) -> str | None:
 
 def table_lines(table: Table, about: dict[str, Any], args: Any) -> Iterator[str]:
     rows = {name: pair for name, pair in table.items() if name != "difference"}
-    yield f"{'':20} {'as it is':>12} {args.how:>12} {'ratio':>8}"
+    body = []
     for name, (before, after) in rows.items():
-        ratio = f"{after - before:+8.4f}" if "/" in name else f"{before / after:7.2f}×"
+        ratio = f"{after - before:+.4f}" if "/" in name else f"{before / after:.2f}×"
         digits = ".4f" if "/" in name else ".3f" if before < 100 else ".1f"
-        yield f"{name:20} {before:12{digits}} {after:12{digits}} {ratio}"
+        body.append([name, f"{before:{digits}}", f"{after:{digits}}", ratio])
+    yield from columns(["", "as it is", args.how, "ratio"], body, {1, 2, 3})
     points, error, n = table["difference"]
     lost = f"{points:.2f} ± {error:.2f} points of accuracy"
     yield f"loses {lost} on {n:,} targets, paired; computes in {about['computes']}"

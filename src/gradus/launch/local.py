@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from gradus import limits
 from gradus.errors import FAULT, UserError, tell_error
 from gradus.parallel import status
-from gradus.parallel.processes import GRACE, handling, signal_program
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # passed on to the workers
+from gradus.parallel.processes import GRACE, Programs, start_program
 
 
 def train(
@@ -72,27 +69,27 @@ def run(
     Then all are started again, up to `max_restarts` times, with `again` added to their arguments and
     TORCHELASTIC_RESTART_COUNT > 0. A user's mistake (exit code 2) is reported once and starts nothing again. A fault of
     the machine has the exit code `errors.FAULT`, any other error 1.
-    Ctrl-C and SIGTERM are passed on: workers have `timeout` seconds to save and end, and the exit code is 128 + the
-    signal. A second Ctrl-C ends them at once. No worker outlives this process.
+    Ctrl-C and other signals that ask for an end are passed on: workers have `timeout` seconds to save and end, and the
+    exit code is 128 + the signal. A second Ctrl-C ends them at once. No worker outlives this process.
     """
     from gradus.train.log import LOCK
 
     folder = Path(folder)
     new_folders = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
-    workers = Workers(n, folder, timeout, grace)
+    programs = Programs(timeout, grace)
     try:
-        with handling(SIGNALS, workers.pass_on):
+        with programs.passing_on_signals():
             for restart in range(max_restarts + 1):
-                code, text = workers.attempt([*command, *argv, *(again if restart else ())], restart)
-                if workers.signals:
-                    return code and 128 + workers.signals[0]
+                code, text = attempt(programs, n, [*command, *argv, *(again if restart else ())], folder, restart)
+                if programs.signals:
+                    return code and 128 + programs.signals[0]
                 if text:
                     tell_error(text)
                 if code in (0, 2):
                     break
                 if restart < max_restarts:
-                    attempt = f"{restart + 1} of {max_restarts}"
-                    print(f"starting again from the last checkpoint: {attempt}", file=sys.stderr, flush=True)
+                    attempts = f"{restart + 1} of {max_restarts}"
+                    print(f"starting again from the last checkpoint: {attempts}", file=sys.stderr, flush=True)
         return code
     finally:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
@@ -104,104 +101,65 @@ def run(
                     p.rmdir()
 
 
-class Workers:
-    """The processes of all attempts, and the signals that came meanwhile. timeout, grace: see `run`.
+def attempt(programs: Programs, n: int, command: list[str], folder: Path, restart: int) -> tuple[int, str | None]:
+    """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.)"""
+    from torch.distributed import TCPStore
 
-    Where one worker dies, the others get `grace` to notice and to say where they waited, before they are killed.
-    """
+    try:
+        status.clear(folder)
+    except OSError as e:
+        why = f"cannot write there ({e.strerror})"
+        raise UserError(f"log.dir={folder}: {why}. Set log.dir to a folder you may write.") from None
+    # the workers meet here: the port is taken from the start, and the memory is of this attempt alone
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def __init__(self, n: int, folder: Path, timeout: float, grace: float):
-        self.n, self.folder, self.timeout, self.grace = n, folder, timeout, grace
-        self.signals: list[int] = []
-        self.started = False  # all of an attempt
-
-    def pass_on(self, number: int, frame: object) -> None:
-        """The handler of signals. A second one shortens the time that the workers have to end."""
-        self.signals.append(number)
-        if self.started:
-            self._send(number)
-
-    def _send(self, number: int) -> None:
-        self.deadline = time.monotonic() + (self.timeout if len(self.signals) == 1 else self.grace)
-        for process in self.processes:
-            signal_program(process, number)
-
-    def attempt(self, command: list[str], restart: int) -> tuple[int, str | None]:
-        """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.)"""
-        from torch.distributed import TCPStore
-
-        try:
-            status.clear(self.folder)
-        except OSError as e:
-            why = f"cannot write there ({e.strerror})"
-            raise UserError(f"log.dir={self.folder}: {why}. Set log.dir to a folder you may write.") from None
-        # the workers meet here: the port is taken from the start, and the memory is of this attempt alone
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[subprocess.Popen] = []
-        self.deadline: float | None = None
-        try:
-            for rank in range(self.n):
-                self.processes.append(self._start(command, rank, store.port, restart))
-            self.started = True
-            if self.signals:  # it came meanwhile
-                self._send(self.signals[0])
-            codes = self._wait()
-            text = status.diagnose(self.folder, self.n, codes) if set(codes.values()) != {0} else None
-        finally:
-            self.started = False
-            for process in self.processes:
-                signal_program(process, signal.SIGKILL)
-                process.wait(30)
-        return self._outcome(codes, text) if any(process.returncode for process in self.processes) else (0, None)
-
-    def _start(self, command: list[str], rank: int, port: int, restart: int) -> subprocess.Popen:
+    def start(rank: int) -> subprocess.Popen:
         """Rank 0's output is this process's; of the others, standard error is kept."""
-        threads = max(1, limits.processors() // self.n)
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            **os.environ,
-            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.n)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(restart),
-            "PYTHONUNBUFFERED": "1",
-            status.PARENT: str(os.getpid()),
-            status.COMMAND: status.typed("train") or "",
-        }
-        with open(status.log_path(self.folder, rank) if rank else os.devnull, "wb") as log:
-            out = {"stdout": subprocess.DEVNULL, "stderr": log} if rank else {}
-            return subprocess.Popen(command, env=environment, start_new_session=True, **out)
+        with open(status.log_path(folder, rank) if rank else os.devnull, "wb") as log:
+            streams = {"stdout": subprocess.DEVNULL, "stderr": log} if rank else {}
+            return start_program(command, environment_of(rank, n, store.port, restart), **streams)
 
-    def _wait(self) -> dict[int, int | None]:
-        """Rank → exit code, once all have ended or the time of those that have not (None) is over."""
-        while True:
-            codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
-            if any(codes.values()) and self.deadline is None:
-                self.deadline = time.monotonic() + self.grace
-            late = self.deadline is not None and time.monotonic() >= self.deadline
-            if late or None not in codes.values():
-                return codes
-            time.sleep(0.05)
+    with programs.running(functools.partial(start, rank) for rank in range(n)) as processes:
+        codes = programs.wait()
+        text = status.diagnose(folder, n, codes) if set(codes.values()) != {0} else None
+    return outcome(folder, codes, text) if any(process.returncode for process in processes) else (0, None)
 
-    def _outcome(self, codes: dict[int, int | None], text: str | None) -> tuple[int, str | None]:
-        exit_codes = status.with_word_left(self.folder, codes)
-        faulty = status.died(self.folder, exit_codes)
-        first, code = (faulty[0], exit_codes[faulty[0]]) if faulty else (0, 1)
-        if code == 2:
-            return 2, None if exit_codes[0] == 2 else self._mistake(first)
-        if code == FAULT:
-            # rank 0, which writes no log, has said it on standard error
-            printed = codes[0] == FAULT and not status.tail(status.log_path(self.folder, first))
-            return FAULT, None if printed else text
-        return 1, text
 
-    def _mistake(self, rank: int) -> str:
-        """What a rank other than 0 said of a user's mistake."""
-        log, error = status.log_path(self.folder, rank), status.error_path(self.folder, rank)
-        lines = status.tail(log) or status.tail(error)[-1:]
-        errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
-        message = next(errors, "\n".join(lines))
-        return f"rank {rank} on {status.host()}: {message}"
+def environment_of(rank: int, n: int, port: int, restart: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(max(1, limits.processors() // n)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "PYTHONUNBUFFERED": "1",
+        status.PARENT: str(os.getpid()),
+        status.COMMAND: status.typed("train") or "",
+    }
+
+
+def outcome(folder: Path, codes: dict[int, int | None], text: str | None) -> tuple[int, str | None]:
+    """(The exit code of the whole, what to tell the user.) text: the diagnosis."""
+    exit_codes = status.with_word_left(folder, codes)
+    faulty = status.died(folder, exit_codes)
+    first, code = (faulty[0], exit_codes[faulty[0]]) if faulty else (0, 1)
+    if code == 2:
+        return 2, None if exit_codes[0] == 2 else mistake(folder, first)
+    if code == FAULT:
+        # rank 0, which writes no log, has said it on standard error
+        printed = codes[0] == FAULT and not status.tail(status.log_path(folder, first))
+        return FAULT, None if printed else text
+    return 1, text
+
+
+def mistake(folder: Path, rank: int) -> str:
+    """What a rank other than 0 said of a user's mistake."""
+    log, error = status.log_path(folder, rank), status.error_path(folder, rank)
+    lines = status.tail(log) or status.tail(error)[-1:]
+    errors = (line.removeprefix("error:").strip() for line in reversed(lines) if line.startswith("error:"))
+    message = next(errors, "\n".join(lines))
+    return f"rank {rank} on {status.host()}: {message}"

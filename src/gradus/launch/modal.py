@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from gradus import files, limits
+from gradus import files
 from gradus.errors import UserError, did_you_mean, requirements
 from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
 
@@ -30,18 +30,14 @@ def options(p: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="to generate from: a folder or a name on the hub (default: the recipe's run)")
     text = "of generation: weights and arithmetic (default fp32)"
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help=text)
-    add("--volume", default="gradus", metavar="NAME", help="where runs and weights are kept (default: gradus)")
     add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that need one")
-    hours = limits.real(above=0, most=24)
-    add("--hours", type=hours, default=24.0, metavar="H", help="hours after which an attempt ends (default 24)")
 
 
 def launch(args: Namespace) -> int:
     """Write the app. Raises UserError for a mistake in the options or the recipe."""
     gpu, n_gpus = _gpu(args.gpu)
-    for option in ("volume", "secret"):
-        if (name := getattr(args, option)) is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
-            raise UserError(f"--{option}={name}: give a name of letters, digits, dots, - and _, of at most 64.")
+    if args.secret is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", args.secret):
+        raise UserError(f"--secret={args.secret}: give a name of letters, digits, dots, - and _, of at most 64.")
     if not args.recipe and not args.model:
         raise UserError("launch modal: nothing to do. Give a RECIPE to train, or --model MODEL to generate from.")
     file = files.writable(Path(args.to))
@@ -103,16 +99,16 @@ def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
     file_name, title = Path(args.to).name, re.sub(r"[^\w .-]", "-", name)
     commands = [f'modal run {file_name}::generate --prompt "..."  # generate']
     if run:
-        fetch = f"modal volume get {args.volume} {run} .  # fetch the run folder"
+        fetch = f"modal volume get gradus {run} .  # fetch the run folder"
         commands = [f"modal run {file_name}::main  # train", *commands, fetch]
     if args.secret:
         commands.insert(0, f"modal secret create {args.secret} HF_TOKEN=...  # once: for the hub")
     settings = {
         "NAME": "gradus-" + title.replace(" ", "-")[:50],
         "GPU": gpu,
-        "VOLUME": args.volume,
+        "VOLUME": "gradus",  # where runs and weights are kept
         "SECRETS": [args.secret] if args.secret else [],
-        "SECONDS": int(args.hours * 3600),
+        "SECONDS": 86_400,  # after which an attempt ends: as long as Modal lets it be
         "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "PACKAGES": packages,
         "FOLDERS": {there: str(local) for there, local in added.items() if local.is_dir()},  # in the image: here

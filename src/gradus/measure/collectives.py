@@ -26,9 +26,11 @@ from gradus.errors import UserError, did_you_mean, need
 from gradus.hardware.units import quantity
 from gradus.measure import machine
 from gradus.parallel import world as worlds
-from gradus.parallel.processes import ended_by_sigterm, run_group, run_program
+from gradus.parallel.processes import run_group, run_program
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile
+from gradus.signals import ended_by_sigterm
+from gradus.text import duration, in_unit
 from gradus.text import table as columns
 
 # Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-
@@ -254,7 +256,8 @@ def possible(n: int, local_size: int, size: int) -> None:
         raise UserError(f"--processes {n}: a collective needs at least 2 processes.")
     most = limits.memory() / 4 / local_size  # each process holds what it sends and what it gets, twice over at times
     if size > most:
-        raise UserError(f"--sizes {shown(size, BYTES)}: {local_size} processes hold {shown(most, BYTES)} at most.")
+        asked, possible = (in_unit(n, "binary") for n in (size, most))
+        raise UserError(f"--sizes {asked}: {local_size} processes hold {possible} at most.")
 
 
 def _take_part(backend: str, sizes: tuple[int, ...], world: World) -> list[Row] | None:
@@ -327,25 +330,14 @@ def table(rows: list[Row]) -> Iterator[str]:
         name, c = r.conditions["collective"], r.conditions
         if r.name.endswith("/time"):
             speeds = [value[f"collective/{name}/{which}_bandwidth", c["bytes"]] for which in ("algorithm", "bus")]
-            times = shown(r.value, SECONDS), " .. ".join(shown(t, SECONDS) for t in c["quartiles"])
-            speeds = [shown(speed, SPEED) for speed in speeds]
-            lines.append([name, shown(c["bytes"], BYTES), *times, str(c["calls"]), *speeds])
+            times = duration(r.value), " .. ".join(map(duration, c["quartiles"]))
+            speeds = [f"{in_unit(speed, 'bytes')}/s" for speed in speeds]
+            lines.append([name, in_unit(c["bytes"], "binary"), *times, str(c["calls"]), *speeds])
         if r.name.endswith("/latency"):
             slope = value.get((f"collective/{name}/bandwidth", None))
-            speed = shown(slope, SPEED) if slope else "no growth"
-            fits.append([name, shown(r.value, SECONDS), speed, f"{c['largest_error']:.0%}"])
+            speed = f"{in_unit(slope, 'bytes')}/s" if slope else "no growth"
+            fits.append([name, duration(r.value), speed, f"{c['largest_error']:.0%}"])
     yield from columns(["collective", "size", "time", "quartiles", "calls", "algorithm", "bus"], lines, range(1, 7))
     if fits:
         yield "\nfitted: time = latency + size / bandwidth (least squares on relative errors)"
         yield from columns(["collective", "latency", "bandwidth", "largest error"], fits, range(1, 4))
-
-
-BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-SPEED = ((1e9, "GB/s"), (1e6, "MB/s"))
-
-
-def shown(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """In the largest unit of which it has one, to three digits or all before the point."""
-    size, unit = next((u for u in units if value >= u[0]), units[-1])
-    return f"{value / size:.{max(3, len(str(int(value / size))))}g} {unit}"

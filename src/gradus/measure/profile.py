@@ -30,7 +30,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed
 from gradus.patch import replaced
 from gradus.recipe.schema import Recipe
-from gradus.rows import Row
+from gradus.rows import Row, as_lines
 from gradus.text import table as columns
 from gradus.train.loop import Trainer
 from gradus.train.session import Session, open_session
@@ -66,7 +66,7 @@ def profile(
     finally:
         trainer.loader.close()
     times = time_rows(session, recorded)
-    write_text(written[0], "".join(row.json() + "\n" for row in rows + times))
+    write_text(written[0], as_lines(rows + times))
     if session.device.type == "cuda":
         written.append(folder / "memory_summary.txt")
         write_text(written[-1], torch.cuda.memory_summary())

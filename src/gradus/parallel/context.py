@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradus import models, torch_private
 from gradus.data.collate import IGNORE
@@ -78,8 +79,7 @@ class Split:
 
 
 class _Sequence(NamedTuple):
-    """What attention needs of a batch's whole sequences. It travels with the batch's `positions`, which every block is
-    given, so several batches may be under way at once."""
+    """What attention needs of a batch's whole sequences."""
 
     split: Split
     segments: Tensor | None = None  # (batch, seq)
@@ -116,7 +116,9 @@ class Context:
         self.redundant = family.attention == "both"
         self.ring = layout.context_method == "ring"
         self.ordinary = get_kernel(layout.attention, layout.chunk)
-        self.sequence: _Sequence | None = None  # of the batch that the model now computes
+        # of each batch that is under way, by its `positions`, which every block is given; of the one now computed
+        self.sequences: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.sequence: _Sequence | None = None
         for module in model.modules():
             if isinstance(module, Attention):
                 module.kernel = self.attend
@@ -133,8 +135,8 @@ class Context:
         """This process's part of a batch, which lies on its device already.
 
         For a decoder, every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has
-        the label IGNORE. `positions` is made where it is absent, and this very tensor must reach the model: it carries
-        the whole sequence, with `segments` and `keep`, which are taken out of the batch and which attention obeys.
+        the label IGNORE. `positions` is made where it is absent, and this very tensor must reach the model: by it
+        attention finds the whole sequence, with `segments` and `keep`, which are taken out of the batch.
         For an encoder, the batch as it is. Raises UserError for sequences longer than the model's.
         """
         if self.redundant:
@@ -148,7 +150,7 @@ class Context:
         for key, value in batch.items():
             if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
                 batch[key] = sequence.split.take(value, self.rank, IGNORE if key == "labels" else 0)
-        batch["positions"].sequence = sequence
+        self.sequences[batch["positions"]] = sequence
         return batch
 
     def _with_sequence(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -163,7 +165,7 @@ class Context:
 
     @torch_private.uncompiled
     def _set(self, positions: Tensor | None) -> None:
-        self.sequence = getattr(positions, "sequence", None)
+        self.sequence = None if positions is None else self.sequences.get(positions)
 
     @torch_private.uncompiled
     def _before_first(self, block: nn.Module, args: tuple, kwargs: dict):

@@ -2,7 +2,7 @@
 
     run_group     n processes that can meet and do one thing together
     Worker, Pool  a process that does one thing after another, under limits of time and memory; some of them, kept
-    run_program   another program, to its end (those of `gradus train --processes` are `launch.local`'s)
+    Programs      other programs, which end together; run_program: one, to its end
 
 Torch is imported where a group needs it, since a program's first act is to ask for its end (`end_with_parent`).
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import math
 import multiprocessing
 import os
 import pickle
@@ -30,47 +32,13 @@ from typing import Any
 from gradus import limits
 from gradus.errors import UserError
 from gradus.parallel import status
+from gradus.signals import STOPS, handling, uninterrupted
 
+PASSED_ON = (*STOPS, signal.SIGHUP, signal.SIGQUIT)  # to programs
 GRACE = 5.0  # seconds in which the other processes of a group can say what they know of a failure
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # ask for a stop; Slurm sends the last before a time limit
 
 
-# ---------------------------------------------------------------- signals, and the end
-
-
-@contextlib.contextmanager
-def handling(numbers: Iterable[int], handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """While this lasts, these signals call handler(number, frame), where this is the main thread."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in numbers if main}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of this, and never in a process that is started in it: around a trace, where it
-    may come in a destructor or a hook in which PyTorch drops it or aborts, and around the start of workers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    with handling([signal.SIGINT], lambda number, frame: came.append(number)):
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what is started here inherits it
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if came:
-        raise KeyboardInterrupt
-
-
-def ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM ends this process by way of every `finally`, so that what was started here is ended too."""
-    return handling([signal.SIGTERM], lambda *_: sys.exit(128 + signal.SIGTERM))
+# ---------------------------------------------------------------- the end
 
 
 def end_with_parent() -> None:
@@ -323,39 +291,96 @@ class Pool:
 # ---------------------------------------------------------------- programs
 
 
+class Programs:
+    """A group of programs, each in a session of its own: signals are passed on to all, and all end together.
+
+    seconds: that they have to end after a signal. grace: after a second one, and to the others once one of them has
+    failed. stopping: is printed at the first signal. signals: those that came.
+    """
+
+    def __init__(self, seconds: float = math.inf, grace: float = math.inf, stopping: str = ""):
+        self.seconds, self.grace, self.stopping = seconds, grace, stopping
+        self.processes: list[subprocess.Popen] = []
+        self.signals: list[int] = []
+        self.deadline = math.inf
+
+    def passing_on_signals(self) -> contextlib.AbstractContextManager[None]:
+        """A hang-up that this process ignores, as nohup has it do, is nobody's."""
+        hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        return handling(set(PASSED_ON) - ({signal.SIGHUP} if hangup_ignored else set()), self._pass_on)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.signals.append(number)
+        if len(self.signals) == 1 and self.stopping:
+            print(f"\n{self.stopping}", file=sys.stderr, flush=True)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        self.deadline = time.monotonic() + (self.seconds if len(self.signals) == 1 else self.grace)
+        for process in self.processes:
+            _signal_program(process, number)
+
+    @contextlib.contextmanager
+    def running(self, starts: Iterable[Callable[[], subprocess.Popen]]) -> Iterator[list[subprocess.Popen]]:
+        """The programs that these calls of `start_program` start; what is left of them at the end is killed. A signal
+        that comes before all are started reaches all."""
+        processes: list[subprocess.Popen] = []
+        self.deadline = math.inf
+        try:
+            processes += (start() for start in starts)
+            self.processes = processes
+            if self.signals:
+                self._send(self.signals[0])
+            yield processes
+        finally:
+            self.processes = []
+            for process in processes:
+                _signal_program(process, signal.SIGKILL)
+                process.wait(30)
+
+    def wait(self) -> dict[int, int | None]:
+        """Exit codes, once all have ended or the time of those that have not (None) is over."""
+        while True:
+            codes = {i: process.poll() for i, process in enumerate(self.processes)}
+            if any(codes.values()):
+                self.deadline = min(self.deadline, time.monotonic() + self.grace)
+            if None not in codes.values() or time.monotonic() >= self.deadline:
+                return codes
+            time.sleep(0.05)
+
+
+def start_program(command: Sequence[str], environment: Mapping[str, str] | None = None, **streams: Any):
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+
+
 def run_program(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, capture: bool = False, stopping: str = ""
-) -> tuple[int, str]:
-    """(exit code, standard error where `capture`) of a program, in a session of its own.
+    command: Sequence[str], environment: Mapping[str, str] | None = None, *,
+    capture: bool = False, stopping: str = "", seconds: float = math.inf,
+) -> tuple[int, str]:  # fmt: skip
+    """(exit code, standard error where `capture`) of a program.
 
     Signals that ask for a stop are passed on to it, and its end is waited for, however long it saves; `stopping` is
     printed meanwhile. Then they hold for this process: KeyboardInterrupt, SystemExit. Raises FileNotFoundError for no
-    such program.
+    such program, TimeoutError where it takes longer than `seconds`.
     """
-    came: list[int] = []
-    process = None
-
-    def pass_on(number: int, frame: object) -> None:
-        came.append(number)
-        if process is not None:
-            process.send_signal(number)
-        if len(came) == 1 and stopping:
-            print(f"\n{stopping}", file=sys.stderr, flush=True)
-
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} if capture else {"stdin": subprocess.DEVNULL}
-    with handling(STOPS, pass_on):
-        process = subprocess.Popen(
-            command, env=environment, text=True, errors="replace", start_new_session=True, **streams
-        )
-        if came:  # in between
-            process.send_signal(came[0])
-        error = process.communicate()[1]
-    if came:
-        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
-    return process.returncode, error or ""
+    programs = Programs(stopping=stopping)
+    with tempfile.TemporaryFile() as errors, programs.passing_on_signals():
+        streams = {"stdout": subprocess.DEVNULL, "stderr": errors} if capture else {}
+        start = functools.partial(start_program, command, environment, stdin=subprocess.DEVNULL, **streams)
+        with programs.running([start]):
+            programs.deadline = min(programs.deadline, time.monotonic() + seconds)
+            (code,) = programs.wait().values()
+        errors.seek(0)
+        text = errors.read().decode(errors="replace")
+    if programs.signals:
+        first = programs.signals[0]
+        raise KeyboardInterrupt if first == signal.SIGINT else SystemExit(128 + first)
+    if code is None:
+        raise TimeoutError(f"not ready within {seconds:g} s")
+    return code, text
 
 
-def signal_program(process: subprocess.Popen, number: int) -> None:
+def _signal_program(process: subprocess.Popen, number: int) -> None:
     """Send a signal to a program in a session of its own, and to all that it started."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):

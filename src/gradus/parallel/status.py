@@ -297,6 +297,8 @@ def tail(path: Path) -> list[str]:
 # ------------------------------------------------------------ inside a worker
 
 # What libraries say when another process is gone or does not come: nothing but the text tells it from another error.
+# (gloo's flight recorder, in PyTorch 2.13, has a collective that failed as completed; torch's error files have whole
+# seconds, too coarse for who failed first: they are written for torchrun, not read.)
 # (library, where it was seen, pattern)
 _PEER_TEXTS = (
     ("gloo", "PyTorch 2.13", r"gloo.{0,200}(closed|reset|timed? ?out|refused|broken pipe|connectFullMesh|EOF)"),
@@ -398,12 +400,15 @@ def watched(folder: Path, world: World, passing: tuple[type[Exception], ...] = (
     except passing:
         raise
     except Exception as e:
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
         from gradus.parallel.world import leave
 
         end = lost(folder, e, world)
         if end is None:
             if world.size > 1:
                 _leave_word(folder, world.rank, e, code=exit_code(e))
+                ErrorHandler().record_exception(e)  # where torchrun asks for it: it tells which rank failed first
             raise
         code, text = end
         if text:

@@ -52,13 +52,13 @@ class Counted:
 
 class Traffic(TorchDispatchMode):
     """While active, counts the collectives that this process calls, in forward and backward passes alike, by name, in
-    `.found`. Code that does not go through PyTorch (MPI) counts its own with `Traffic.now`."""
+    `.by_kind`. Code that does not go through PyTorch (MPI) counts its own with `Traffic.now`."""
 
     now: Traffic | None = None
 
     def __init__(self):
         super().__init__()
-        self.found: dict[str, Counted] = {}
+        self.by_kind: dict[str, Counted] = {}
         self.parts = False  # what is called now is a part of a collective that has been counted
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -73,7 +73,7 @@ class Traffic(TorchDispatchMode):
 
     def count(self, kind: str, payload: int, n: int) -> None:
         """One call of a collective among n processes."""
-        counted = self.found.setdefault(kind, Counted())
+        counted = self.by_kind.setdefault(kind, Counted())
         counted.calls += 1
         counted.payload += payload
         counted.sent += _SENT[kind](n) * payload
@@ -102,7 +102,7 @@ class Traffic(TorchDispatchMode):
     @property
     def sent(self) -> float:
         """Bytes that this process sends, all kinds together."""
-        return sum(c.sent for c in self.found.values())
+        return sum(c.sent for c in self.by_kind.values())
 
 
 def payload_of(kind: str, args: tuple, out: Any) -> int:

@@ -53,23 +53,6 @@ def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> U
     return _usage(type(config), config.model_dump_json(), batch, tokens, source)
 
 
-def kv_per_token(config: ModelConfig, precision: str = "bf16") -> int:
-    """Bytes of keys and values that a token leaves in a decoder's cache (layers/cache.py); 0 for an encoder."""
-    return cache_bytes(config, 1, 1, precision=precision)[0]
-
-
-def cache_bytes(
-    config: ModelConfig, batch: int, tokens: int, *, source_len: int = 0, precision: str = "bf16"
-) -> tuple[int, int]:
-    """(keys and values of `tokens` per row, those of the encoder's output), in bytes, as `model.new_cache` holds them.
-
-    tokens: prompt and new ones, the target's of an encoder-decoder; at least 1. An encoder's output is projected once
-    for every layer and row.
-    """
-    usage = usage_of(config, batch, tokens, max(1, source_len))
-    return usage.own * BYTES[precision], usage.cross * BYTES[precision] if source_len else 0
-
-
 # ---------------------------------------------------------------- memory, devices
 
 

@@ -24,7 +24,7 @@ from gradus.infer import ModelSource, engines, find
 from gradus.infer.checked import verdict
 from gradus.infer.compiled import other_dtype
 from gradus.parallel.device import pick_device
-from gradus.plan.serving import BYTES, cache_bytes, serving, usage_of
+from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.proof import results
 from gradus.proof.harness import exit_code, run
 from gradus.proof.memory_budget import device_of
@@ -255,13 +255,13 @@ def roof(source: ModelSource, c: Configuration, samples: Sequence[Sample], secon
     options, config, facts = c.options, source.config, samples[0].ranks[0].facts
     bits, new, batch = BITS[options["precision"]], options["new"], options["batch"]
     cross = source.family.attention == "cross"
-    n = options["length"] or (config.image_size // config.patch_size) ** 2 + 1
+    n = options["length"] or config.n_tokens
     tokens = max(1, (0 if cross else n) + new // 2) if new else n  # in a row, of those written the mean
     stored = facts["computes"][:4] if facts["computes"][:4] in BYTES else "fp32"
     usage = usage_of(config, batch, tokens, n * cross)
     one = usage.decode or usage.prefill
     weights = one.weights * bits / 8
-    cache = sum(cache_bytes(config, batch, tokens, source_len=n * cross, precision=stored)) if new else 0
+    cache = (usage.own + usage.cross) * BYTES[stored] if new else 0
     bandwidth, rate = (statistics.median(s.values[f"roof/{k}"][0] for s in samples) for k in ("bandwidth", "rate"))
     least = {"bandwidth": (weights + cache) / bandwidth, "operations": one.operations / rate}
     limit = max(least, key=least.get)

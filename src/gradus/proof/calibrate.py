@@ -18,7 +18,6 @@ import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from gradus.parallel.apply import apply
 from gradus.parallel.device import pick_device
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.precision import Precision
+from gradus.parallel.processes import run_program
 from gradus.patch import replaced
 from gradus.plan import batches, tables
 from gradus.plan.trace import Recorder, trace_recipe
@@ -418,13 +418,10 @@ def calibrate_in_process(threads: int) -> str | None:
     launchers = {name for launcher in worlds.LAUNCHERS for name in launcher[1:]}
     environment = {name: value for name, value in os.environ.items() if name not in launchers}
     environment |= {status.PARENT: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        process = subprocess.run(command, env=environment, timeout=4 * FIRST, **pipes)
-    except subprocess.TimeoutExpired:
+        code, errors = run_program(command, environment, capture=True, seconds=4 * FIRST)
+    except TimeoutError:
         return "given up: other programs used the processors. gradus calibrate when they do not"
     except OSError as e:
         return f"failed: {e}"
-    if process.returncode == 0:
-        return None
-    return f"failed: {(process.stderr.strip().splitlines() or ['no error message'])[-1]}"
+    return f"failed: {(errors.strip().splitlines() or ['no error message'])[-1]}" if code else None

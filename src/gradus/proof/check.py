@@ -26,17 +26,17 @@ from gradus.data.loader import sample_rng
 from gradus.errors import UserError, colour, some
 from gradus.layers import Attention
 from gradus.layers.kernels import naive
-from gradus.measure.profile import endless
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
-from gradus.parallel.processes import uninterrupted
 from gradus.patch import replaced
 from gradus.plan.batches import task_without_data
 from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import case_of, predict
 from gradus.proof.results import width
+from gradus.proof.runners import loading
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
+from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
 from gradus.text import fold
 from gradus.train.loop import Trainer
@@ -483,13 +483,8 @@ class SessionChecks:
 
 
 def loader_speed(session: Session, seconds: float) -> float:
-    """Samples/s of the recipe's loader with nobody to train, in about so many seconds; the batches fetched beforehand
-    do not count."""
-    data = session.recipe.data
-    with contextlib.closing(session.loader) as loader:
-        steps = endless(loader)
-        for _ in range(1 + data.workers * data.prefetch):
-            next(steps)
+    """Samples/s of the recipe's loader with nobody to train, in about so many seconds."""
+    with loading(session) as steps:
         speeds, end = [], time.perf_counter() + seconds
         while not speeds or time.perf_counter() < end:
             began, samples = time.perf_counter(), 0

@@ -1,5 +1,4 @@
-"""The largest micro-batch that fits, found by the plan and confirmed by one step; and studies of micro-batches and of
-workers."""
+"""The largest micro-batch that fits, found by the plan and confirmed by one step; and a study of micro-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ from gradus.proof.harness import run
 from gradus.proof.memory_budget import (
     MemoryBudget,
     budget_of,
-    changed,
     largest_micro_batch,
     local_batch,
     suggested_fix,
@@ -43,22 +41,19 @@ from gradus.train.session import open_for, open_session
 TIMED, WARM_UP, ROUNDS = 8, 3, 3  # of a study: steps of a round, steps before them, rounds
 MOST = 2**16  # samples of a micro-batch that are tried
 SWEEP_COLUMNS = ("samples_per_s", "ratio", "time/step", "memory/allocated", "memory/process", "memory/device")
-WORKERS_COLUMNS = ("samples_per_s", "ratio", "data_wait")
 
 
 def fit(recipe: Recipe, args: Any) -> Iterator[str]:
     """`gradus fit RECIPE`. Yields what is printed. Raises UserError."""
-    options = {"--sweep": args.sweep, "--workers": args.workers, "--memory": args.memory}
-    questions = [option for option, value in options.items() if value is not None]
-    if len(questions) > 1:
-        raise UserError(f"{' and '.join(questions)} are different questions. Give one of them.")
+    if args.sweep is not None and args.memory is not None:
+        raise UserError("--sweep and --memory are different questions. Give one of them.")
     n = needed(recipe.layout)
     session = open_for(recipe, n)
     with tempfile.TemporaryDirectory() as folder:
         if args.sweep is not None:
-            rows, lines = run_study(sweep(session.recipe, n, args.sweep), folder, SWEEP_COLUMNS, args.json)
-        elif args.workers is not None:
-            rows, lines = run_study(workers(session.recipe, n, args.workers), folder, WORKERS_COLUMNS, args.json)
+            say = results.quiet if args.json else results.say
+            rows = run(sweep(session.recipe, n, args.sweep), Path(folder) / "study", say)
+            lines = ["", *results.lines([row.known() for row in rows], SWEEP_COLUMNS)]
         else:
             budget = budget_of(session, local_processes=n)
             capacity = budget.available
@@ -68,11 +63,6 @@ def fit(recipe: Recipe, args: Any) -> Iterator[str]:
     yield from (row.json() for row in rows) if args.json else lines
 
 
-def run_study(study: Study, folder: str, columns: Sequence[str], as_json: bool) -> tuple[list[Row], list[str]]:
-    rows = run(study, Path(folder) / "study", results.quiet if as_json else results.say)
-    return rows, ["", *results.lines([row.known() for row in rows], columns)]
-
-
 def sweep(recipe: Recipe, n: int, text: str) -> Study:
     """Speed and memory at every micro-batch, each a batch by itself, beside the plan."""
     configurations = []
@@ -80,19 +70,6 @@ def sweep(recipe: Recipe, n: int, text: str) -> Study:
         recipe_of_k = with_fixed_threads(with_micro_batch(recipe, k, n, 0), n)
         configurations.append(Configuration(f"micro-batch {k}", recipe_of_k, {"micro_batch": str(k)}, processes=n))
     return Study(f"{recipe.name}: micro-batches", configurations, TIMED, WARM_UP, ROUNDS)
-
-
-def workers(recipe: Recipe, n: int, text: str) -> Study:
-    """Speed of the loader alone and of training with it, and the share of training that waits for data."""
-    counts = limits.numbers(text, "--workers", 0, limits.WORKERS)
-    configurations = []
-    for k in counts:
-        recipe_of_k = with_fixed_threads(changed(recipe, data={"workers": k}), n)
-        for what, runner in (("loader alone", "loader"), ("training", "steps")):
-            at = {"workers": str(k), "what": what}
-            configurations.append(Configuration(f"{k} workers · {what}", recipe_of_k, at, runner, n))
-    name, base = f"{recipe.name}: data.workers", str(counts[0])
-    return Study(name, configurations, TIMED, WARM_UP, ROUNDS, against=base, plan=False)
 
 
 def parse_size(text: str) -> int:

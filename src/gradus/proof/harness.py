@@ -20,19 +20,20 @@ import torch
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.parallel.mesh import single_process
-from gradus.parallel.processes import ended_by_sigterm, run_group
+from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.proof import runs
 from gradus.proof.engine_runner import engine_steps
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
 from gradus.proof.runners import load_steps, own_steps, train_steps, whole_rounds
-from gradus.proof.study import Configuration, Study
+from gradus.proof.study import Configuration, Study, unit_of
 from gradus.proof.study_rows import rows_of
 from gradus.proof.study_store import PLAN, Sample, StudyStore, claimed, keep
 from gradus.proof.timing import Window
 from gradus.recipe.schema import Recipe
-from gradus.rows import Row, read_rows
+from gradus.rows import Row, as_lines, read_rows
+from gradus.signals import ended_by_sigterm
 from gradus.text import duration, size
 from gradus.train import machine
 from gradus.train.session import open_for, open_session
@@ -106,7 +107,7 @@ def planned(
         if prediction.refusal and not c.force:
             rows.append(Row("refused", prediction.refusal, "", None, {**about, "at": c.at}))
         rows += [dataclasses.replace(row, conditions=row.conditions | about) for row in prediction.rows]
-    keep(path, "".join(row.json() + "\n" for row in rows))
+    keep(path, as_lines(rows))
     refused = {row.conditions["configuration"]: row.value for row in rows if row.name == "refused"}
     return [row for row in rows if row.name != "refused"], refused
 
@@ -140,12 +141,6 @@ def resident_bytes(recipe: Recipe, world: World) -> int:
     return machine.resident()
 
 
-def unit_of(name: str) -> str:
-    """The unit of a figure that a source states."""
-    units = {"samples_per_s": "samples/s", "time/epoch": "h", "time": "s", "memory": "bytes", "traffic": "bytes"}
-    return units.get(name) or units.get(name.partition("/")[0], "")
-
-
 # ------------------------------------------------------------ the study
 
 
@@ -168,7 +163,7 @@ def run(
     identity = {"study": study.name, "digest": study.digest()}
     with claimed(folder, "study", identity, {"configurations": {c.name: c.describe() for c in study.configurations}}):
         rows = measure_missing(study, folder, say, {c.name for c in chosen}, more)
-        keep(folder / "rows.jsonl", "".join(row.json() + "\n" for row in rows))
+        keep(folder / "rows.jsonl", as_lines(rows))
     return rows
 
 

@@ -29,7 +29,7 @@ from gradus.proof.study_rows import farthest
 from gradus.proof.study_store import claimed, keep
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
-from gradus.rows import Row, read_rows
+from gradus.rows import Row, as_lines, read_rows
 from gradus.text import cell, duration, size
 from gradus.text import table as columns
 from gradus.train.session import open_for
@@ -168,7 +168,7 @@ def ladder(recipe: Recipe, args: Any) -> Iterator[str]:
             (whole,) = bench("first-and-last", lowest, [climbed.keys], climbed.keys.get("data.pad") != "bucket")
         ends = list(train_to_end(bench, lowest, climbed.best)) if args.to_the_end else []
         bench.rows += [row for trial in climbed.trials for row in verdict_rows(trial)]
-        keep(bench.folder / "rows.jsonl", "".join(row.json() + "\n" for row in bench.rows))
+        keep(bench.folder / "rows.jsonl", as_lines(bench.rows))
     if args.json:
         yield from (row.json() for row in bench.rows)
         return

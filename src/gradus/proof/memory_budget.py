@@ -13,10 +13,10 @@ import torch
 from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.parallel.processes import uninterrupted
 from gradus.plan.engine import Memory, plan_memory
 from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Recipe
+from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
 from gradus.text import size
 from gradus.train import machine

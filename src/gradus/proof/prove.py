@@ -26,7 +26,7 @@ from gradus.proof.calibrate import calibrate_once
 from gradus.proof.pairs import LABELS, errors_table, pairs_of_run, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
 from gradus.proof.step_memory import memory_of_step
-from gradus.rows import Row, read_rows
+from gradus.rows import Row, as_lines, read_rows
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
 from gradus.train.resolve import RunContext
@@ -280,7 +280,7 @@ def step_seconds(times: Iterable[StepTime], start: int, measured: int | None) ->
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    path.write_text("".join(row.json() + "\n" for row in rows), encoding="utf-8")
+    path.write_text(as_lines(rows), encoding="utf-8")
 
 
 def why_not(error: Exception) -> str:

@@ -7,13 +7,14 @@ import importlib.util
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from gradus import models
+from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.profile import endless
 from gradus.parallel import status
@@ -25,7 +26,7 @@ from gradus.proof.timing import Subject, Timed, Window, peak_of_one_more, time_i
 from gradus.recipe.schema import Layout, Recipe
 from gradus.train.loop import Trainer
 from gradus.train.metrics import TrafficCount
-from gradus.train.session import open_session
+from gradus.train.session import Session, open_session
 
 PROFILED = 3  # steps whose collectives are timed by name
 
@@ -69,7 +70,7 @@ def train_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: 
     finally:
         trainer.loader.close()
     if counted:
-        sent = counted.found.items()
+        sent = counted.by_kind.items()
         timed.sent = {name: [c.calls / steps_per_sync, c.sent / steps_per_sync] for name, c in sent}
     return timed
 
@@ -90,20 +91,27 @@ def profile_communication(timed: Timed, subject: Subject, steps: int) -> None:
 
 
 def load_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: World) -> Timed:
-    """Steps of the recipe's loader with nobody to train; the batches fetched beforehand do not count."""
+    """Steps of the recipe's loader with nobody to train."""
+    samples = 0
+
+    def step(batch: Any) -> None:
+        nonlocal samples
+        samples += batch.samples
+
     meet(world, recipe.layout)
-    session = open_session(recipe, None, world)
-    data, samples = session.recipe.data, 0
+    with loading(open_session(recipe, None, world)) as source:
+        return time_it(Subject(lambda: next(source), step, lambda: samples), window)
+
+
+@contextlib.contextmanager
+def loading(session: Session) -> Iterator[Iterator[Step]]:
+    """The steps of the recipe's loader as fast as it makes them: those fetched beforehand are gone."""
+    data = session.recipe.data
     with contextlib.closing(session.loader) as loader:
         source = endless(loader)
-
-        def step(batch: Any) -> None:
-            nonlocal samples
-            samples += batch.samples
-
         for _ in range(1 + data.workers * data.prefetch):
             next(source)
-        return time_it(Subject(lambda: next(source), step, lambda: samples), window)
+        yield source
 
 
 def whole_rounds(steps: int, layout: Layout) -> tuple[int, int]:

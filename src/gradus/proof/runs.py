@@ -12,7 +12,7 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.processes import run_program
 from gradus.proof.runners import whole_rounds
-from gradus.proof.study import Values
+from gradus.proof.study import Values, unit_of
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
 
@@ -23,7 +23,6 @@ OF_SUMMARY = {  # in summary.json → (row, unit); of a list the largest counts
     "energy_wh": ("energy/run", "Wh"), "memory_tensors_per_rank": ("memory/allocated", "bytes"),
     "memory_process_per_rank": ("memory/process", "bytes"),
 }  # fmt: skip
-UNITS = {"memory": "bytes", "traffic": "bytes", "time": "s", "energy": "J"}  # of the proof, by the first part of a name
 
 
 @dataclasses.dataclass
@@ -83,7 +82,7 @@ def read_figures(folder: Path) -> RunFigures:
     measured |= {row["name"]: (row["value"], row["unit"]) for row in rows if row["name"].startswith("traffic/")}
     planned = {}
     for name, pair in summary.get("proof", {}).items():
-        unit = UNITS.get(name.partition("/")[0], "")
+        unit = unit_of(name)
         measured |= {name: (pair["measured"], unit)} if "measured" in pair else {}
         planned |= {name: (pair["predicted"], unit)} if "predicted" in pair else {}
     series = {key: [float(row["value"]) for row in rows if row["name"] == name] for key, name in SERIES.items()}

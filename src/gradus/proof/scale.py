@@ -20,7 +20,6 @@ import torch
 
 from gradus.errors import UserError
 from gradus.limits import processors
-from gradus.measure.collectives import BYTES, shown
 from gradus.parallel import world as worlds
 from gradus.parallel.device import enough_devices, pick_device
 from gradus.parallel.mesh import needed, sizes
@@ -34,6 +33,7 @@ from gradus.proof.timing import PARTS, SPENT, Timed
 from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
+from gradus.text import in_unit, milliseconds
 from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
 
@@ -44,13 +44,12 @@ TO_THE_END = ", to the end"
 RIGHT = set(range(1, 7))  # columns aligned to the right
 
 
-def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = False) -> Recipe:
+def recipe_for(recipe: Recipe, n: int, *, weak: bool = False) -> Recipe:
     """The recipe as n processes train it: the same (strong), or with the recipe's batch for every process that sees
     samples of its own.
 
-    Weak: what is counted in steps is divided by their number k; the learning rate stays, or is multiplied by k with
-    `scale_lr` (Goyal et al. 2017, section 2.1). What a layout cannot do with one replica is left out for one. On a CPU
-    every process has `layout.threads` threads, else 1.
+    Weak: what is counted in steps is divided by their number k; the learning rate stays. What a layout cannot do with
+    one replica is left out for one. On a CPU every process has `layout.threads` threads, else 1.
     """
     layout, changes = recipe.layout, {}
     if layout.threads is None and pick_device(layout.device).type == "cpu":
@@ -65,10 +64,8 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = F
     def fewer(section: Any, *keys: str) -> dict[str, int]:
         return {key: max(1, round(n / k)) for key in keys if (n := getattr(section, key))}
 
-    rate = r.optimizer.lr * (k if scale_lr else 1)
-    # its peak is proportional to warmup_steps^-0.5: without this, fewer of them would raise it
-    if r.schedule.name == "noam":
-        rate /= math.sqrt(k)
+    # noam's peak is proportional to warmup_steps^-0.5: without this, fewer of them would raise it
+    rate = r.optimizer.lr / (math.sqrt(k) if r.schedule.name == "noam" else 1.0)
     return changed(
         r,
         batch={key: n * k for key in ("samples", "tokens") if (n := getattr(r.batch, key))},
@@ -178,11 +175,6 @@ def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[
 # ------------------------------------------------------------ what is shown
 
 
-def ms(seconds: float) -> str:
-    value = max(0.0, seconds * 1e3)  # clocks differ by microseconds
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
 def noise_of(rows: Sequence[results.Record]) -> dict[str, float]:
     """Configuration → by what share of a step the rounds differ among themselves: half of the range, its own or the
     first configuration's."""
@@ -225,7 +217,7 @@ def step_lines(values: dict[str, dict[str, float]]) -> Iterator[str]:
     """The parts of a step. values: configuration → name → value."""
     yield "\na step in ms, mean over the processes; the parts add up to it:"
     names = ["time/step", *(f"time/step/{part}" for part in PARTS)]
-    body = [[c, *cells(of_c, names, ms)] for c, of_c in values.items()]
+    body = [[c, *cells(of_c, names, milliseconds)] for c, of_c in values.items()]
     yield from columns(["configuration", "step", *PARTS], body, RIGHT)
 
 
@@ -255,9 +247,9 @@ def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:
     yield "some may overlap with computing:"
     body = []
     for r in rows:
-        sent = shown(r["bytes"], BYTES) if "bytes" in r else "-"
+        sent = in_unit(r["bytes"], "binary") if "bytes" in r else "-"
         name = r["name"].removeprefix("collective/")
-        body.append([r["configuration"], name, f"{r['calls']:g}", ms(r["value"]), sent])
+        body.append([r["configuration"], name, f"{r['calls']:g}", milliseconds(r["value"]), sent])
     yield from columns(["configuration", "collective", "calls", "ms", "sent"], body, {2, 3, 4})
 
 
@@ -265,7 +257,7 @@ def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:
 
 
 def configurations_of(
-    recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool, force: bool = False
+    recipe: Recipe, counts: Sequence[int], *, weak: bool, force: bool = False
 ) -> list[Configuration]:
     """The recipe for each number of processes. Raises UserError, in the terms of this verb where it has its own."""
     if recipe.layout.transport == "mpi":
@@ -274,7 +266,7 @@ def configurations_of(
     for n in counts:
         if n % needed(recipe.layout):
             raise UserError(f"--processes {n}: this layout needs a multiple of {needed(recipe.layout)}.")
-    recipes = {n: recipe_for(recipe, n, weak=weak, scale_lr=scale_lr) for n in counts}
+    recipes = {n: recipe_for(recipe, n, weak=weak) for n in counts}
     return [Configuration(named(n), r, {"processes": named(n)}, processes=n, force=force) for n, r in recipes.items()]
 
 
@@ -299,8 +291,7 @@ def scale(recipe: Recipe, counts: list[int], args: Any) -> Iterator[str]:
     """`gradus scale RECIPE --processes 1,2,4`. counts: of processes. Yields what is printed. Raises UserError."""
     refuse(args)
     folder = Path(args.to) if args.to else Path("scale") / recipe.name / time.strftime("%Y%m%d-%H%M%S")
-    how = {"weak": args.weak, "scale_lr": args.scale_lr, "force": args.force}
-    configurations = configurations_of(recipe, sorted(counts), **how)
+    configurations = configurations_of(recipe, sorted(counts), weak=args.weak, force=args.force)
     powersgd = recipe.layout.compress == "powersgd"
     warm_up = max(args.warmup, POWERSGD_START + COUNTED_STEP) if powersgd else args.warmup
     yield from notes(recipe, configurations, warm_up)
@@ -326,8 +317,6 @@ def refuse(args: Any) -> None:
         raise UserError("log.dir cannot take effect: what is measured goes to --to. Use --to DIR.")
     if args.warmup < COUNTED_STEP:
         raise UserError(f"--warmup {args.warmup}: must be at least {COUNTED_STEP}, for what the first steps set up.")
-    if args.scale_lr and not args.weak:
-        raise UserError("--scale-lr: without --weak the global batch stays, and its learning rate too. Add --weak.")
 
 
 def to_the_end(c: Configuration) -> Configuration:

@@ -25,6 +25,16 @@ from gradus.recipe.schema import Recipe
 Values = dict[str, tuple[float, str]]  # name → value, unit
 
 
+UNITS = {
+    "samples_per_s": "samples/s", "time/epoch": "h", "time": "s", "memory": "bytes", "traffic": "bytes", "energy": "J",
+}  # fmt: skip
+
+
+def unit_of(name: str) -> str:
+    """The unit of a figure, by its name or the first part of it."""
+    return UNITS.get(name) or UNITS.get(name.partition("/")[0], "")
+
+
 @dataclasses.dataclass(frozen=True)
 class ReferenceHardware:
     """The devices that a source measured on, as the study names them, and the recipe as it ran there."""

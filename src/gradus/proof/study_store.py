@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from gradus import files, limits
 from gradus.errors import UserError, writing
 from gradus.measure.machine import conditions
@@ -49,24 +51,10 @@ class Sample:
         """Samples/s."""
         return self.values.get("samples_per_s", (0.0,))[0]
 
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Sample:
-        """The sample of a record. Raises TypeError, ValueError and their like for anything else."""
-        kept = {k: row[k] for k in ("round", "values", "planned", "series") if k in row}
-        ranks = [Timed(**rank) for rank in row.get("ranks", ())]
-        sample = cls(**kept, ranks=ranks, elapsed=row.get("took", 0.0))
-        values = (value for of in (sample.values, sample.planned) for value, _ in of.values())
-        numbers = [sample.round, sample.elapsed, *values, *itertools.chain(*sample.series.values())]
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError
-        return sample
-
     def record(self) -> dict[str, Any]:
         """A line of samples.jsonl, but for its name, value and conditions."""
-        record = dataclasses.asdict(self)
-        record["took"] = record.pop("elapsed")
         from_ranks = ("values", "planned", "series") if self.ranks else ()
-        return {k: v for k, v in record.items() if v and k not in from_ranks}
+        return {k: v for k, v in dataclasses.asdict(self).items() if v and k not in from_ranks}
 
 
 def middle_of(samples: Sequence[Sample]) -> Sample:
@@ -106,7 +94,7 @@ class StudyStore:
         rows = [row for row in read_rows(self.path) if "failed" not in row] if self.path.exists() else []
         for row in rows:
             try:
-                self.samples[row["configuration"]].append(Sample.of(row))
+                self.samples[row["configuration"]].append(TypeAdapter(Sample).validate_python(row))
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
                 line = f"a line is not a sample of this study: {str(row)[:60]}"
                 raise UserError(f"{self.path}: {line}. Remove it.") from None

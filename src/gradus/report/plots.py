@@ -11,6 +11,7 @@ from gradus.errors import either, need
 from gradus.proof.pairs import LABELS
 from gradus.report.blocks import Figure, Key
 from gradus.report.runs import X_AXES, Run, words
+from gradus.text import count
 
 INK = "#111111"  # of all text and axes: a page replaces it by its own
 # of Okabe and Ito: distinct to all eyes
@@ -107,13 +108,8 @@ def _looks(handle: Any) -> tuple[str, str]:
 
 def numbered(axis: Any) -> None:
     """Short numbers at the ticks: 20k for 20,000."""
-    axis.set_major_formatter(lambda value, _: _short(value))
+    axis.set_major_formatter(lambda value, _: count(value, 6))
     axis.set_major_locator(need("matplotlib.ticker", "report", "a report's plots").MaxNLocator(5, steps=[1, 2, 5, 10]))
-
-
-def _short(value: float) -> str:
-    one, name = next(((n, name) for n, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= 10 * n), (1, ""))
-    return f"{value / one:.6g}{name}"
 
 
 # ---------------------------------------------------------------- runs of one recipe

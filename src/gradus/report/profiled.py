@@ -13,7 +13,7 @@ from gradus.report.blocks import Block, Code, Heading, Inline, Table, Text, plai
 from gradus.report.page import to_html
 from gradus.report.report import fact_text
 from gradus.rows import read_rows
-from gradus.text import size
+from gradus.text import milliseconds, size
 
 TOP = 10
 CONDITIONS = (
@@ -43,10 +43,11 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     by = {row["name"]: row for row in rows}
     step, recorded = by["time/step"], by["time/step/recorded"]
     yield Heading(1, f"Profile: {step['recipe']}")
-    text = f"A step takes {ms(step)} ms, and {ms(recorded)} ms while it is recorded: the shares are of the latter. "
+    alone, seen = milliseconds(step["value"]), milliseconds(recorded["value"])
+    text = f"A step takes {alone} ms, and {seen} ms while it is recorded: the shares are of the latter. "
     text += f"A step allocates memory {by['memory/allocations']['value']:,.0f} times"
     if waits := by.get("time/waits"):
-        text += f", and waits {waits['calls']:,.1f} times for the GPU, {ms(waits)} ms in all"
+        text += f", and waits {waits['calls']:,.1f} times for the GPU, {milliseconds(waits['value'])} ms in all"
     yield plain(f"{text}.")
     yield Heading(2, "What to try next")
     hints = below(rows, "hint")
@@ -77,27 +78,26 @@ def below(rows: Sequence[Row], path: str) -> list[tuple[str, Row]]:
     return [(row["name"].removeprefix(f"{path}/"), row) for row in rows if row["name"].startswith(f"{path}/")]
 
 
-def ms(row: Row) -> str:
-    return f"{row['value'] * 1e3:,.2f}"
-
-
 def _hint(name: str, row: Row) -> Inline:
     return [("code", name), ("plain", f": {row['text']}.")]
+
+
+def cost(row: Row) -> tuple[str, str]:
+    """ms, and their share."""
+    return milliseconds(row["value"]), f"{row['share']:.1%}"
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Block]:
     """By operation and by place in the code; categories and phases are in the plot."""
     yield Heading(2, "Top operations")
     cells = [
-        [name, row["category"], ms(row), f"{row['share']:.1%}", f"{row['calls']:,.0f}", row["place"] or "–"]
+        [name, row["category"], *cost(row), f"{row['calls']:,.0f}", row["place"] or "–"]
         for name, row in below(rows, "time/operation")[:TOP]
     ]
     head = ["operation", "category", "ms", "share", "calls", "mostly in"]
     yield Table(head, cells, "The time of an operation is per step, without the operations that it calls.")
     yield Heading(2, "Where they are called")
-    cells = [
-        [name, ms(row), f"{row['share']:.1%}", row["source"] or "–"] for name, row in below(rows, "time/place")[:TOP]
-    ]
+    cells = [[name, *cost(row), row["source"] or "–"] for name, row in below(rows, "time/place")[:TOP]]
     caption = "The backward pass of an operation counts where the operation was called."
     yield Table(["module, or file", "ms", "share", "mostly from"], cells, caption)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,9 +18,11 @@ from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, nar
 from gradus.report.page import to_html, to_pdf
 from gradus.report.runs import Machine, Run, words
 from gradus.report.studies import Study
+from gradus.text import cell as text_of
 from gradus.text import duration, size
 
 NOTES = 2**20  # bytes of notes at most
+cell = functools.partial(text_of, nothing="–")
 
 
 def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterator[str]:
@@ -135,14 +138,6 @@ def state(run: Run) -> str:
     steps = run.config.train.steps
     of = f" of {steps:,}" if steps else ""
     return "finished" if run.finished else f"not finished: at step {run.summary.steps or 0:,}{of}"
-
-
-def cell(value: Any) -> str:
-    if value is None or value == {}:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def planned(group: Sequence[Run]) -> Iterator[Table]:

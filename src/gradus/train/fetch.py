@@ -16,6 +16,7 @@ from gradus.data import tokenizer_files
 from gradus.data.splits import SPLITS
 from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
+from gradus.text import size
 
 DESCRIPTION = ("*.json", "*.txt", "*.model")  # configuration and tokenizer
 TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "gradus_tokenizer.json", "vocab.*",
@@ -149,4 +150,4 @@ def _copy(paths: Sequence[Path], to: Path) -> None:
 
 
 def _size(folder: Path) -> str:
-    return f"{sum(f.stat().st_size for f in folder.rglob('*') if f.is_file()) / 1e6:,.1f} MB"
+    return size(sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()))

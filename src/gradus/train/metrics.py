@@ -51,7 +51,7 @@ class TrafficCount(Hook):
         step = trainer.progress.step
         of = "one sync" if trainer.parallel.local_updates else "one step"
         conditions = {"of": of, "counted": "ring algorithms, this process"}
-        by_kind = counted.found.items()
+        by_kind = counted.by_kind.items()
         rows = [Row(f"traffic/{kind}", c.sent, "bytes", step, {**conditions, "calls": c.calls}) for kind, c in by_kind]
         return [*rows, Row("traffic/sent", counted.sent, "bytes", step, conditions)]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from gradus.parallel.processes import STOPS, handling
+from gradus.signals import STOPS, handling
 
 
 class Stopped(Exception):

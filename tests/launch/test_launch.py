@@ -1,4 +1,4 @@
-"""Words that reach a shell elsewhere: whatever a recipe's file, a setting or a name holds, the program gets it as it was given."""
+"""The words that every form of launch gives to a shell elsewhere: whatever a recipe's file, a setting or a name holds, the program gets it whole."""
 
 from __future__ import annotations
 
