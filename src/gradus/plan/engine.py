@@ -269,11 +269,11 @@ class Process:
 
     @functools.cached_property
     def stepped_elements(self) -> int:
-        """Elements that this process steps."""
+        """Elements that this process steps; of replicas that step a part each, that which steps most."""
         replicas = sizes(self.recipe.layout, self.n)["replicate"]
         every = [size for size, times in self.elements for _ in range(times)]
         shared = self.recipe.layout.shard_optimizer and replicas > 1
-        return traffic.assign_owners(every, replicas)[0] if shared else sum(every)
+        return max(traffic.assign_owners(every, replicas)) if shared else sum(every)
 
     @functools.cached_property
     def peak(self) -> peaks.Peak:
