@@ -338,7 +338,7 @@ def test_what_a_description_lacks_is_named(folder):
     assert "model.n_taps" in found["keys"] and "tokens that a filter sees" in found["keys"]
     lacks = "layers is not a list of gradus.layers.Block; stacks: blocks.0."
     assert found["stack"].startswith(f"family conv: stacks: {lacks}")
-    assert found["norm"] == "family conv: stacks: norm.weight in none: name them in before, norm, heads or beside"
+    assert found["norm"] == "family conv: stacks: norm.weight in none: name them in before, norm, heads or shared"
     assert found["tokens"] == "family conv: tokens: no module embedding"
     assert found["tensor"] == "family conv: tensor: no module's name ends in mixer.value"
 

@@ -20,11 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradus import models
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.plan import batches as making
-from gradus.plan import engine, peak, profiles, tracing
+from gradus.plan import engine, peak, tracing
 from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe

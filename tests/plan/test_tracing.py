@@ -62,7 +62,7 @@ def test_every_parameter_is_in_one_unit(profile):
     found = [(name, w.shape) for weights in profile.units.values() for name, w in weights.items()]
     assert dict(found) == own and len(found) == len(own) and not profile.frozen
     assert all(name.startswith(f"{unit}.") for unit, weights in profile.units.items() if unit for name in weights)
-    assert {name for name in profile.units[""]} == {name for name in own if not name.startswith("blocks.")}
+    assert set(profile.units[""]) == {name for name in own if not name.startswith("blocks.")}
 
 
 def test_an_untied_head_and_its_embedding_are_units_of_their_own():
@@ -93,7 +93,8 @@ def test_what_is_alive_after_a_pass_are_gradients(profile):
 
 
 def test_products_of_a_block_by_hand(profile):
-    """2 · 12 d² operations a token forward (Kaplan et al. 2020, table 1), twice as many backward; and attention's own."""
+    """2 · 12 d² operations a token forward (Kaplan et al. 2020, table 1), twice as many backward; attention's own left out."""
+
     def products(kind: str) -> float:
         ops = [op for piece in profile.first[kind] if piece.unit == "blocks.1" for op in piece.stretch.ops.items()]
         return sum(key[5] * n for key, n in ops if key[1] == "matmul" and key[7][0] == 1)

@@ -21,8 +21,8 @@ def has_block_masks(device: torch.device) -> bool:
 
 
 class Documents:
-    """A query looks at earlier tokens of its own document. Stands in the place of a dense mask; `made` once for all
-    layers.
+    """A query looks at earlier tokens of its own document. Stands in the place of a dense mask, which is
+    made once for all layers.
 
     segments: integers (batch, seq), the document of each token. keep: boolean (batch, seq), False where no token may
     look, or None.
@@ -31,14 +31,14 @@ class Documents:
     def __init__(self, segments: Tensor, keep: Tensor | None):
         self.segments, self.keep = segments, keep
         self.blocks = _blocks(segments, keep)
-        self.made: Tensor | None = None
+        self._dense_mask: Tensor | None = None
 
     @uncompiled
     def dense(self) -> Tensor:
         """(batch, 1, seq, seq), for kernels that take no blocks; that a query looks backwards alone is left to them."""
-        if self.made is None:
-            self.made = _dense(self.segments, self.keep)
-        return self.made
+        if self._dense_mask is None:
+            self._dense_mask = _dense(self.segments, self.keep)
+        return self._dense_mask
 
 
 def attention_mask(segments: Tensor | None, keep: Tensor | None) -> Tensor | Documents | None:

@@ -89,8 +89,8 @@ def check_size(images: Tensor, n_channels: int, image_size: int) -> None:
     """Raises UserError unless images are (batch, n_channels, image_size, image_size)."""
     wanted = (n_channels, image_size, image_size)
     if tuple(images.shape[1:]) != wanted:
-        given, wanted = (" × ".join(map(str, shape)) for shape in (images.shape[1:], wanted))
+        size, wanted = (" × ".join(map(str, shape)) for shape in (images.shape[1:], wanted))
         raise UserError(
-            f"images of {given} (channels × height × width) given to a model for {wanted}; resize them or change "
+            f"images of {size} (channels × height × width) given to a model for {wanted}; resize them or change "
             "model.image_size"
         )

@@ -56,7 +56,7 @@ def _attention(recipe, cuda, share, _) -> Iterator[Hint]:
     # what PyTorch has no fast kernel for on a CPU (layers.kernels.naive_is_faster)
     tokens = getattr(recipe.data, "max_len", None) or getattr(recipe.model, "seq_len", None) or recipe.model.n_tokens
     few = layout.precision.endswith("bf16") and tokens <= 256
-    biased = any(stack.beside for stack in models.lookup(recipe.model.family).stacks)  # a trained bias for every block
+    biased = any(stack.shared for stack in models.lookup(recipe.model.family).stacks)  # a trained bias for every block
     slow = getattr(recipe.model, "dropout", 0) or biased or few
     if part >= 0.1 and layout.attention != "sdpa" and (cuda or not slow):
         text = f"attention takes {part:.0%}, {layout.attention}: PyTorch has it as one fused kernel"

@@ -23,7 +23,7 @@ class Stack:
     before: tuple[str, ...]  # what the first block needs: embeddings
     norm: str | None = None  # the norm after the last block
     heads: tuple[str, ...] = ()  # what reads the last hidden states
-    beside: tuple[str, ...] = ()  # what every block needs
+    shared: tuple[str, ...] = ()  # what every block needs
     dropout: str | None = None  # of an encoder: what is applied to its normed output
     # (configuration, number of a block) → its kind, where blocks with the same modules and parameters compute
     # differently: local and global attention. What is experts, or frozen, a plan sees by itself.
@@ -97,10 +97,10 @@ class Family:
         for end in self.tensor:
             if not any(name.endswith(end) for name in modules):
                 yield f"tensor: no module's name ends in {end}"
-        named = tuple(f"{part}." for s in self.stacks for part in (s.blocks, *s.before, *s.after, *s.beside))
+        named = tuple(f"{part}." for s in self.stacks for part in (s.blocks, *s.before, *s.after, *s.shared))
         left = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(named)]
         if left:
-            yield f"stacks: {', '.join(left)} in none: name them in before, norm, heads or beside"
+            yield f"stacks: {', '.join(left)} in none: name them in before, norm, heads or shared"
         initialisation: Any = model.initialisation
         started = {id(p) for p, _ in initialisation()}
         if left := [name for name, p in model.named_parameters() if id(p) not in started]:

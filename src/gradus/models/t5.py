@@ -176,10 +176,10 @@ class T5(nn.Module):
 FAMILY = family.Family(
     config=T5Config, model=T5, weights=weights, attention="cross",
     stacks=(
-        family.Stack("encoder.blocks", before=("embedding",), norm="encoder.norm", beside=("encoder.relative_bias",),
+        family.Stack("encoder.blocks", before=("embedding",), norm="encoder.norm", shared=("encoder.relative_bias",),
                      dropout="encoder.dropout"),
         family.Stack("decoder.blocks", before=("embedding",), norm="decoder.norm", heads=("head",),
-                     beside=("decoder.relative_bias",)),
+                     shared=("decoder.relative_bias",)),
     ),
     tokens=("embedding",), head="head", tensor={"relative_bias.table": "column"},  # its columns are heads
     whole_sequence="T5 adds a relative bias to the scores of each pair of chunks, and its decoder attends across",

@@ -169,14 +169,14 @@ class Cutter:
         self.names = {id(p): name for name, p in model.named_parameters()}
 
     def parts(self, own: set[int]) -> set[str]:
-        """Names of the parts that these blocks need beside themselves."""
+        """Names of the parts that these blocks need besides themselves."""
         needed: set[str] = set()
         start = 0
         for stack, size in zip(self.stacks, self.sizes):
             mine = own & set(range(start, start + size))
             needed.update(stack.before if start in mine else ())
             needed.update(stack.after if start + size - 1 in mine else ())
-            needed.update(stack.beside if mine else ())
+            needed.update(stack.shared if mine else ())
             start += size
         return needed
 
@@ -202,7 +202,7 @@ class Cutter:
             if i not in own:
                 model.set_submodule(name, Skip())
         for stack in self.stacks:
-            for name in {*stack.before, *stack.after, *stack.beside} - needed:
+            for name in {*stack.before, *stack.after, *stack.shared} - needed:
                 part = _get(model, name)
                 if part is None:
                     continue
@@ -210,7 +210,7 @@ class Cutter:
                     delattr(model, name)
                     placeholder = torch.zeros(1, 1, self.d_model, device=device, dtype=part.dtype)
                     model.register_buffer(name, placeholder, persistent=False)
-                elif name in stack.beside:
+                elif name in stack.shared:
                     model.set_submodule(name, Skip())
                 elif name in stack.after or isinstance(part, nn.LayerNorm):
                     model.set_submodule(name, nn.Identity())

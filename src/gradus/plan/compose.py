@@ -76,9 +76,9 @@ class Stage:
         """Each piece, and how often its block follows itself."""
         between: dict[tuple[str, int], list[Piece]] = {}
         for piece in pieces:
-            between.setdefault(self._block(piece.unit), []).append(piece)
+            between.setdefault(self.profile.block_of(piece.unit), []).append(piece)
         done = set()
-        for (stack, number), group in itertools.groupby(pieces, lambda piece: self._block(piece.unit)):
+        for (stack, number), group in itertools.groupby(pieces, lambda piece: self.profile.block_of(piece.unit)):
             if not stack or number in (0, max(self.stands_for[stack])):
                 yield from ((piece, 1) for piece in group)
             elif stack not in done:
@@ -110,7 +110,7 @@ class Stage:
 
     def _times(self, unit: str, edge: str = "") -> int:
         """How many blocks a traced one stands for; what comes after the outermost one is the end's."""
-        stack, number = self._block(unit)
+        stack, number = self.profile.block_of(unit)
         if not stack:
             return 1
         numbers = self.stands_for[stack]
@@ -118,13 +118,6 @@ class Stage:
         if number == outermost and unit.count(".") == stack.count(".") + 1:
             return 1
         return numbers.count(number)
-
-    def _block(self, unit: str) -> tuple[str, int]:
-        """(stack, which of its traced blocks) of a unit; ("", -1) for what is in none."""
-        for stack, (first, _) in self.profile.stacks.items():
-            if unit.startswith(f"{stack}."):
-                return stack, int(unit[len(stack) + 1 :].partition(".")[0]) - first
-        return "", -1
 
     def autocast_copies(self) -> float:
         """Bytes of half copies of weights, of the blocks that were not traced, that autocast forgets at the end of the

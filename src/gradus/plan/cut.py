@@ -18,7 +18,7 @@ import numpy as np
 from gradus import models
 from gradus.models.family import Family
 from gradus.plan.compose import add_counts
-from gradus.plan.profiles import INDEX, N, Part, Piece, Profile, Stretch, Units, representatives
+from gradus.plan.profiles import INDEX, Edge, N, Part, Piece, Profile, Stretch, Units, representatives
 
 GROWING = [INDEX[name] for name in ("activations", "logits", "communication", "transient")]
 GRADIENTS, GATHERED, TRANSIENT = (INDEX[name] for name in ("gradients", "gathered", "transient"))
@@ -30,9 +30,9 @@ LARGE = N + 2  # the caching allocator's pool of large tensors
 
 def with_samples(profile: Profile, factor: float) -> Profile:
     """Of a micro-batch with so many times the samples."""
-    sizes: dict[str, set[int]] = {}  # block, or "" for the ends → elements of each of its parameters
+    sizes: dict[tuple, set[int]] = {}  # block, as of `Profile.block_of` → elements of each of its parameters
     for unit, weights in profile.units.items():
-        sizes.setdefault(_block(unit, profile), set()).update(w.size for w in weights.values())
+        sizes.setdefault(profile.block_of(unit), set()).update(w.size for w in weights.values())
     pieces = [piece for run in profile.first.values() for piece in run]
     products = [key[-1] for piece in pieces for key in piece.stretch.ops if key[1] == "matmul" and key[4] == "forward"]
     rows = {m for batch, m, _, _ in products if batch == 1}  # how many vectors enter the linear layers
@@ -47,7 +47,7 @@ def with_samples(profile: Profile, factor: float) -> Profile:
     def of(run: list[Piece]) -> list[Piece]:
         out = []
         for unit, edge, s in ((piece.unit, piece.edge, piece.stretch) for piece in run):
-            own = sizes.get(_block(unit, profile), set())
+            own = sizes.get(profile.block_of(unit), set())
             ops = {_grown_op(key, factor, rows, own): count for key, count in s.ops.items()}
             sent = {(*key[:2], key[2] * factor, *key[3:]): calls for key, calls in s.transfers.items()}
             out.append(Piece(unit, edge, Stretch(grown(s.peak), grown(s.net), ops, sent)))
@@ -92,12 +92,6 @@ def between(low: Profile, high: Profile, share: float) -> Profile | None:
     return dataclasses.replace(low, first=first, later=first, batch=batch, buffers=buffers)
 
 
-def _block(unit: str, profile: Profile) -> str:
-    """The block that a unit is in; "" of an end."""
-    name = next((name for name in profile.stacks if unit.startswith(f"{name}.")), "")
-    return f"{name}.{unit[len(name) + 1 :].partition('.')[0]}" if name else ""
-
-
 def _grown_op(key: tuple, factor: float, rows: set[int], sizes: set[int]) -> tuple:
     """As `with_samples`; key: of Traced.ops. What is done with a whole weight stays: its cast, the sum of its
     gradients, the table that an embedding's gradient fills."""
@@ -134,18 +128,17 @@ def _taken_apart(profile: Profile, kind: str) -> _Pass:
     out = _Pass([[] for _ in range(len(names) + 1)], {})
     gap, outermost = (0, "post_forward") if kind == "forward" else (len(names), "post_backward")
     for piece in profile.first[kind]:
-        name, _, number = _block(piece.unit, profile).rpartition(".")
-        inside = piece.unit != f"{name}.{number}"
+        name, number = profile.block_of(piece.unit)
         if not name:
             out.gaps[gap].append(piece)
             continue
         end = profile.stacks[name][1] - 1 if kind == "forward" else 0
-        if piece.edge == outermost and not inside:
+        if piece.edge == outermost and piece.unit == f"{name}.{number}":
             gap = names.index(name) + (kind == "forward")
-            if int(number) == end:
+            if number == end:
                 out.gaps[gap].append(piece)
         else:
-            out.blocks.setdefault((name, int(number)), []).append(piece)
+            out.blocks.setdefault((name, number), []).append(piece)
     return out
 
 
@@ -155,7 +148,7 @@ class Cuts:
     def __init__(self, family: str, profile: Profile):
         self.family, self.profile = models.lookup(family), profile
         self.passes = {kind: _taken_apart(profile, kind) for kind in ("forward", "backward")}
-        self._made: dict[tuple, Profile] = {}
+        self._profiles: dict[tuple, Profile] = {}
 
     def part(self, part: Part, hidden: float, in_pipeline: bool, split: bool = False) -> Profile:
         """hidden: bytes of what a stage sends to the next one for a micro-batch. split: whether the schedule makes
@@ -163,9 +156,9 @@ class Cuts:
         cut = _Cut(self, part, hidden, in_pipeline)
         gaps = [cut.has_gap(i) for i in range(len(part.stacks) + 1)]
         key = in_pipeline, split, *gaps, *((name, *numbers) for name, numbers in cut.numbers.items())
-        if key not in self._made:
-            self._made[key] = cut.profile(split)
-        return self._made[key]
+        if key not in self._profiles:
+            self._profiles[key] = cut.profile(split)
+        return self._profiles[key]
 
 
 def _empty() -> Stretch:
@@ -188,7 +181,7 @@ class _Cut:
         units, frozen = self._units(self.whole.units), self._units(self.whole.frozen)
         stacks = {name: (0, len(numbers)) for name, numbers in self.numbers.items()}
         profile = dataclasses.replace(self.whole, units=units, frozen=frozen, stacks=stacks)
-        adding = [_adding(piece, units, profile) for piece in first["backward"]]
+        adding = [_adding(piece, profile) for piece in first["backward"]]
         later = {"forward": first["forward"][:], "backward": adding}
         self._leave_nothing(first)
         self._leave_nothing(later)
@@ -214,36 +207,35 @@ class _Cut:
     def _pieces(self, kind: str) -> Iterator[Piece]:
         names = list(self.whole.stacks)
         gaps = list(range(len(names) + 1))
-        last_edge = f"post_{kind}"
-        leaving, left = "", _empty()  # the block that was left last, and what happens then
+        last_edge: Edge = "post_forward" if kind == "forward" else "post_backward"
+        left: Piece | None = None  # what happens as a block is left, which its neighbour in the whole may say better
         for gap in gaps if kind == "forward" else reversed(gaps):
+            own = self.has_gap(gap)
             for i, piece in enumerate(self.passes[kind].gaps[gap]):
                 leaves = piece.edge == last_edge and bool(piece.unit) and not i
-                stretch = piece.stretch if self.has_gap(gap) else _empty()
-                if leaves and leaving:
-                    yield Piece(leaving, piece.edge, piece.stretch if self.has_gap(gap) else left)
-                elif self.has_gap(gap) or not piece.unit:
-                    yield Piece("" if leaves else piece.unit, "idle" if leaves else piece.edge, stretch)
+                if leaves and left:
+                    yield Piece(left.unit, last_edge, piece.stretch) if own else left
+                elif own:
+                    yield Piece("", "idle", piece.stretch) if leaves else piece
+                elif not piece.unit:
+                    yield Piece("", piece.edge, _empty())
             at = gap if kind == "forward" else gap - 1
-            name = names[at] if 0 <= at < len(names) else ""
-            leaving, left = "", _empty()
+            name, left = names[at] if 0 <= at < len(names) else "", None
             numbers = list(enumerate(self.numbers.get(name, ())))
             for new, number in numbers if kind == "forward" else reversed(numbers):
-                if leaving:
-                    yield Piece(leaving, last_edge, left)
+                if left:
+                    yield left
                 for piece in self.passes[kind].blocks.get((name, number), ()):
                     yield Piece(_renamed(piece.unit, name, number, new), piece.edge, piece.stretch)
-                leaving, left = f"{name}.{new}", _empty()
+                left = Piece(f"{name}.{new}", last_edge, _empty())
                 if kind == "forward":
-                    left.net -= self._released(name, number)
+                    left.stretch.net[[TRANSIENT, LARGE]] -= self._released(name, number)
 
-    def _released(self, name: str, number: int) -> np.ndarray:
-        """What a block gives back as it is left: intermediate results that its backward pass does not give back."""
+    def _released(self, name: str, number: int) -> float:
+        """Bytes that a block gives back as it is left: intermediate results that its backward pass does not give
+        back."""
         passes = (self.passes[kind].blocks.get((name, number), ()) for kind in ("forward", "backward"))
-        out = np.zeros(N + 3)
-        taken = sum(piece.stretch.net[TRANSIENT] for pieces in passes for piece in pieces)
-        out[TRANSIENT] = out[LARGE] = max(0.0, taken)
-        return out
+        return max(0.0, sum(piece.stretch.net[TRANSIENT] for pieces in passes for piece in pieces))
 
     def _leave_nothing(self, run: dict[str, list[Piece]]) -> None:
         """What autocast forgets at the end of the forward pass, and all else that was taken and no gradient, is given
@@ -255,32 +247,31 @@ class _Cut:
         rest[GRADIENTS] = 0.0
         rest[N:] = 0, 0, rest[:N].sum()
         for kind, by in (("forward", casts), ("backward", rest)):
-            if run[kind]:
-                unit, edge, s = run[kind][-1].unit, run[kind][-1].edge, run[kind][-1].stretch
-                run[kind][-1] = Piece(unit, edge, dataclasses.replace(s, net=s.net - by))
+            last = run[kind][-1]
+            stretch = dataclasses.replace(last.stretch, net=last.stretch.net - by)
+            run[kind][-1] = dataclasses.replace(last, stretch=stretch)
 
     def _units(self, units: Units) -> Units:
         out: Units = {}
         for unit, weights in units.items():
-            name = _block(unit, self.whole).rpartition(".")[0]
+            name, number = self.whole.block_of(unit)
             if not name:
                 own = {key: w for key, w in weights.items() if not self.in_pipeline or self._needs(key)}
                 out.setdefault("" if self.in_pipeline else unit, {}).update(own)
                 continue
-            number = unit[len(name) + 1 :].partition(".")[0]
             for new, of in enumerate(self.numbers.get(name, ())):
-                if of == int(number):
+                if of == number:
                     of_block = {_renamed(key, name, of, new): w for key, w in weights.items()}
                     out[_renamed(unit, name, of, new)] = of_block
         return out
 
     @functools.cached_property
     def _needed(self) -> tuple[str, ...]:
-        """Names of the modules beside its blocks that the part has, as `parallel.pipeline.Cutter` says."""
+        """Names of the modules besides its blocks that the part has, as `parallel.pipeline.Cutter` says."""
         needed: list[str] = []
         for stack, (before, own, after) in zip(self.family.stacks, self.part.stacks):
             if own:
-                needed += [*stack.beside, *(() if before else stack.before), *(() if after else stack.after)]
+                needed += [*stack.shared, *(() if before else stack.before), *(() if after else stack.after)]
         if self.has_gap(len(self.part.stacks)) and not _has_own_head(self.family, self.whole.units):
             needed += self.family.tokens[-1:]
         return tuple(f"{name}." for name in needed)
@@ -296,33 +287,32 @@ def _has_own_head(family: Family, units: Units) -> bool:
 
 
 def _keep_for_weights(runs: dict[str, list[Piece]]) -> None:
-    """What the forward pass has left stays until the weights' gradients are made, in a pass of their own."""
+    """What the forward pass has left stays until the weights' gradients are computed, in a pass of their own."""
     freed, backward = np.zeros(N + 3), []
     for piece in runs["backward"]:
         s = piece.stretch
         kept = np.minimum(s.net, 0.0)
         freed += kept
-        backward.append(Piece(piece.unit, piece.edge, dataclasses.replace(s, peak=s.peak, net=s.net - kept)))
+        backward.append(Piece(piece.unit, piece.edge, dataclasses.replace(s, net=s.net - kept)))
     runs |= {"backward": backward, "weights": [Piece("", "weights", dataclasses.replace(_empty(), net=freed))]}
 
 
 def _renamed(name: str, stack: str, number: int, new: int) -> str:
-    rest = name.removeprefix(f"{stack}.{number}")
-    return f"{stack}.{new}{rest}"
+    return f"{stack}.{new}{name.removeprefix(f'{stack}.{number}')}"
 
 
-def _adding(piece: Piece, units: Units, profile: Profile) -> Piece:
+def _adding(piece: Piece, profile: Profile) -> Piece:
     """A piece of a backward pass whose gradients are added to those that are there."""
-    s, block = piece.stretch, _block(piece.unit, profile)
-    made = s.net[GRADIENTS]
-    if not made:
+    s, block = piece.stretch, profile.block_of(piece.unit)
+    gradients = s.net[GRADIENTS]
+    if not gradients:
         return piece
-    own = [w for unit, weights in units.items() if _block(unit, profile) == block for w in weights.values()]
-    each = [w.size * w.computed for w in own] if block and piece.edge == "pre_backward" else [made]
+    own = (w for unit, weights in profile.units.items() if profile.block_of(unit) == block for w in weights.values())
+    each = [w.size * w.computed for w in own] if block[0] and piece.edge == "pre_backward" else [gradients]
     peak, net, ops = s.peak.copy(), s.net.copy(), dict(s.ops)
     peak[GRADIENTS] = net[GRADIENTS] = 0.0
-    peak[TRANSIENT] += min(made, max(each, default=0))
-    net[LARGE] -= made
+    peak[TRANSIENT] += min(gradients, max(each, default=0))
+    net[LARGE] -= gradients
     dtype = "bf16" if profile.pure else "fp32"
     for nbytes in each:
         add_counts(ops, {("micro", "memory", "add", dtype, "backward", 0.0, 3 * nbytes, ()): 1})

@@ -96,7 +96,7 @@ def _block_kinds(config_type: type[ModelConfig], text: str) -> tuple[tuple[str, 
     model, stacks = models.build(config, "meta"), models.lookup(config.family).stacks
     trained, kinds = False, []
     for stack in stacks:
-        names = tuple(f"{name}." for name in (*stack.before, *stack.beside))
+        names = tuple(f"{name}." for name in (*stack.before, *stack.shared))
         trained |= any(p.requires_grad for name, p in model.named_parameters() if f"{name}.".startswith(names))
         kinds.append([])
         for i, block in enumerate(model.get_submodule(stack.blocks)):
@@ -214,6 +214,13 @@ class Profile:
     pure: bool  # whether weights were in half
     stacks: dict[str, tuple[int, int]]  # name of the blocks → (number of the first, how many)
     stepped: tuple[int, int]  # (tensors, their bytes) that the traced optimizer steps
+
+    def block_of(self, unit: str) -> tuple[str, int]:
+        """(stack, which of its traced blocks) that a unit is in; ("", -1) for what is in none."""
+        for stack, (first, _) in self.stacks.items():
+            if unit.startswith(f"{stack}."):
+                return stack, int(unit[len(stack) + 1 :].partition(".")[0]) - first
+        return "", -1
 
 
 BLOCK_KEYS = {  # of a layout, what splits a block or changes what it computes
