@@ -63,15 +63,15 @@ def test_replicas_sum_every_gradient_in_a_ring(n):
     assert sent(n, "replicate", n, compress="bf16") == half
 
 
-@pytest.mark.parametrize(("layout", "forward", "backward", "scatter"), [
-    ({}, 4, 4, 4), ({"reshard": False}, 4, 0, 4), ({"param_dtype": "bf16"}, 2, 2, 4), ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, 2, 2, 2),
-    ({"micro_batch": 1}, 2 * 4, 2 * 4, 4),  # two micro-batches: gathered for each, summed once
+@pytest.mark.parametrize(("layout", "micro", "forward", "backward", "scatter"), [
+    ({}, 1, 4, 4, 4), ({"reshard": False}, 1, 4, 0, 4), ({"param_dtype": "bf16"}, 1, 2, 2, 4),
+    ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, 1, 2, 2, 2), ({"micro_batch": SAMPLES}, 3, 3 * 4, 3 * 4, 4),
 ])  # fmt: skip
-def test_shards_are_gathered_and_scattered_in_a_ring(layout, forward, backward, scatter):
-    """Bytes of an element; a block's weights are gathered for both passes."""
+def test_shards_are_gathered_and_scattered_in_a_ring(layout, micro, forward, backward, scatter):
+    """Bytes of an element; a block's weights are gathered for both passes of every micro-batch, their gradients are summed once."""
     part = elements() * 3 / 4
     expected = {("all_gather", "forward"): forward * part, ("all_gather", "backward"): backward * part, ("reduce_scatter", "backward"): scatter * part}
-    assert sent(4, "shard", 4, shard=4, **layout) == {key: pytest.approx(nbytes) for key, nbytes in expected.items() if nbytes}
+    assert sent(4, "shard", 4 * micro, shard=4, **layout) == {key: pytest.approx(nbytes) for key, nbytes in expected.items() if nbytes}
 
 
 def test_shards_of_replicas_sum_what_each_has():
