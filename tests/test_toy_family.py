@@ -456,9 +456,9 @@ def questions(world, folder: Path, name: str, search: bool) -> list[dict[str, An
         if search:
             ranked = devices.rank_devices(planned.recipe, names=["A100-80GB"])
             answers["searched"] = asked(answer.search, "2xA100-80GB")
-            answers["devices"] = devices.lines(ranked, devices.to_serve(config)), devices.rows(ranked, [])
-        text = {key: [line.replace(str(file), "FILE") for line in lines] for key, (lines, _) in answers.items()}
-        rows = {key: [(row.name, row.value, row.conditions.get("layout")) for row in rows] for key, (_, rows) in answers.items()}
+            answers["devices"] = devices.lines(ranked, devices.to_serve(config))[0], devices.rows(ranked, [])
+        text = {key: [line.replace(str(file), "FILE") for line in lines] for key, (lines, *_) in answers.items()}
+        rows = {key: [(row.name, row.value, row.conditions.get("layout")) for row in rows] for key, (_, rows, *_) in answers.items()}
         errors = []
         for ask in (lambda: asked(answer.optimal, None), lambda: asked(answer.serve, None, length=33)):
             with pytest.raises(UserError) as e:
