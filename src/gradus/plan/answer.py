@@ -105,8 +105,8 @@ class Question(NamedTuple):
 
 
 def answer(request: Request) -> Answer:
-    """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer,
-    not an error."""
+    """The plan: the recipe opened, a layout chosen where none is given, its figures as rows. What does not fit is an
+    answer, not an error. Raises UserError for what the recipe, the layout or the hardware cannot follow."""
     notes: list[str] = []
     question = asked(request, notes)
     recipe, task, cluster, counted, choose = question
@@ -150,7 +150,7 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
         _check_whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
     rows, fits = _rows(request, question._replace(recipe=planned), n, notes)
-    state = 16 * next(row.value for row in rows if row.name == "parameters/total")
+    state = STATE_BYTES * next(row.value for row in rows if row.name == "parameters/total")
     if layout and layout.param_dtype and state < cluster.device.capacity / 2:
         dtype = layout.param_dtype
         notes.append(
@@ -170,10 +170,10 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
 
 # ---------------------------------------------------------------- what is asked
 
-DAY = 86_400.0
 IMAGENET = 1000  # classes
+STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam in fp32
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
-SPLITTING = {  # who sets one sets the layout
+SPLITTING = {  # setting one of these turns off the plan's own choice of a layout
     "shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer",
 }  # fmt: skip
 

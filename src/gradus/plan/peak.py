@@ -96,7 +96,7 @@ class Span:
 
     @classmethod
     def change(cls, by: np.ndarray) -> Span:
-        """Between two events."""
+        """A change of level that has no peak of its own."""
         nothing = np.full(N + 3, -math.inf)
         return cls(nothing[:N], nothing[N:], -math.inf, "", by)
 
@@ -117,11 +117,11 @@ def joined(spans: list[Span]) -> Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What FSDP2 gathers at a time (torch.distributed.fsdp.fully_shard). Bytes but for `elements`."""
+    """What FSDP2 gathers at a time (torch.distributed.fsdp.fully_shard)."""
 
     ranks: int  # over which it is sharded
     elements: int  # that are trained
-    gathered: float  # all its parameters
+    gathered: float  # bytes of all its parameters
     full: int  # elements that are trained, filled up so that the ranks divide them
     moved: list[Weight]  # those whose shards are cut along another dimension than the first
 
@@ -371,7 +371,7 @@ def _passes(p: Process) -> Iterator[Span]:
     """All micro-batches, forward and backward."""
     layout, stages, micro = p.recipe.layout, p.stages, p.n_micro_batches
     one_by_one = layout.pipeline == 1
-    # more leave nothing new
+    # further micro-batches repeat the same peak
     enough = {"1f1b": layout.pipeline + 2, "interleaved": 4 * layout.pipeline}.get(layout.schedule, micro)
     micro = min(micro, 3 if one_by_one else enough)
     # from here on micro-batches are as long as the last; idle ones too
