@@ -162,12 +162,12 @@ class Fsdp:
         units = frozenset(self.open), frozenset(self.unreduced), frozenset(self.summed)
         return self.buffer, self.reducing, tuple(self.order), tuple(self.arriving.items()), *units
 
-    def set(self, state: tuple) -> None:
+    def restore(self, state: tuple) -> None:
         self.buffer, self.reducing, order, arriving, *units = state
         self.order, self.arriving = list(order), dict(arriving)
         self.open, self.unreduced, self.summed = map(set, units)
 
-    def of(self, unit: str) -> Unit:
+    def unit(self, unit: str) -> Unit:
         return self.known.get(unit.partition("@")[0], self.nothing)
 
     def run(self, edges: list[tuple[str, str]], kind: str, last: bool) -> Iterator[Event]:
@@ -199,7 +199,7 @@ class Fsdp:
             yield from self._reduce(unit, last)
 
     def _gather(self, unit: str) -> Iterator[tuple[str, float]]:
-        nbytes, ranks = self.of(unit).gathered, self.of(unit).ranks
+        nbytes, ranks = self.unit(unit).gathered, self.unit(unit).ranks
         if unit in self.open or unit in self.arriving or not nbytes:
             return
         self.arriving[unit] = nbytes
@@ -215,7 +215,7 @@ class Fsdp:
         nbytes = self.arriving.pop(unit)
         self.open.add(unit)
         yield "gathered", nbytes
-        moved = sum(w.size for w in self.of(unit).moved) * self.computed
+        moved = sum(w.size for w in self.unit(unit).moved) * self.computed
         yield "transient", moved
         yield "transient", -moved
         if forward:
@@ -231,12 +231,12 @@ class Fsdp:
     def _reshard(self, unit: str) -> Iterator[tuple[str, float]]:
         if unit in self.open:
             self.open.discard(unit)
-            yield "gathered", -self.of(unit).gathered
+            yield "gathered", -self.unit(unit).gathered
 
     def _reduce(self, unit: str, last: bool) -> Iterator[tuple[str, float]]:
         """The unit's backward pass has ended."""
         yield from self._reshard(unit)
-        own = self.of(unit)
+        own = self.unit(unit)
         if self.reduced != self.computed and (not last or unit in self.unreduced):
             if unit not in self.unreduced:
                 yield "gradients", own.elements * self.reduced
@@ -402,7 +402,7 @@ def _passes(p: Process) -> Iterator[Span]:
         span, after = known[key]
         yield span
         if fsdp:
-            fsdp.set(after)
+            fsdp.restore(after)
         if kind == "forward":
             yield forgotten[s]
         if kind == ("weights" if split else "backward") and (kind, s) not in done:
