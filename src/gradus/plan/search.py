@@ -280,25 +280,37 @@ class Space:
         `SAMPLES`, and other sizes lie on the straight line through these."""
         key = self._key(layout)
         if (key, places) not in self.cuts:
-            profile, size = self._traced(layout, 1)
-            if places > size < LONG:
-                (fewer, few), (profile, size) = (self._traced(layout, samples) for samples in SAMPLES)
-                if on_line := between(fewer, profile, (places - few) / (size - few)) if places != size else None:
-                    profile, size = on_line, places
-            own = profile if size == places else with_samples(profile, places / size)
-            self.cuts[key, places] = Cuts(self.recipe.model.family, own)
+            self.cuts[key, places] = Cuts(self.recipe.model.family, self._profile(layout, places))
         return self.cuts[key, places]
 
-    def _traced(self, layout: Layout, samples: int) -> tuple[Profile, int]:
-        """(of a micro-batch of so many samples through the whole model, its tokens)."""
+    def _profile(self, layout: Layout, places: int) -> Profile:
+        one, few, many = (self._batch(layout, samples) for samples in (1, *SAMPLES))
+        size = making.size_of(one)
+        if places == size or size >= LONG:
+            profile = self._traced(layout, one)
+        else:
+            profile, size = self._traced(layout, many), making.size_of(many)
+            if places != size:
+                fewer = making.size_of(few)
+                line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
+                profile, size = (line, places) if line else (profile, size)
+        return profile if size == places else with_samples(profile, places / size)
+
+    def _small(self, layout: Layout, samples: int) -> Recipe:
+        """Whose model, on one stage, is traced with micro-batches of so many samples."""
         update = {"pipeline": 1, "schedule": "1f1b", "stages": None, "micro_batch": samples}
-        half = _in_half(layout)
-        small = layout.model_copy(update=update if half else update | {"shard": 1, "param_dtype": None})
+        update |= {} if _in_half(layout) else {"shard": 1, "param_dtype": None}
+        small = layout.model_copy(update=update)
         ways = math.prod(sizes(small, self.n)[axis] for axis in DATA)
         batch = self.recipe.batch.model_copy(update={"samples": samples * ways, "tokens": None})
-        recipe = self._with(small).model_copy(update={"batch": batch})
-        full = max(making.micro_batches(recipe, self.n, task=self.task), key=making.size_of)
-        return engine.profile_of(recipe, self.part, full, self.target, self.task, micro=1), making.size_of(full)
+        return self._with(small).model_copy(update={"batch": batch})
+
+    def _batch(self, layout: Layout, samples: int) -> dict[str, Any]:
+        return max(making.micro_batches(self._small(layout, samples), self.n, task=self.task), key=making.size_of)
+
+    def _traced(self, layout: Layout, batch: dict[str, Any]) -> Profile:
+        recipe = self._small(layout, 1)
+        return engine.profile_of(recipe, self.part, batch, self.target, self.task, micro=1)
 
     def _whole(self, layout: Layout) -> Stage:
         """One block of each kind stands for all, with the first way of checkpointing; traced with one micro-batch."""
@@ -306,10 +318,11 @@ class Space:
         places = making.size_of(self.batches_of(layout).full)
         key = self._key(layout), places
         if key not in self.stages:
-            profile, size = self._traced(layout, 1)
-            if size < LONG and places > size:
-                profile, size = self._traced(layout, SAMPLES[1])
-            self.stages[key] = Stage(self.part, profile if places == size else with_samples(profile, places / size))
+            batch = self._batch(layout, 1)
+            if making.size_of(batch) < min(LONG, places):
+                batch = self._batch(layout, SAMPLES[1])
+            factor, profile = places / making.size_of(batch), self._traced(layout, batch)
+            self.stages[key] = Stage(self.part, profile if factor == 1 else with_samples(profile, factor))
         return self.stages[key]
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
