@@ -468,7 +468,10 @@ def questions(world, folder: Path, name: str, search: bool) -> list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize("name, search", [("pictures", True), ("reader", False), pytest.param("reader", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, search",
+    [("pictures", False), ("reader", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("pictures", "reader"))],
+)
 def test_an_encoder_from_elsewhere_is_planned_searched_and_served_as_one_of_the_package(name, search, tmp_path):
     ((own, like),) = run(1, questions, tmp_path, name, search, environment={"GRADUS_CACHE": str(tmp_path / "cache")})
     assert own == like
