@@ -7,6 +7,7 @@ import pytest
 from gradus import hardware
 from gradus.plan import engine
 from gradus.plan.answer import Request, open_recipe
+from gradus.plan.batches import size_of
 from gradus.plan.cut import between, with_samples
 from gradus.plan.search import SAMPLES, Space
 from gradus.plan.step import step_time
@@ -62,7 +63,9 @@ def test_other_micro_batches_lie_on_a_line(preset, near):
     from fewer: what samples share is scaled too (T5's biases of positions, a third of the bytes of two)."""
     space = space_of(preset, "A100-80GB", *(["data.max_len=256"] if preset == "gpt2-small" else []))
     layout = space.base.model_copy(update={"precision": "bf16", "micro_batch": 4})
-    (few, size), (many, larger), (own, places) = (space._traced(layout, samples) for samples in (*SAMPLES, 4))
+    batches = [space._batch(layout, samples) for samples in (*SAMPLES, 4)]
+    size, larger, places = map(size_of, batches)
+    few, many, own = (space._traced(layout, batch) for batch in batches)
     on_line = between(few, many, (places - size) / (larger - size))
     totals = []
     for profile in (own, on_line, with_samples(few, places / size), with_samples(many, places / larger)):
