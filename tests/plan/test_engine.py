@@ -426,9 +426,11 @@ def test_what_a_layout_does_not_split_is_a_note():
 
 
 def test_of_replicas_that_step_a_part_each_that_which_steps_most_is_planned():
-    """An embedding that is larger than all other parameters is one replica's, alone."""
-    r = recipe("gpt", samples=4, layers=2, d=32, seq=16, vocab=2048, shard_optimizer=True)
-    assert engine.plan_memory(making.complete(r), 4).state["optimizer"] == pytest.approx(8 * 2048 * 32, rel=1e-3)
+    """An embedding that is larger than all other parameters is the first replica's, alone."""
+    r = making.complete(recipe("gpt", samples=4, layers=2, d=32, seq=16, vocab=2048, shard_optimizer=True))
+    (p,), whole = engine.planned(r, 4, "cpu"), trace_recipe(r, 4, 0)
+    assert p.state["optimizer"] == pytest.approx(8 * 2048 * 32, rel=1e-3)
+    assert p.peak.bytes == pytest.approx(whole.peak, rel=1e-3) and moved(p.work.step) == pytest.approx(moved(whole.work.step), rel=1e-3)
 
 
 def test_the_first_process_on_a_cpu_writes_the_best_weights_whole():

@@ -353,7 +353,7 @@ def optimizer_ops(p: Process) -> list[Op]:
     traced, nbytes = profile.stepped
     scale = p.param_bytes / nbytes
     tensors = sum(times for _, times in p.elements) / traced
-    share = sizes(layout, p.n)["replicate"] if layout.shard_optimizer else 1
+    share = p.param_bytes / (p.stepped_elements * p.width)
     dtype = "fp32" if p.width == 4 else "bf16"
     out = []
     for (_, kind, name, _, _, flops, moved, shape), count in profile.optimizer.ops.items():
@@ -374,7 +374,7 @@ def optimizer_ops(p: Process) -> list[Op]:
     return out
 
 
-def _summing(p: Process, share: int) -> Iterator[tuple[str, float, float]]:
+def _summing(p: Process, share: float) -> Iterator[tuple[str, float, float]]:
     """(name, bytes, how often) of what is done with gradients and weights to send them."""
     layout, own = p.recipe.layout, p.param_bytes
     replicas = sizes(layout, p.n)["replicate"]
