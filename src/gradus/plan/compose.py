@@ -349,7 +349,7 @@ def _fsdp_copies(
 def optimizer_ops(p: Process) -> list[Op]:
     """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of
     tensors; and the copies of sums after the backward pass."""
-    profile, layout = p.stages[0].profile, p.recipe.layout
+    profile = p.stages[0].profile
     traced, nbytes = profile.stepped
     scale = p.param_bytes / nbytes
     tensors = sum(times for _, times in p.elements) / traced
