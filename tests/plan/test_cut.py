@@ -77,3 +77,15 @@ def test_other_micro_batches_lie_on_a_line(preset, near):
     assert [flops for flops, *_ in scaled] == pytest.approx([exact[0]] * 2, rel=1e-6)
     (_, above, _), (_, below, _) = scaled
     assert below <= exact[1] <= above and above == pytest.approx(exact[1], rel=near) and below == pytest.approx(exact[1], rel=0.3)
+
+
+@pytest.mark.parametrize("keys", [{"schedule": "1f1b"}, {"schedule": "interleaved"}, {"shard": 2, "param_dtype": "bf16", "schedule": "1f1b"}])
+def test_a_longer_step_needs_more_for_its_inputs_alone(keys):
+    """So that a peak is that of its first micro-batches."""
+    rest = []
+    for samples in (64, 192):
+        space = space_of("gpt2-medium", "8xA100-80GB", f"batch.samples={samples}", "layout.micro_batch=1")
+        (p, *_) = space.estimated(space.base.model_copy(update={"precision": "fp32", "pipeline": 2, "micro_batch": 1, **keys}))
+        inputs = p.stages[0].profile.batch * p.micro_batches.parts + p.n_micro_batches * sum(stage.profile.buffers for stage in p.stages)
+        rest.append(p.peak.bytes - inputs[:8].sum())
+    assert rest[1] == pytest.approx(rest[0], abs=2)
