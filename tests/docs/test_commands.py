@@ -387,11 +387,12 @@ def test_python_runs(page, tmp_path, monkeypatch, record_property):
 
 @pytest.mark.docs
 @pytest.mark.parametrize("text", [text for page in PAGES for language, text in blocks(page) if language == "yaml"])
-def test_yaml_is_a_study_a_recipe_or_prices(text, tmp_path, record_property):
+def test_yaml_is_a_study_a_recipe_or_prices(text, tmp_path, record_property, monkeypatch):
     (tmp_path / "file.yaml").write_text(text, encoding="utf-8")
     if "prices" in (said := yaml.safe_load(text)):
+        monkeypatch.setenv("GRADUS_PRICES", str(tmp_path / "file.yaml"))
         for name, quote in said["prices"].items():
-            (found,) = quotes(name, tmp_path / "file.yaml")
+            (found,) = quotes(name)
             assert (found.expected, found.currency) == (quote["expected"], said["currency"])
     elif {"configurations", "grid"} & set(said):
         assert study_file.load(tmp_path / "file.yaml")[0].configurations

@@ -22,7 +22,7 @@ from gradus.plan.keys import computed_in
 from gradus.plan.roofline import fitted
 from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
-from gradus.text import DAY, UNITS, WIDTH, cell, duration, fold, in_unit, money, rate, size
+from gradus.text import DAY, UNITS, WIDTH, duration, fold, in_unit, money, rate, size
 
 if TYPE_CHECKING:
     from gradus.hardware import Device
@@ -202,7 +202,7 @@ def _prices(cases: dict[str, Row], currency: str) -> str:
     return _inputs(cases, " per device-hour", lambda amount: money(amount, currency)) if cases else ""
 
 
-def _inputs(cases: dict[str, Row], ending: str, text: Callable[[float], str] = cell) -> str:
+def _inputs(cases: dict[str, Row], ending: str, text: Callable[[float], str] = rate) -> str:
     """The inputs whose names end so, of the low case and, where it differs, of the high one."""
     both = [cases[case].conditions["how"]["inputs"].items() for case in ("low", "high")]
     texts = (text(value) for inputs in both for name, value in inputs if name.endswith(ending))
