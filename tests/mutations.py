@@ -150,7 +150,7 @@ LIST = (
     M("cli.py", "return exit_code(e)\n    except MemoryError", "return 2\n    except MemoryError",
       "test_cli.py::test_a_fault_of_the_machine_has_an_exit_code_of_its_own"),
     M("api.py", "kwargs[name] = value.bool()", "kwargs[name] = value",
-      "docs/test_python.py::test_attention_mask_means_what_it_does_in_transformers"),
+      "test_api.py::test_attention_mask_means_what_it_does_in_transformers"),
     M("rows.py", "os.truncate(self.path, min(position, self.path.stat().st_size))", "pass",
       "train/test_resume.py::test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one"),
     M("files.py", "os.fsync(handle)", "pass", "test_files.py::test_a_folder_is_on_the_disk_before_it_has_its_name"),
