@@ -40,7 +40,7 @@ def space_of(case: str) -> Space:
 def layouts(space: Space) -> Iterator[tuple[int, Layout]]:
     """(number of the way to split, layout)."""
     for way, split in enumerate(space.splits()):
-        for micro in space.micro_batches(split):
+        for micro in space.micro_batch_sizes(split):
             for variant in space.variants(split.model_copy(update={"micro_batch": micro})):
                 for checkpointing in CHECKPOINTING:
                     if checkpointing == "none" or variant.pipeline == 1 or variant.schedule != "zero_bubble":
@@ -53,7 +53,7 @@ def best_of_each_way(space: Space) -> tuple[list[Candidate], int]:
     priced = 0
     for way, layout in layouts(space):
         try:
-            c = space.price(layout)
+            c = space.evaluate(layout)
         except UserError:  # it cannot be traced
             continue
         priced += 1

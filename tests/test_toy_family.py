@@ -456,9 +456,9 @@ def questions(world, folder: Path, name: str, search: bool) -> list[dict[str, An
         if search:
             ranked = devices.rank_devices(planned.recipe, names=["A100-80GB"])
             answers["searched"] = asked(answer.search, "2xA100-80GB")
-            answers["devices"] = devices.lines(ranked, devices.to_serve(config)), devices.rows(ranked, [])
-        text = {key: [line.replace(str(file), "FILE") for line in lines] for key, (lines, _) in answers.items()}
-        rows = {key: [(row.name, row.value, row.conditions.get("layout")) for row in rows] for key, (_, rows) in answers.items()}
+            answers["devices"] = devices.lines(ranked, devices.to_serve(config))[0], devices.rows(ranked, [])
+        text = {key: [line.replace(str(file), "FILE") for line in lines] for key, (lines, *_) in answers.items()}
+        rows = {key: [(row.name, row.value, row.conditions.get("layout")) for row in rows] for key, (_, rows, *_) in answers.items()}
         errors = []
         for ask in (lambda: asked(answer.optimal, None), lambda: asked(answer.serve, None, length=33)):
             with pytest.raises(UserError) as e:
@@ -468,7 +468,10 @@ def questions(world, folder: Path, name: str, search: bool) -> list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize("name, search", [("pictures", True), ("reader", False), pytest.param("reader", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name, search",
+    [("pictures", False), ("reader", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("pictures", "reader"))],
+)
 def test_an_encoder_from_elsewhere_is_planned_searched_and_served_as_one_of_the_package(name, search, tmp_path):
     ((own, like),) = run(1, questions, tmp_path, name, search, environment={"GRADUS_CACHE": str(tmp_path / "cache")})
     assert own == like

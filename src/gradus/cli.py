@@ -494,20 +494,16 @@ def plan(args) -> int | Iterable[str]:
 
 def _planned(args, mode: str, request) -> Iterable[str]:
     from gradus.plan import answer
-    from gradus.plan.show import components, explain, first_screen, named, printed, screen
+    from gradus.plan.show import components, explain, first_screen, named, note_lines, printed, screen
 
-    if mode == "serve":
-        lines, rows = answer.serve(request, batch=args.batch or 1, length=args.length, bits=args.bits)
-        if args.all:
-            lines = [*lines, *components(rows)]
+    if mode in ("serve", "devices", "search", "optimal"):
+        of_serving = {"batch": args.batch or 1, "length": args.length, "bits": args.bits} if mode == "serve" else {}
+        more = {"everything": args.all} if mode == "devices" else of_serving
+        lines, rows, notes = getattr(answer, mode)(request, **more)
+        if mode == "serve" and not args.all:
+            lines = first_screen([line for line in lines if line], notes, ["--all for components, --json for rows"])
         else:
-            head = [line for line in lines if line and not line.startswith("note: ")]
-            notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
-            lines = first_screen(head, notes, ["--all for components, --json for rows"])
-    elif mode == "devices":
-        lines, rows = answer.devices(request, args.all)
-    elif mode in ("search", "optimal"):
-        lines, rows = getattr(answer, mode)(request)
+            lines = [*lines, *note_lines(notes), *(components(rows) if mode == "serve" else [])]
     else:
         response = answer.answer(request)
         if args.json:

@@ -71,7 +71,7 @@ def test_a_presets_samples_are_as_long_as_its_sequences():
 
 
 def test_a_search_prices_the_whole_run():
-    lines, rows = search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9))
+    lines, rows, _ = search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9))
     text = "\n".join(lines)
     assert "in total" in text
     paid = next(row for row in search(Request("gpt2-small", (*TINY, "batch.samples=64"), "2xA100", 1e9, price=100.0))[1] if row.name == "search/money")
@@ -83,23 +83,23 @@ def test_a_search_prices_the_whole_run():
 
 
 def test_what_a_device_does_not_hold_is_served_in_no_time():
-    lines, rows = serve(Request("llama2-70b", on="A100-40GB"))
+    lines, rows, _ = serve(Request("llama2-70b", on="A100-40GB"))
     assert lines[1].startswith("NO FIT") and not any(line.startswith("how fast") for line in lines)
     assert "serving/device" in {row.name for row in rows} and not any("time" in row.name or "per_s" in row.name for row in rows)
 
 
 def test_serving_by_batch_and_length():
-    lines, rows = serve(Request("llama2-7b", on="A100-40GB"), batch=8)
+    lines, rows, _ = serve(Request("llama2-7b", on="A100-40GB"), batch=8)
     found = {row.name: row.value for row in rows}
     assert found["serving/kv_cache"] == 2 * 32 * 32 * 128 * 2 * 8 * 4096 and found["serving/weights"] == 2 * 6_738_415_616
     assert lines[1].startswith("fits") and any("does not hold" in line for line in lines)
-    lines, _ = serve(Request("llama2-7b", on="2xA100-40GB"), batch=8)
+    lines, *_ = serve(Request("llama2-7b", on="2xA100-40GB"), batch=8)
     assert "on each of 2 × A100-40GB" in lines[1] and any("about" in line for line in lines if line.startswith("how fast"))
     with pytest.raises(UserError, match=r"^--on 16xA100-40GB: a node has 8: .* Use --on 8xA100-40GB"):
         serve(Request("llama2-7b", on="16xA100-40GB"))
     with pytest.raises(UserError, match=r"--length=5000: .* Set --length=4096"):
         serve(Request("llama2-7b"), length=5000)
-    none, _ = serve(Request("llama3.1-405b"))
+    none, *_ = serve(Request("llama3.1-405b"))
     assert any("no single device holds it" in line for line in none)
 
 

@@ -7,6 +7,7 @@ import pytest
 from gradus import hardware
 from gradus.plan import engine
 from gradus.plan.answer import Request, open_recipe
+from gradus.plan.batches import size_of
 from gradus.plan.cut import between, with_samples
 from gradus.plan.search import SAMPLES, Space
 from gradus.plan.step import step_time
@@ -61,7 +62,9 @@ def test_other_micro_batches_lie_on_a_line(preset):
     """Operations and bytes are those of a trace with as many samples; scaled from one trace the bytes are near it."""
     space = space_of(preset, "A100-80GB", *(["data.max_len=256"] if preset == "gpt2-small" else []))
     layout = space.base.model_copy(update={"precision": "bf16", "micro_batch": 4})
-    (few, size), (many, larger), (own, places) = (space._traced(layout, samples) for samples in (*SAMPLES, 4))
+    batches = [space._batch(layout, samples) for samples in (*SAMPLES, 4)]
+    size, larger, places = map(size_of, batches)
+    few, many, own = (space._traced(layout, batch) for batch in batches)
     on_line = between(few, many, (places - size) / (larger - size))
     totals = []
     for profile in (own, on_line, with_samples(few, places / size)):
@@ -70,3 +73,15 @@ def test_other_micro_batches_lie_on_a_line(preset):
         totals.append([sum(key[at] * n for key, n in ops) for at in (5, 6)] + [sum(piece.stretch.net[:8] for piece in pieces[:3])])
     assert totals[1][:2] == pytest.approx(totals[0][:2], rel=1e-6) and totals[1][2] == pytest.approx(totals[0][2], rel=1e-6)
     assert totals[2][0] == pytest.approx(totals[0][0], rel=1e-6) and totals[2][1] == pytest.approx(totals[0][1], rel=0.3)
+
+
+@pytest.mark.parametrize("keys", [{"schedule": "1f1b"}, {"schedule": "interleaved"}, {"shard": 2, "param_dtype": "bf16", "schedule": "1f1b"}])
+def test_a_longer_step_needs_more_for_its_inputs_alone(keys):
+    """So that a peak is that of its first micro-batches."""
+    rest = []
+    for samples in (64, 192):
+        space = space_of("gpt2-medium", "8xA100-80GB", f"batch.samples={samples}", "layout.micro_batch=1")
+        (p, *_) = space.estimated(space.base.model_copy(update={"precision": "fp32", "pipeline": 2, "micro_batch": 1, **keys}))
+        inputs = p.stages[0].profile.batch * p.micro_batches.parts + p.n_micro_batches * sum(stage.profile.buffers for stage in p.stages)
+        rest.append(p.peak.bytes - inputs[:8].sum())
+    assert rest[1] == pytest.approx(rest[0], abs=2)

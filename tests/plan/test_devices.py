@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_last_and_says_by_how_much(session, tmp_path, monke
     assert [(one["device"], one["fits"]) for one in found] == [("P100", True), ("Thimble", False)]
     assert found[1]["missing"] == found[1]["memory"] - 100e6
     assert found[1]["seconds"] is found[1]["hours"] is found[1]["cost"] is None, "what does not fit takes no time and no money"
-    line = next(line for line in lines(found, []) if "Thimble" in line)
+    line = next(line for line in lines(found, [])[0] if "Thimble" in line)
     assert "too much" in line and not re.search(r"\d m?s\b|\$", line)
     assert {row.name for row in ranking.rows(found, []) if row.conditions["device"] == "Thimble"} == {"device/memory"}
 
@@ -86,21 +86,21 @@ def test_each_device_once_at_its_best_and_all_of_them_with_their_keys(ranked):
     best = {}
     for one in ranked:
         best.setdefault(one["device"], one)
-    shown = [line for line in printed(lines(ranked, [])) if line.split()[:1] and line.split()[0] in best]
+    shown = [line for line in printed(lines(ranked, [])[0]) if line.split()[:1] and line.split()[0] in best]
     assert [line.split()[:2] for line in shown] == [[one["device"], one["precision"]] for one in best.values()]
     many = [{**one, "device": f"{one['device']}-{i}"} for i in range(9) for one in ranked]
-    assert len([line for line in lines(many, []) if " fits" in line or "$" in line or "no price" in line]) >= ranking.FIRST
-    assert sum(line.startswith(tuple(best)) for line in lines(many, [])) == ranking.FIRST and "more devices" in " ".join(lines(many, []))
-    everything = list(printed(lines(ranked, [], everything=True)))
+    assert len([line for line in lines(many, [])[0] if " fits" in line or "$" in line or "no price" in line]) >= ranking.FIRST
+    assert sum(line.startswith(tuple(best)) for line in lines(many, [])[0]) == ranking.FIRST and "more devices" in " ".join(lines(many, [])[0])
+    everything = list(printed(lines(ranked, [], everything=True)[0]))
     text = " ".join("\n".join(everything).replace("\\\n", " ").split())
     assert all(f"--on {one['device']} {one['layout']}".strip() in text for one, _ in ranking._joined(ranked))
-    assert max(map(len, [*everything, *printed(lines(ranked, to_serve(config_of("llama2-7b"))))])) <= 80
+    assert max(map(len, [*everything, *printed(lines(ranked, to_serve(config_of("llama2-7b")))[0])])) <= 80
 
 
 def test_what_is_said_of_several_chips_is_said_once(ranked):
     said = {"L4": ("none for L4: A100's",), "A10": ("none for A10: A100's", "a word of all"), "T4": ("none for T4: V100's", "a word of all")}
     some = [{**ranked[0], "device": name, "notes": notes} for name, notes in said.items()]
-    notes = [line.removeprefix("note: ") for line in lines(some, []) if line.startswith("note: ")]
+    _, notes = lines(some, [])
     assert notes == ["none for L4, A10: A100's", "a word of all", "none for T4: V100's"]
 
 
@@ -155,9 +155,9 @@ def test_the_rule_of_thumb_and_what_bf16_and_the_cache_change():
     assert hardware.find(bf16["device"]).memory == 24 * 2**30 and "bf16" in hardware.find(bf16["device"]).peaks
     assert hardware.find(fp16["device"]).memory == 16 * 2**30, "a 16 GB card of before bf16"
     assert to_serve(config_of("bert-base-cased")) == []
-    printed = "\n".join(lines([], to_serve(config)))
+    printed = "\n".join(lines([], to_serve(config))[0])
     assert "13.5 GB" in printed and "2.15 GB" in printed and bf16["device"] in printed
-    assert "several" in lines([], to_serve(config_of("gpt3-175b")))[-1], "no single one"
+    assert "several" in lines([], to_serve(config_of("gpt3-175b")))[0][-1], "no single one"
 
 
 def test_least_is_the_least_memory_then_the_least_money():
@@ -174,7 +174,7 @@ def test_least_is_the_least_memory_then_the_least_money():
 
 @pytest.mark.slow
 def test_lines_and_rows(session):
-    printed, rows = devices(session.recipe, session.task, names=["A100"])
+    printed, rows, _ = devices(session.recipe, session.task, names=["A100"])
     text = "\n".join(printed)
     assert text.count("A100-80GB") == 2 and "layout.precision=fp32 layout.tf32=true" in text and "Time and expected cost per epoch" in text and "One device to serve it on" in text
     every = "\n".join(devices(session.recipe, session.task, names=["A100"], everything=True)[0])

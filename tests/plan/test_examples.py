@@ -62,7 +62,7 @@ def test_llama2_serving_and_its_device():
         assert found["serving/total"].value / GB == pytest.approx(needed, abs=0.05)
         assert found["serving/rule"].conditions["holds"] is holds
         assert hardware.find(found["serving/device"].value).memory == memory * 2**30
-    text, _ = serve(Request("llama2-7b", on="A100-40GB"), batch=8)
+    text, *_ = serve(Request("llama2-7b", on="A100-40GB"), batch=8)
     assert text[1].startswith("fits") and serve(Request("llama2-7b", on="A10G"), batch=8)[0][1].startswith("NO FIT")
 
 

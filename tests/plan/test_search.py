@@ -61,7 +61,7 @@ def test_the_winners_fit_and_are_allowed(found):
 
 def test_every_loser_says_why(found):
     assert all(bool(c.reason) == (c is not found.fastest) for c in found.table)
-    names = {row["layout"] for row in found.rows()}
+    names = {row.conditions["layout"] for row in found.rows()}
     assert found.keys(found.fastest) in names and any("fastest" in line for line in found.lines())
 
 
@@ -69,7 +69,7 @@ def test_the_best_of_every_number_of_devices_is_in_the_table(found, monkeypatch)
     """Also where so many layouts of all the devices are faster that it is not among the first."""
 
     def ranked(space, most=1):
-        space.priced = 1
+        space.n_estimated = 1
         some = [dataclasses.replace(found.fastest, n=space.n, money=None, time=SimpleNamespace(total=10 / space.n + i / 100, parts={"memory": i / 100})) for i in range(20)]
         return some[:most], []
 
@@ -145,7 +145,7 @@ def test_what_does_not_fit_has_a_remedy():
 def test_a_smaller_micro_batch_is_offered_before_checkpointing():
     recipe = recipe_of("gpt2-small", **{**SMALL, "layout.micro_batch": 32})
     space = Space(recipe, hardware.cluster("L4"))
-    assert not space.price(recipe.layout).fits and space.price(recipe.layout.model_copy(update={"checkpointing": "full"})).fits
+    assert not space.evaluate(recipe.layout).fits and space.evaluate(recipe.layout.model_copy(update={"checkpointing": "full"})).fits
     c = remedy(recipe, hardware.cluster("L4"))
     assert c.fits and c.layout.micro_batch < 32 and c.layout.checkpointing == "none"
 
@@ -203,11 +203,11 @@ ROWS = read_rows(Path(__file__).parents[2] / "benchmarks/results/search-exhausti
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(dict.fromkeys(row["case"] for row in ROWS)))
 def test_the_best_of_all_layouts_are_found(case):
-    """The 20 best ways to split of every layout traced in full (benchmarks/search_exhaustive.py), each with its best layout; fewer are
-    priced for it."""
+    """The 20 best ways to split of every layout, evaluated exactly (benchmarks/search_exhaustive.py), each with its best layout; fewer
+    are estimated for it."""
     rows = [row for row in ROWS if row["case"] == case]
     exhaustive = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/search_exhaustive.py"))
     space = exhaustive["space_of"](case)
     found = {c.keys: c.seconds for c in ranked(space, len(rows))[0]}
     assert [found.get(row["layout"]) for row in rows] == pytest.approx([row["value"] for row in rows], rel=1e-6)
-    assert 0 < space.priced < rows[0]["priced"]
+    assert 0 < space.n_estimated < rows[0]["priced"]

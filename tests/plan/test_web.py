@@ -88,7 +88,7 @@ class Planner:
         rows = [figure("search/memory", size * GB, "bytes", **c) for size, c in ((40, won), (50, half), (108, lost))]
         rows += [figure("search/step", 0.2, "s", **won), figure("search/step", 0.38, "s", **half)]
         rows += [figure("search/money", 12.0, "$", **won, of="the whole run"), figure("search/time", 7200.0, "s", **won)]
-        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table", "", "note: of the search"], rows
+        return ["gpt2 on 8: 3 layouts in 0.1 s", "fastest ..", "", "table"], rows, ["of the search"]
 
     def devices(self, request: Request):
         self.asked.append(request)
@@ -96,17 +96,17 @@ class Planner:
         rows = [figure("device/memory", 9 * GB, "bytes", device="H100-SXM", **at), figure("device/step", 0.1, "s", device="H100-SXM", **at)]
         rows += [figure("device/memory", 9 * GB, "bytes", device="H100-SXM", **at | {"precision": "fp32"})]
         rows += [figure("device/cost", cost, "$", device="H100-SXM", case=case, per="epoch", **at) for case, cost in (("low", 1.0), ("expected", 2.0))]
-        return ["one device", "", "table"], [*rows, figure("device/memory", 9 * GB, "bytes", device="T4", **at | {"fits": False})]
+        return ["one device", "", "table"], [*rows, figure("device/memory", 9 * GB, "bytes", device="T4", **at | {"fits": False})], []
 
     def serve(self, request: Request, *, batch=1, length=None, bits=None):
         self.asked.append(request)
         if batch == 3:
             raise UserError("--batch=3: not a good number.")
-        return [f"to use it: {batch} sequences of {length}, {bits} bits", "fits      15 GB", "excluded  activations", "", "note: of serving"], []
+        return [f"to use it: {batch} sequences of {length}, {bits} bits", "fits      15 GB", "excluded  activations"], [], ["of serving"]
 
     def optimal(self, request: Request):
         self.asked.append(request)
-        return ["of two fits", "", "table"], [figure("optimal/tokens", 4.5e11, "tokens", fit=fit) for fit in ("Hoffmann 2022", "Besiroglu 2024")]
+        return ["of two fits", "", "table"], [figure("optimal/tokens", 4.5e11, "tokens", fit=fit) for fit in ("Hoffmann 2022", "Besiroglu 2024")], []
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_the_other_questions_of_the_verb_are_answered(server, planner):
     assert [(x["on"], x["keys"], x["reason"]) for x in found["table"]] == [("H100-SXM", "layout.precision=bf16", ""), ("T4", "layout.precision=bf16", "does not fit")]
     assert found["table"][0]["cells"] == {"device": "H100-SXM", "precision": "bf16", "memory": "9 GB", "time per step": "100 ms", "cost per epoch": "$2.00"}
     status, found, _ = ask(server, "/api/optimal", bare)
-    assert status == 200 and [x["cells"] for x in found["table"]] == [{"fit": fit, "tokens": "450,000,000,000 tokens"} for fit in ("Hoffmann 2022", "Besiroglu 2024")]
+    assert status == 200 and [x["cells"] for x in found["table"]] == [{"fit": fit, "tokens": "450,000,000,000 tokens"} for fit in ("Hoffmann 2022", "Besiroglu 2024")], []
     status, found, _ = ask(server, "/api/serve", {**bare, "batch": 8, "length": 512, "bits": 4})
     assert status == 200 and found["lines"][0] == "to use it: 8 sequences of 512, 4 bits" and found["notes"] == ["of serving"] and found["table"] == []
     assert shlex.split(found["command"])[-7:] == ["--serve", "--batch", "8", "--length", "512", "--bits", "4"] or "--serve --batch 8" in found["command"]
@@ -753,7 +753,7 @@ def test_the_curve_is_its_numbers_and_its_labels_do_not_collide(visit, planner, 
         c = {"rank": rank, "devices": n, "layout": "", "fits": True, "best": None, "reason": "slower"}
         rows += [figure("search/step", 9.0 / n**0.8, "s", **c), figure("search/time", 8e6 / n**0.8, "s", **c)]
         rows += [figure("search/money", 1234.0 * n**0.2, "$", **c, of="the whole run")]
-    planner.found = ["layouts", "", "table"], rows
+    planner.found = ["layouts", "", "table"], rows, []
     page = visit("#recipe=gpt2-small&on=2048xA100-80GB", width=width)
     page.click("#search")
     page.wait_for_selector("#found svg")

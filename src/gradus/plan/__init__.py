@@ -4,7 +4,7 @@ A plan of a training run, in the order in which it comes about:
 
     answer                      the request → recipe, hardware, layout; the figures as rows
     hf                          a bare model (a preset, a config.json) → a whole recipe, with published settings
-    search, cut                 which layout: cut by bounds, composed of a small model's cuts, the best traced in full
+    search, cut                 which layout: pruned by bounds, estimated from one small model, the best traced exactly
     engine                      the hub: recipe and layout → the processes that need most → memory and work of a step
     batches                     the micro-batches of a process, synthetic where no data are opened
     profiles, tracing, trace    which blocks are traced; a small model stepped under fake tensors; what its step records

@@ -23,7 +23,7 @@ from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, stated_keys
 from gradus.plan.roofline import peak_flops
-from gradus.plan.show import headline, note_lines
+from gradus.plan.show import headline
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Work
 from gradus.recipe.presets import ALIASES, PRESETS
@@ -76,6 +76,14 @@ class Answer:
         return next((row.value for row in alike), None)
 
 
+class Reply(NamedTuple):
+    """The answer to another question than the plan."""
+
+    lines: list[str]  # as the screen shows them
+    rows: list[Row]
+    notes: list[str]
+
+
 def pinned(request: Request, answer: Answer) -> Request:
     """The request whose answer is this one again, with the plan's own choice in its overrides."""
     if not answer.chosen:
@@ -97,8 +105,8 @@ class Question(NamedTuple):
 
 
 def answer(request: Request) -> Answer:
-    """Raises UserError for what the recipe, the layout or the hardware cannot follow. What does not fit is an answer,
-    not an error."""
+    """The plan: the recipe opened, a layout chosen where none is given, its figures as rows. What does not fit is an
+    answer, not an error. Raises UserError for what the recipe, the layout or the hardware cannot follow."""
     notes: list[str] = []
     question = asked(request, notes)
     recipe, task, cluster, counted, choose = question
@@ -142,7 +150,7 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
         _check_whole_replicas(recipe, n, request.on)
         check.validate(recipe, n)
     rows, fits = _rows(request, question._replace(recipe=planned), n, notes)
-    state = 16 * next(row.value for row in rows if row.name == "parameters/total")
+    state = STATE_BYTES * next(row.value for row in rows if row.name == "parameters/total")
     if layout and layout.param_dtype and state < cluster.device.capacity / 2:
         dtype = layout.param_dtype
         notes.append(
@@ -162,10 +170,10 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
 
 # ---------------------------------------------------------------- what is asked
 
-DAY = 86_400.0
 IMAGENET = 1000  # classes
+STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam in fp32
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
-SPLITTING = {  # who sets one sets the layout
+SPLITTING = {  # setting one of these turns off the plan's own choice of a layout
     "shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer",
 }  # fmt: skip
 
@@ -539,20 +547,20 @@ def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
 # ---------------------------------------------------------------- other questions
 
 
-def devices(request: Request, everything: bool = False) -> tuple[list[str], list[Row]]:
-    """(lines, rows): which single device; everything: lines of all, not of the first. Raises UserError as `answer`."""
+def devices(request: Request, everything: bool = False) -> Reply:
+    """Which single device; everything: lines of all, not of the first. Raises UserError as `answer`."""
     from gradus.plan.devices import devices as ranked
 
     if request.on or request.days:
         compared = "--devices compares all devices of the hardware file, one of each"
         raise UserError(f"{compared}: --on and --days have no effect. Leave them out.")
     recipe, task, _ = open_recipe(request, notes := [])
-    lines, rows = ranked(recipe, task, whole=request.tokens is not None, everything=everything)
-    return [*lines, *note_lines(notes)], rows
+    lines, rows, more = ranked(recipe, task, whole=request.tokens is not None, everything=everything)
+    return Reply(lines, rows, [*more, *notes])
 
 
-def search(request: Request) -> tuple[list[str], list[Row]]:
-    """(lines, rows): the best layouts on this hardware. Raises UserError as `answer`."""
+def search(request: Request) -> Reply:
+    """The best layouts on this hardware. Raises UserError as `answer`."""
     from gradus.plan.search import search as of_layouts
 
     if request.days:
@@ -571,14 +579,11 @@ def search(request: Request) -> tuple[list[str], list[Row]]:
         notes.append(str(e))
     result = of_layouts(recipe, cluster, steps=steps, task=task, stated=stated, paid=request.price)
     result.stated = stated
-    return [*result.lines(), *note_lines(notes)], result.rows()
+    return Reply(result.lines(), result.rows(), notes)
 
 
-def serve(
-    request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None
-) -> tuple[list[str], list[Row]]:
-    """(lines, rows): what using the model takes: weights, cache by batch and length, time per token. Raises UserError
-    as `answer`."""
+def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None) -> Reply:
+    """What using the model takes: weights, cache by batch and length, time per token. Raises UserError as `answer`."""
     from gradus.plan.serving import lines, serving
 
     if request.days or request.tokens:
@@ -592,11 +597,11 @@ def serve(
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: flags[m[1]], str(e))) from None
     of_training = ("training settings", "20 per active")
     notes = [note for note in notes if not any(text in note for text in of_training)]
-    return [*lines(request.recipe, rows, cluster, recipe.model.reads == "images"), *note_lines(notes)], rows
+    return Reply(lines(request.recipe, rows, cluster, recipe.model.reads == "images"), rows, notes)
 
 
-def optimal(request: Request) -> tuple[list[str], list[Row]]:
-    """(lines, rows): how many tokens suit the model, or with tokens how large a model suits them. Raises UserError as
+def optimal(request: Request) -> Reply:
+    """How many tokens suit the model, or with tokens how large a model suits them. Raises UserError as
     `answer`."""
     from gradus import models
     from gradus.plan import serving
@@ -612,4 +617,4 @@ def optimal(request: Request) -> tuple[list[str], list[Row]]:
     total = models.count(recipe.model)["total"]
     by = {"parameters": total} if request.tokens is None else {"tokens": request.tokens}
     rows = serving.optimal(**by)
-    return serving.optimal_lines(request.recipe, total, request.tokens, rows), rows
+    return Reply(serving.optimal_lines(request.recipe, total, request.tokens, rows), rows, [])

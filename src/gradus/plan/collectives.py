@@ -14,7 +14,7 @@ from gradus.plan.work import Transfer
 
 # s of a collective within a node where none was measured: between A100's with 2 and with 8 ranks (nccl-tests)
 NODE_LATENCY = 3e-5
-# while they are fitted: latency and bandwidth by chip and size of the group, in place of the file's
+# while benchmarks/groundtruth.py fits them: latency and bandwidth by chip and size of the group, in place of the file's
 MEASURED: dict | None = None
 HOST_LINK = Link("host memory", 16e9, 0.8, 1e-5)  # between devices of a node that has no links of its own
 

@@ -161,8 +161,8 @@ class Stage:
 
 
 def _alike(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(which block, which traced one stands for it, how often): of four and more alike, those between the first and the
-    last are one, often, as nothing changes from one to the next."""
+    """(number of a block, the traced block that stands for it, repetitions). Of four or more identical blocks in a row
+    the middle ones are one entry, as memory changes by the same amount in each."""
     for traced, group in itertools.groupby(enumerate(blocks), lambda pair: pair[1]):
         numbers = [i for i, _ in group]
         many = len(numbers) - 2

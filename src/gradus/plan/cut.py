@@ -1,8 +1,8 @@
 """Stages of a pipeline, and other micro-batches, from one profile of a small whole model: what the search estimates
 layouts by.
 
-The engine traces every part of a model in its place and every micro-batch by itself, which is what is printed. A cut
-says nearly the same at once: a stage has the pieces of its blocks and of its ends, and what grows with the samples is
+The engine traces every stage at its position and every size of a micro-batch by itself; its figures are printed. A cut
+is near them at once: a stage has the pieces of its blocks and of its ends, and what grows with the samples is
 scaled.
 """
 

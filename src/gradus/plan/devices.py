@@ -17,7 +17,6 @@ from gradus.plan.budget import CASES
 from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.serving import serving
-from gradus.plan.show import note_lines
 from gradus.plan.step import step_time
 from gradus.plan.work import Work
 from gradus.recipe.schema import ModelConfig, Recipe
@@ -126,11 +125,12 @@ def to_serve(model: ModelConfig) -> list[list[Row]]:
 def devices(
     recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False,
     everything: bool = False,
-) -> tuple[list[str], list[Row]]:  # fmt: skip
-    """(printed lines, rows) of `gradus plan RECIPE --devices`. whole: time and money of the recipe's steps, not of an
-    epoch. everything: see `lines`."""
+) -> tuple[list[str], list[Row], list[str]]:  # fmt: skip
+    """(printed lines, rows, notes) of `gradus plan RECIPE --devices`. whole: time and money of the recipe's steps, not
+    of an epoch. everything: see `lines`."""
     ranked, served = rank_devices(recipe, task, names=names, whole=whole), to_serve(recipe.model)
-    return lines(ranked, served, everything), rows(ranked, served)
+    printed, notes = lines(ranked, served, everything)
+    return printed, rows(ranked, served), notes
 
 
 FIRST = 12  # devices of the first screen
@@ -140,9 +140,12 @@ TITLE = (
 )
 
 
-def lines(ranked: list[dict[str, Any]], served: list[list[Row]], everything: bool = False) -> list[str]:
-    """The ranking as a table, and for a decoder what serving it takes. Each device once, at its best precision, the
-    first of them; everything: all devices and precisions, with low and high costs and the keys of each."""
+def lines(
+    ranked: list[dict[str, Any]], served: list[list[Row]], everything: bool = False
+) -> tuple[list[str], list[str]]:
+    """(the ranking as a table, and for a decoder what serving it takes; notes). Each device once, at its best
+    precision, the first of them; everything: all devices and precisions, with low and high costs and the keys of each.
+    """
     per = ranked[0]["per"] if ranked else "epoch"
     best: dict[str, tuple[dict[str, Any], str]] = {}
     for entry in ranked:
@@ -157,8 +160,8 @@ def lines(ranked: list[dict[str, Any]], served: list[list[Row]], everything: boo
     elif keys:
         hidden = f"{len(best) - len(shown)} more devices, other" if len(best) > len(shown) else "other"
         more = [f"--all: {hidden} precisions, low and high costs, the keys of each; of the first: {keys[0]}"]
-    notes = note_lines(_joined_notes(note for entry, _ in shown for note in entry["notes"])) or [""]
-    return [TITLE + per, "", head, *text, *more, *notes, *(_serving_lines(served) if served else [])]
+    notes = list(_joined_notes(note for entry, _ in shown for note in entry["notes"]))
+    return [TITLE + per, "", head, *text, *more, *(_serving_lines(served) if served else [])], notes
 
 
 def _cells(entry: dict[str, Any], precisions: str) -> list[str]:

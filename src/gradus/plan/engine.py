@@ -72,16 +72,18 @@ _kept: dict[str, Profile] = {}
 KEPT = 2000  # in memory
 
 
-TRACED_ROOMS = "models", "layers", "parallel", "tasks", "train"
+TRACED_FOLDERS = "models", "layers", "parallel", "tasks", "train"
 
 
 @functools.cache
 def code(*more: str) -> str:
-    """The digest of all code that a profile depends on: model, layout, step, tracing; and of further rooms."""
+    """The digest of the sources that a profile depends on (model, layout, step, tracing), and of these further folders
+    of the package."""
     root = Path(__file__).parents[1]
-    files_of = (sorted((root / room).glob("*.[py]*")) for room in (*TRACED_ROOMS, *more))
+    files_of = (sorted((root / room).glob("*.[py]*")) for room in (*TRACED_FOLDERS, *more))
     rooms = [path for paths in files_of for path in paths if path.is_file()]
-    own = [root / "plan" / f"{name}.py" for name in ("trace", "tracing", "profiles", "batches")]
+    own = [root / "plan" / f"{name}.py" for name in ("trace", "tracing", "profiles", "batches", "work")]
+    own.append(root / "torch_private.py")
     return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
 
 
@@ -132,7 +134,7 @@ def _question(recipe: Recipe, part: Part, batch: dict, target: Target, split: bo
 
 
 def momenta(optimizer: Any) -> int:
-    """Numbers that it keeps of a parameter (a recipe's section)."""
+    """Optimizer states of a parameter (Adam: 2, SGD with momentum: 1). optimizer: a recipe's section."""
     return {"adamw": 2, "adam": 2, "sgd": 1 if getattr(optimizer, "momentum", 0) else 0}[optimizer.name]
 
 
@@ -166,7 +168,8 @@ class MicroBatches:
 
 @dataclasses.dataclass
 class Process:
-    """A process of the pipeline, composed. Ask for `peak`, `held` and `work`."""
+    """One rank along the pipeline, with its stages. Its results: `peak` (memory), `state` (bytes that it keeps), `work`
+    (operations and transfers)."""
 
     recipe: Recipe
     n: int
@@ -293,7 +296,7 @@ class Process:
 def processes(
     recipe: Recipe, n: int, target: Target, task: Task | None, batches: list[dict] | None = None
 ) -> list[Process]:
-    """The processes that may need most, of parts that are traced in their place. Raises UserError."""
+    """The processes that may need most; each stage is traced at its own position in the pipeline. Raises UserError."""
     recipe = making.complete(recipe)
     check.validate(recipe, n)
     layout = recipe.layout
@@ -385,8 +388,8 @@ def operations_of(
 
 
 def products(kind: str, name: str, flops: float, shape: tuple[int, ...], forward: int, backward: int) -> float:
-    """Operations of an operation: of attention's full matrix, so many products a pass; a fused kernel's own two and
-    five."""
+    """FLOPs of one operation; of attention over the full matrix of scores, with so many matrix products forward and
+    backward (a fused kernel does two and five)."""
     if kind == "attention":
         batch, heads, queries, keys, dim = shape
         return 2 * batch * heads * queries * keys * dim * (backward if name.endswith("backward") else forward)
@@ -537,7 +540,8 @@ def traced_work(
 
 
 def work_of(composed: list[Process]) -> Work:
-    """Of the process that computes most; what the first of the pipeline does not do is marked: it waits for that."""
+    """Of the process that computes most. Operations that the pipeline's first process lacks are marked `stage_only`:
+    the other stages wait for them."""
     first = composed[0].work
     work = max((p.work for p in composed), key=lambda work: sum(op.flops * op.count for op in work.micro))
     return work if work is first else dataclasses.replace(work, micro=mark_stage_only(work.micro, first.micro))

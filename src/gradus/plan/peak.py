@@ -96,7 +96,7 @@ class Span:
 
     @classmethod
     def change(cls, by: np.ndarray) -> Span:
-        """Between two events."""
+        """A change of level that has no peak of its own."""
         nothing = np.full(N + 3, -math.inf)
         return cls(nothing[:N], nothing[N:], -math.inf, "", by)
 
@@ -117,11 +117,11 @@ def joined(spans: list[Span]) -> Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What FSDP2 gathers at a time (torch.distributed.fsdp.fully_shard). Bytes but for `elements`."""
+    """What FSDP2 gathers at a time (torch.distributed.fsdp.fully_shard)."""
 
     ranks: int  # over which it is sharded
     elements: int  # that are trained
-    gathered: float  # all its parameters
+    gathered: float  # bytes of all its parameters
     full: int  # elements that are trained, filled up so that the ranks divide them
     moved: list[Weight]  # those whose shards are cut along another dimension than the first
 
@@ -162,12 +162,12 @@ class Fsdp:
         units = frozenset(self.open), frozenset(self.unreduced), frozenset(self.summed)
         return self.buffer, self.reducing, tuple(self.order), tuple(self.arriving.items()), *units
 
-    def set(self, state: tuple) -> None:
+    def restore(self, state: tuple) -> None:
         self.buffer, self.reducing, order, arriving, *units = state
         self.order, self.arriving = list(order), dict(arriving)
         self.open, self.unreduced, self.summed = map(set, units)
 
-    def of(self, unit: str) -> Unit:
+    def unit(self, unit: str) -> Unit:
         return self.known.get(unit.partition("@")[0], self.nothing)
 
     def run(self, edges: list[tuple[str, str]], kind: str, last: bool) -> Iterator[Event]:
@@ -199,7 +199,7 @@ class Fsdp:
             yield from self._reduce(unit, last)
 
     def _gather(self, unit: str) -> Iterator[tuple[str, float]]:
-        nbytes, ranks = self.of(unit).gathered, self.of(unit).ranks
+        nbytes, ranks = self.unit(unit).gathered, self.unit(unit).ranks
         if unit in self.open or unit in self.arriving or not nbytes:
             return
         self.arriving[unit] = nbytes
@@ -215,7 +215,7 @@ class Fsdp:
         nbytes = self.arriving.pop(unit)
         self.open.add(unit)
         yield "gathered", nbytes
-        moved = sum(w.size for w in self.of(unit).moved) * self.computed
+        moved = sum(w.size for w in self.unit(unit).moved) * self.computed
         yield "transient", moved
         yield "transient", -moved
         if forward:
@@ -231,12 +231,12 @@ class Fsdp:
     def _reshard(self, unit: str) -> Iterator[tuple[str, float]]:
         if unit in self.open:
             self.open.discard(unit)
-            yield "gathered", -self.of(unit).gathered
+            yield "gathered", -self.unit(unit).gathered
 
     def _reduce(self, unit: str, last: bool) -> Iterator[tuple[str, float]]:
         """The unit's backward pass has ended."""
         yield from self._reshard(unit)
-        own = self.of(unit)
+        own = self.unit(unit)
         if self.reduced != self.computed and (not last or unit in self.unreduced):
             if unit not in self.unreduced:
                 yield "gradients", own.elements * self.reduced
@@ -371,7 +371,7 @@ def _passes(p: Process) -> Iterator[Span]:
     """All micro-batches, forward and backward."""
     layout, stages, micro = p.recipe.layout, p.stages, p.n_micro_batches
     one_by_one = layout.pipeline == 1
-    # more leave nothing new
+    # further micro-batches repeat the same peak
     enough = {"1f1b": layout.pipeline + 2, "interleaved": 4 * layout.pipeline}.get(layout.schedule, micro)
     micro = min(micro, 3 if one_by_one else enough)
     # from here on micro-batches are as long as the last; idle ones too
@@ -402,7 +402,7 @@ def _passes(p: Process) -> Iterator[Span]:
         span, after = known[key]
         yield span
         if fsdp:
-            fsdp.set(after)
+            fsdp.restore(after)
         if kind == "forward":
             yield forgotten[s]
         if kind == ("weights" if split else "backward") and (kind, s) not in done:

@@ -63,10 +63,11 @@ def pool(nbytes: float) -> tuple[int, float]:
 
 @dataclasses.dataclass
 class Stretch:
-    """What happens between two edges. Bytes by component (work.COMPONENTS) and pool over what was there before."""
+    """Memory, operations and transfers between two edges. A row of memory: bytes of each component (work.COMPONENTS),
+    then bytes taken in each of the allocator's pools (small, middle, large)."""
 
-    peak: np.ndarray  # when they are most; of each pool when it is largest
-    net: np.ndarray  # at its end
+    peak: np.ndarray  # the highest rise above the level before, in sum; of each pool its own
+    net: np.ndarray  # the level afterwards minus before
     ops: dict[tuple, float]  # as Traced.ops
     transfers: dict[tuple, float]  # as Traced.transfers
 
@@ -141,7 +142,7 @@ class Part:
 
     @classmethod
     def whole(cls, kinds: tuple[tuple[str, ...], ...]) -> Part:
-        """All blocks of a model, where only its operations count."""
+        """All blocks of a model, one of each kind traced: enough for operations; `plan.cut` derives memory from it."""
         return cls(tuple((0, len(stack), 0) for stack in kinds), kinds, ends=False)
 
     @functools.cached_property
@@ -172,7 +173,7 @@ class Part:
 
     @property
     def mixed(self) -> bool:
-        """Whether a model that has as many blocks as are traced could be another."""
+        """Whether blocks differ in kind: a model that is built with fewer layers would then lack some."""
         return any(len(set(kinds)) > 1 for kinds in self.kinds)
 
     @property
@@ -209,8 +210,8 @@ class Profile:
     units: Units  # what is trained
     frozen: Units  # parameters that are not, and buffers
     sent: dict[str, float]  # bytes that a stage sends after its forward and its backward pass
-    batch: np.ndarray  # alive all the time, of every micro-batch that is given
-    buffers: np.ndarray  # likewise, of every micro-batch that a pipeline runs
+    batch: np.ndarray  # alive for the whole step, for each micro-batch of data: its input
+    buffers: np.ndarray  # likewise, for each micro-batch of the schedule: what a pipeline receives
     pure: bool  # whether weights were in half
     stacks: dict[str, tuple[int, int]]  # name of the blocks → (number of the first, how many)
     stepped: tuple[int, int]  # (tensors, their bytes) that the traced optimizer steps

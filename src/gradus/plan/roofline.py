@@ -78,7 +78,7 @@ def fitted(path: Path = FITTED) -> dict[str, Any]:
     import yaml
 
     if not Path(path).exists():
-        return {"profiles": {}}
+        return {}
     return yaml.load(Path(path).read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

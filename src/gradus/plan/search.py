@@ -2,8 +2,8 @@
 
 Bounds say in which order they are looked at, and which not at all: bytes of weights, gradients and optimizer state,
 seconds of the operations. What is looked at is composed of cuts of a small whole model (`plan.cut`), the best of it of
-parts that are traced in their place, as `gradus plan` prices a layout that it is given: these are ranked and printed.
-The same question has the same answer; the plan's own choice of a layout is the search's first.
+stages that are traced at their own positions, as `gradus plan` does for a layout that it is given: these are ranked and
+printed. The same question has the same answer; the plan's own choice of a layout is the search's first.
 """
 
 from __future__ import annotations
@@ -47,26 +47,25 @@ CHOSEN = {  # what the search decides; all else of the layout stays as the recip
     "offload", "shard_optimizer", "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages",
     "context", "context_method", "expert", "local_sgd", "diloco", "bucket_mb", "compress", "transport",
 }  # fmt: skip
-LONG = 2048  # tokens of a sample that is traced alone for micro-batches of any size
-SAMPLES = 2, 16  # of the micro-batches that are traced for all others
+LONG = 2048  # tokens of a sample from which one micro-batch, of one sample, is traced for all sizes
+SAMPLES = 2, 16  # of the micro-batches that are traced for all other sizes
 THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: weeks bring fragmentation and longer samples
-SURE = 1.01  # a layout that is roughly so many times as slow as the best is slower
-MOST = 20  # ways to split that the engine prices
+SURE = 1.01  # estimates are within 1 % of one another: the search ends at one that is this much above the best
+MOST = 20  # ways to split that are traced exactly, at most
 CHECKPOINTING = ("none", "selective", "full")  # the first that fits: to compute more again is never faster
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
-LEAST = 0.98  # of the seconds that are counted with another number of samples than were traced
-COARSE = 0.9  # of the seconds of one way to run a split, its bubble apart: another way to run it is not faster
+LEAST = 0.98  # margin of lower bounds in seconds: scaled to another micro-batch they are up to 2 % too high
+COARSE = 0.9  # of the seconds of a split without its bubble: no other schedule or sharding of it takes less
 MOST_DEVICES = 2**17
-NEAR = 0.9  # of the devices that the best so far would need
+NEAR = 0.9  # further devices save at most 10 % of the device-days
 GIVEN_UP = 20  # numbers of devices without any gain, beyond as many as before
-FRAMEWORK = engine.CONTEXT + engine.WORKSPACE
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A layout on n devices, priced by the engine. memory: bytes by component; needed: all that the device shows as
+    """A layout on n devices, evaluated by the engine. memory: bytes by component; needed: all that the device shows as
     taken; time: of a step, None of what does not fit."""
 
     layout: Layout
@@ -186,13 +185,13 @@ class Space:
         rules = (check.processes(layout, self.n), of_batch, of_model)
         return not any(next(rule, None) for rule in rules)
 
-    def micro_batches(self, layout: Layout) -> list[int]:
+    def micro_batch_sizes(self, layout: Layout) -> list[int]:
         shape = sizes(layout, self.n)
         share = math.ceil(self.samples / math.prod(shape[axis] for axis in DATA))
         return sorted({min(share, 2**i) for i in range(11)})
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
-        """Of a split, with its micro-batch: how it is run."""
+        """The ways to run a split: schedules, reshard on or off, or ZeRO-1 on or off."""
         if layout.pipeline > 1:
             choices = ({"schedule": schedule, "stages": stages} for schedule, stages in SCHEDULES)
         elif layout.shard > 1:
@@ -273,34 +272,45 @@ class Space:
 
     def _key(self, layout: Layout) -> tuple:
         """What changes a block."""
-        half = layout.shard > 1 and bool(layout.param_dtype)
         axes = layout.tensor, layout.context, layout.context_method, layout.expert
-        return *axes, layout.precision, half, layout.checkpointing
+        return *axes, layout.precision, _in_half(layout), layout.checkpointing
 
     def cut(self, layout: Layout, places: int) -> Cuts:
-        """For micro-batches of so many tokens: traced with one sample, or with `SAMPLES`, on whose line others lie; of
-        long samples with one alone."""
+        """Of micro-batches of so many tokens: traced with one sample; if that has fewer than LONG tokens, with
+        `SAMPLES`, and other sizes lie on the straight line through these."""
         key = self._key(layout)
         if (key, places) not in self.cuts:
-            profile, size = self._traced(layout, 1)
-            if places > size < LONG:
-                (fewer, few), (profile, size) = (self._traced(layout, samples) for samples in SAMPLES)
-                if on_line := between(fewer, profile, (places - few) / (size - few)) if places != size else None:
-                    profile, size = on_line, places
-            own = profile if size == places else with_samples(profile, places / size)
-            self.cuts[key, places] = Cuts(self.recipe.model.family, own)
+            self.cuts[key, places] = Cuts(self.recipe.model.family, self._profile(layout, places))
         return self.cuts[key, places]
 
-    def _traced(self, layout: Layout, samples: int) -> tuple[Profile, int]:
-        """(of a micro-batch of so many samples through the whole model, its tokens)."""
+    def _profile(self, layout: Layout, places: int) -> Profile:
+        one, few, many = (self._batch(layout, samples) for samples in (1, *SAMPLES))
+        size = making.size_of(one)
+        if places == size or size >= LONG:
+            profile = self._traced(layout, one)
+        else:
+            profile, size = self._traced(layout, many), making.size_of(many)
+            if places != size:
+                fewer = making.size_of(few)
+                line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
+                profile, size = (line, places) if line else (profile, size)
+        return profile if size == places else with_samples(profile, places / size)
+
+    def _small(self, layout: Layout, samples: int) -> Recipe:
+        """Whose model, on one stage, is traced with micro-batches of so many samples."""
         update = {"pipeline": 1, "schedule": "1f1b", "stages": None, "micro_batch": samples}
-        half = self._key(layout)[5]
-        small = layout.model_copy(update=update if half else update | {"shard": 1, "param_dtype": None})
+        update |= {} if _in_half(layout) else {"shard": 1, "param_dtype": None}
+        small = layout.model_copy(update=update)
         ways = math.prod(sizes(small, self.n)[axis] for axis in DATA)
         batch = self.recipe.batch.model_copy(update={"samples": samples * ways, "tokens": None})
-        recipe = self._with(small).model_copy(update={"batch": batch})
-        full = max(making.micro_batches(recipe, self.n, task=self.task), key=making.size_of)
-        return engine.profile_of(recipe, self.part, full, self.target, self.task, micro=1), making.size_of(full)
+        return self._with(small).model_copy(update={"batch": batch})
+
+    def _batch(self, layout: Layout, samples: int) -> dict[str, Any]:
+        return max(making.micro_batches(self._small(layout, samples), self.n, task=self.task), key=making.size_of)
+
+    def _traced(self, layout: Layout, batch: dict[str, Any]) -> Profile:
+        recipe = self._small(layout, 1)
+        return engine.profile_of(recipe, self.part, batch, self.target, self.task, micro=1)
 
     def _whole(self, layout: Layout) -> Stage:
         """One block of each kind stands for all, with the first way of checkpointing; traced with one micro-batch."""
@@ -308,10 +318,11 @@ class Space:
         places = making.size_of(self.batches_of(layout).full)
         key = self._key(layout), places
         if key not in self.stages:
-            profile, size = self._traced(layout, 1)
-            if size < LONG and places > size:
-                profile, size = self._traced(layout, SAMPLES[1])
-            self.stages[key] = Stage(self.part, profile if places == size else with_samples(profile, places / size))
+            batch = self._batch(layout, 1)
+            if making.size_of(batch) < min(LONG, places):
+                batch = self._batch(layout, SAMPLES[1])
+            factor, profile = places / making.size_of(batch), self._traced(layout, batch)
+            self.stages[key] = Stage(self.part, profile if factor == 1 else with_samples(profile, factor))
         return self.stages[key]
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
@@ -327,7 +338,7 @@ class Space:
     def _hidden(self, layout: Layout, places: int) -> float:
         """Bytes of what a stage sends to the next one."""
         model = self.recipe.model
-        width = 2 if layout.precision.startswith("pure_") or self._key(layout)[5] else 4
+        width = 2 if layout.precision.startswith("pure_") or _in_half(layout) else 4
         tokens = places * model.n_tokens if model.reads == "images" else places
         return tokens * model.d_model * width / layout.context / (layout.tensor if layout.sequence_parallel else 1)
 
@@ -350,19 +361,21 @@ class Space:
         """Of a step, estimated."""
         return self.time(layout).total
 
-    def bytes(self, layout: Layout) -> float:
-        """That a device needs, estimated; where that is beyond the limit for sure, at least."""
+    def device_bytes(self, layout: Layout) -> float:
+        """Estimated bytes of a device; a lower bound where that alone is beyond the limit."""
         processes = self.estimated(layout)
         least = max(p.param_bytes + p.optimizer_bytes + compose.left_by_forward(p) for p in processes)
         return least if least > self.limit else engine.memory_of(processes).device_total
 
     def walk(self) -> Iterator[tuple[int, Layout, float]]:
-        """(way to split, a layout that fits, its seconds), by estimate, fastest first. How a split is run, and what of
-        it is computed again, is looked at when it is its turn."""
+        """(number of the split, a layout that fits, its seconds), by estimate, fastest first.
+
+        A best-first search: an entry of the queue is a lower bound (split), a bound of all ways to run it (variants),
+        an estimate without checkpointing (timed), at last one with the least checkpointing that fits (fits)."""
         self.queue, self.count, self.nearest = [], itertools.count(), (math.inf, None)
         for way, split in enumerate(self.splits()):
             before = math.inf
-            for micro in self.micro_batches(split):
+            for micro in self.micro_batch_sizes(split):
                 layout = split.model_copy(update={"micro_batch": micro})
                 if (least := self.least_bytes(layout)) > self.limit:
                     self._miss(layout, least)
@@ -384,15 +397,15 @@ class Space:
                 for other in self.variants(layout):
                     self._push(self.seconds(other), "timed", way, other)
             else:
-                self.harder(way, layout, self.checkpointing[0])
+                self.push_with_checkpointing(way, layout, self.checkpointing[0])
 
-    def harder(self, way: int, layout: Layout, first: str = "") -> None:
+    def push_with_checkpointing(self, way: int, layout: Layout, first: str = "") -> None:
         """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
         at = self.checkpointing.index(first) if first else self.checkpointing.index(layout.checkpointing) + 1
         zero_bubble = layout.schedule == "zero_bubble" and layout.pipeline > 1
         for checkpointing in self.checkpointing[at : 1 if zero_bubble else None]:
             other = layout.model_copy(update={"checkpointing": checkpointing})
-            if (nbytes := self.bytes(other)) <= self.limit:
+            if (nbytes := self.device_bytes(other)) <= self.limit:
                 return self._push(self.seconds(other), "fits", way, other)
             self._miss(other, nbytes)
 
@@ -407,7 +420,7 @@ class Space:
         own = self.recipe.layout
         if not self.allowed(own):
             return None
-        own = own.model_copy(update={"micro_batch": own.micro_batch or max(self.micro_batches(own))})
+        own = own.model_copy(update={"micro_batch": own.micro_batch or max(self.micro_batch_sizes(own))})
         return own, self.seconds(own)
 
     def _push(self, seconds: float, state: str, way: int, layout: Layout) -> None:
@@ -418,8 +431,8 @@ class Space:
 
     # ------------------------------------------------------------ exactly
 
-    def price(self, layout: Layout) -> Candidate:
-        """By the engine. Raises UserError for what cannot be traced."""
+    def evaluate(self, layout: Layout) -> Candidate:
+        """Exactly, by the engine. Raises UserError for what cannot be traced."""
         processes = engine.planned(self._with(layout), self.n, self.target, self.task)
         memory = engine.memory_of(processes)
         c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity)
@@ -428,54 +441,60 @@ class Space:
         return c
 
 
+def _in_half(layout: Layout) -> bool:
+    """Whether FSDP gathers the weights in half."""
+    return layout.shard > 1 and bool(layout.param_dtype)
+
+
 def _width(layout: Layout) -> int:
     """Bytes of a weight."""
     return 2 if layout.precision.startswith("pure_") else 4
 
 
-def contest(space: Space, enough: Callable[[float], bool]) -> Iterator[Candidate]:
-    """Layouts priced by the engine, of every way to split the one that is by estimate the fastest, in about this order;
-    those that the engine finds too large come between. Where nothing leaves the head room, what fits. enough: whether
-    one of so many seconds, by estimate, is too late."""
+def evaluated(space: Space, stop: Callable[[float], bool]) -> Iterator[Candidate]:
+    """Layouts evaluated by the engine: of every way to split the one that is the fastest by estimate, in about this
+    order; those that prove too large come between. Where nothing leaves the head room, what fits. stop: whether the
+    search ends at an estimate of so many seconds."""
     capacity = space.cluster.capacity
     for limit in (HEADROOM * capacity, capacity):
         space.limit, taken = limit, set()
         for way, layout, seconds in space.walk():
             if way in taken:
                 continue
-            if enough(seconds):
+            if stop(seconds):
                 return
             try:
-                c = space.price(layout)
+                c = space.evaluate(layout)
             except UserError:  # it cannot be traced
                 continue
             if c.needed <= limit:
                 taken.add(way)
             else:
                 c.time = None
-                space.harder(way, layout)
+                space.push_with_checkpointing(way, layout)
             yield c
         if taken:
             return
     if (layout := space.nearest[1]) is not None:
-        yield space.price(layout)
+        yield space.evaluate(layout)
 
 
 def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate]]:
     """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for,
-    the first is the same: what is roughly within SURE of the fastest is priced. Which layouts they are is kept on disk,
-    by what was asked."""
+    the first is the same: all whose estimates are within SURE of the fastest are traced exactly. Which layouts they are
+    is kept on disk, by what was asked."""
     won: dict[str, list[Candidate]] = {}
 
     def layouts() -> dict[str, Any]:
         won["good"], won["large"] = _contested(space, most)
         kept = {key: [c.layout.model_dump(mode="json") for c in candidates] for key, candidates in won.items()}
-        return {"priced": len(space.estimates)} | kept
+        return {"n_estimated": len(space.estimates)} | kept
 
     kept = layouts() if space.task else stored("layouts", _question(space, most), layouts)  # data are no question
-    space.priced = kept["priced"]
+    space.n_estimated = kept["n_estimated"]
     if not won:
-        won = {key: [space.price(Layout.model_validate(layout)) for layout in kept[key]] for key in ("good", "large")}
+        for key in ("good", "large"):
+            won[key] = [space.evaluate(Layout.model_validate(layout)) for layout in kept[key]]
     return won["good"], [dataclasses.replace(c, time=None) for c in won["large"]]
 
 
@@ -484,9 +503,9 @@ def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate
 
     good: list[Candidate] = []
     large: list[Candidate] = []
-    enough = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
+    stop = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
     with gc_paused():
-        for c in contest(space, enough):
+        for c in evaluated(space, stop):
             (good if c.time else large).append(c)
             good.sort(key=lambda c: c.order)
     if not good and not large:
@@ -518,7 +537,7 @@ class SearchResult:
     cheapest: Candidate | None
     fewest: Candidate | None
     table: list[Candidate]
-    priced: int
+    n_estimated: int
     currency: str = ""
     advice: list[str] = dataclasses.field(default_factory=list)  # where nothing fits
     steps: float | None = None  # of the whole run
@@ -534,7 +553,7 @@ class SearchResult:
 
     def lines(self) -> list[str]:
         on = f"{self.cluster.n:,} × {self.cluster.device.name}"
-        out = [f"{self.recipe.name} on {on}: {self.priced:,} layouts priced, the best of them traced in full"]
+        out = [f"{self.recipe.name} on {on}: {self.n_estimated:,} layouts estimated, the best traced exactly"]
         if self.fastest is None:
             return [*out, "nothing fits", *self.advice, "", *self._table()]
         seen: dict[int, str] = {}
@@ -645,7 +664,8 @@ def search(
         c.reason = _too_large(c)
     advice = [] if good else _advice(space, large[0])
     currency = cost.currency if cost else ""
-    return SearchResult(recipe, cluster, fastest, cheapest, fewest, good + large, space.priced, currency, advice, steps)
+    best = fastest, cheapest, fewest
+    return SearchResult(recipe, cluster, *best, good + large, space.n_estimated, currency, advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
@@ -676,7 +696,7 @@ def _reason(c: Candidate, best: Candidate, node: int) -> str:
     if name == "matmul" and best.parts.get(name):
         return f"matrices too thin: {c.parts[name] / best.parts[name]:.2f} × the time for them"
     return {
-        "matmul": "matmul",
+        "matmul": f"matrix products {percent} of the step",
         "launch": f"too little work per launch: {percent} of the step waits for the host",
         "memory": f"memory-bound operations {percent} of the step",
         "optimizer": f"the optimizer's step {percent}: its state is not split",
@@ -727,15 +747,15 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     """What fits instead of the recipe's layout, the nearest: a smaller micro-batch, more checkpointing, both; the best
     of all layouts on as many devices; then on the fewest more of them."""
     space, own = Space(recipe, cluster, task), recipe.layout
-    now = min(own.micro_batch or math.inf, max(space.micro_batches(own)))
+    now = min(own.micro_batch or math.inf, max(space.micro_batch_sizes(own)))
     ways: tuple[str, ...] = (own.checkpointing,)
     if own.checkpointing in CHECKPOINTING and own.schedule != "zero_bubble":
         ways = CHECKPOINTING[CHECKPOINTING.index(own.checkpointing) :]
     smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
     for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
-        if space.allowed(layout) and space.bytes(layout) <= cluster.capacity:
-            c = space.price(layout)
+        if space.allowed(layout) and space.device_bytes(layout) <= cluster.capacity:
+            c = space.evaluate(layout)
             if c.fits:
                 return c
     try:
@@ -753,32 +773,32 @@ def fewest_in_time(
     days, the usual goodput counted. chosen: of all layouts, but for the keys that are stated; else the recipe's own,
     which need not fit. Raises UserError where no number of devices is enough."""
     device = cluster.device
-    each, quickest, tried, last = 1 if chosen else needed(recipe.layout), math.inf, 0, 0
+    multiple_of, quickest, n_tried, last_gain = 1 if chosen else needed(recipe.layout), math.inf, 0, 0
 
     def days_with(seconds: float, n: int) -> float:
         return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
 
     space = Space(recipe, Cluster(device, 1), task, stated)
-    work, least = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1
-    most = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
+    min_device_days, min_devices = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1
+    max_devices = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
     parts_of_node = (k for k in range(1, device.node) if device.node % k == 0)
-    for n in itertools.chain(parts_of_node, range(device.node, most + 1, device.node)):
-        if n % each or n < max(work / days, least):
+    for n in itertools.chain(parts_of_node, range(device.node, max_devices + 1, device.node)):
+        if n % multiple_of or n < max(min_device_days / days, min_devices):
             continue
-        tried += 1
-        if tried > 2 * last + GIVEN_UP:  # as many without any gain as before the last
+        n_tried += 1
+        if n_tried > 2 * last_gain + GIVEN_UP:  # as many without any gain as before the last one
             break
         space = Space(recipe, Cluster(device, n), task, like=space)
         if (fastest := space.quickest(chosen)) is None:
             continue
         layout, seconds = fastest
-        lasts = days_with(seconds, n)
-        last = tried if lasts < 0.99 * quickest else last
-        near = n * lasts * NEAR  # more devices do hardly more each
-        work = min(work, near) if math.isfinite(quickest) else near
-        quickest = min(quickest, lasts)
-        if lasts <= 1.02 * days:
-            good = ranked(space)[0][:1] if chosen else [space.price(layout)]
+        run_days = days_with(seconds, n)
+        last_gain = n_tried if run_days < 0.99 * quickest else last_gain
+        device_days = n * run_days * NEAR  # more devices do hardly more each
+        min_device_days = min(min_device_days, device_days) if math.isfinite(quickest) else device_days
+        quickest = min(quickest, run_days)
+        if run_days <= 1.02 * days:
+            good = ranked(space)[0][:1] if chosen else [space.evaluate(layout)]
             if good and (not good[0].fits or days_with(good[0].seconds, n) <= days):
                 return good[0]
     quickest_text = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""

@@ -166,7 +166,8 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
 def interval(work: Work, other_device: bool = False) -> tuple[float, float]:
     """Factors of the expected time between which 80 % of the published runs lie, each predicted without its source.
 
-    Gradus, no step of which was measured on a GPU, and a software that none of the runs used take the widest. The
+    Gradus has its own entry, wider than the others, as no step of it was measured on a GPU; a software that is not in
+    the file takes the widest. The
     interval is a fifth wider each way where the device's parameters are another's (`other_device`).
     """
     table = fitted().get("intervals") or {"none": (0.75, 1.35)}

@@ -1,8 +1,9 @@
-"""Profiles are read off the very modules, under fake tensors.
+"""Profiles come from the modules that train, run under fake tensors.
 
-A small model is stepped once with two micro-batches: of each stack the first block, one of each kind between, and the
-last (`Part.chosen`), split as the layout splits a block: over tensor, context and expert. A stage of a pipeline is
-traced in a small pipeline, between a block or two of its neighbours:
+A model of few blocks, of full width, takes two optimizer steps, the second of which is recorded, each with two
+micro-batches (with one for the search, which derives the later ones). Of each stack it has the first block, one of each
+kind between, and the last (`Part.chosen`), split as the layout splits a block: over tensor, context and expert. A stage
+of a pipeline is traced in a small pipeline, between a block or two of its neighbours:
 
     first stage      [own blocks] → [block] → [block]
     inner stage      [block] → [own blocks] → [block]

@@ -1,6 +1,7 @@
-"""What a process sends in a step to keep the parameters of all alike: gathers, reductions, broadcasts, by arithmetic.
+"""All transfers outside the blocks, by arithmetic: of FSDP, DDP and ZeRO-1, between the stages of a pipeline, and of
+scalars.
 
-What a block sends itself (along tensor, context and expert) and what stages send to each other is in the profiles.
+Transfers inside a block (along tensor, context and expert) are in its profile.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Shape = dict[str, int]  # axis → processes along it, or the distance between n
 
 
 def of_parameters(p: Process) -> list[Transfer]:
-    """The transfers of one process in one step."""
+    """The transfers of one process in one step, but for those inside its blocks."""
     shape, stride = sizes(p.recipe.layout, p.n), strides(p.recipe.layout, p.n)
     parts = _pipeline(p, stride), _shards(p, shape, stride), _replicas(p, shape, stride), _partial(p)
     every = [t for part in (*parts, _control(p, shape, stride)) for t in part]

@@ -43,13 +43,12 @@ from gradus import recipe as recipes
 from gradus.errors import UserError, did_you_mean
 from gradus.parallel.processes import Fault, Pool
 from gradus.plan import answer as answers
-from gradus.plan.answer import Answer, Request, pinned
+from gradus.plan.answer import Answer, Reply, Request, pinned
 from gradus.plan.keys import kind_of
 from gradus.plan.show import value_text
 from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, EXAMPLE, PRESETS
 from gradus.recipe.schema import Layout
-from gradus.rows import Row
 
 # The layout's keys in the form, those that matter most first; what they may be comes from the schema.
 LAYOUT = {
@@ -195,12 +194,10 @@ CELLS = {  # row → its column
 }  # fmt: skip
 
 
-def question(
-    request: Request, ask: Callable[..., tuple[list[str], list[Row]]], flag: str, **more: int
-) -> dict[str, Any]:
+def question(request: Request, ask: Callable[..., Reply], flag: str, **more: int) -> dict[str, Any]:
     """What the page shows of another question than the plan: its first lines and notes, and a table of its rows; a line
     of the table has the settings that the form would take for it, and the numbers of a curve."""
-    lines, rows = ask(request, **more)
+    lines, rows, notes = ask(request, **more)
     entries: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         c = row.conditions
@@ -213,7 +210,6 @@ def question(
     until = lines.index("") if "" in lines else None
     if any(entry["best"] for entry in entries.values()):
         until = 1  # of a search: what wins is in the table
-    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
     flags = [flag, *(word for key, value in more.items() for word in (f"--{key}", str(value)))]
     table = list(entries.values())
     return {"lines": lines[:until], "notes": notes, "table": table, "command": command(request, *flags)}

@@ -1,4 +1,4 @@
-"""The work of one training step on a device: `engine` composes it from traced profiles, `step` prices it.
+"""The work of one training step on a device: `engine` composes it from traced profiles, `step` turns it into seconds.
 
 Units: bytes, floating-point operations, seconds. One multiply-add is two operations.
 """
