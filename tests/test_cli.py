@@ -20,7 +20,7 @@ from gradus import cli
 from gradus.cli import main
 from gradus.data import tokenizers
 from gradus.errors import FAULT, EnvironmentFault, UserError
-from gradus.rows import Row, RowFile
+from gradus.rows import RowFile
 
 pytestmark = pytest.mark.usefixtures("no_plan")
 COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
@@ -382,43 +382,6 @@ def test_a_broken_pipe_while_training_is_told_whole(capsys, monkeypatch, tmp_pat
     assert "Traceback" in error and "BrokenPipeError: Broken pipe" in error and "did not reach" not in error
 
 
-def log_in(folder: Path):
-    from gradus.recipe.schema import Log
-    from gradus.train.log import RunLog
-
-    return RunLog(folder, Log(), {})
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_rows_on_a_full_disk(tmp_path):
-    """Which file, how much is free, what to do; and nothing is raised a second time at the close."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = log_in(tmp_path)
-    with pytest.raises(EnvironmentFault, match=r"metrics\.jsonl: the disk is full \([\d.]+ GB free\): nothing up to the last .* --resume\.$"):
-        log.write([Row("train/loss", 1.0, step=1)])
-    log.close()
-
-
-def test_a_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
-    class Board:
-        def add_scalar(self, *_):
-            raise OSError(*ENOSPC)
-
-        close = add_scalar
-
-    log = log_in(tmp_path)
-    log.board = Board()
-    with pytest.raises(EnvironmentFault, match=r"tensorboard: the disk is full .* --resume\.$"):
-        log.write([Row("train/loss", 1.0, step=1)])
-    with pytest.raises(EnvironmentFault, match="tensorboard: the disk is full"):
-        log.close()
-    with pytest.raises(KeyError):  # is not replaced by what follows from it
-        try:
-            raise KeyError("x")
-        finally:
-            log.close()
-
-
 FULL = """
 mount -t tmpfs -o size=16m none {folder} || exit 99
 {train} log.dir={folder}/run > {folder}.out 2> {folder}.err & run=$!
@@ -472,6 +435,3 @@ def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
     assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == 0
 
 
-def test_a_word_with_a_zero_byte_is_one_error(capsys):
-    assert cli.main(["profile", "copy-task", "--to=a\0b"]) == 2
-    assert capsys.readouterr().err == "error: '--to=a\\x00b': contains a zero byte. Remove it.\n"

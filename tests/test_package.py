@@ -53,20 +53,6 @@ def test_every_dependency_is_pinned():
     assert {name.replace("-", "_") for name in wanted} - {name.replace("-", "_") for name in pinned} <= {"gradus_ml", "wandb"}
 
 
-def test_a_missing_package_is_named_with_what_installs_it(monkeypatch):
-    lines = ["torch>=2", "numpy", 'pillow>=10; extra == "vision"', 'pyarrow>=15; extra == "vision"', 'pyarrow>=15; extra == "hf"']
-    monkeypatch.setattr(metadata, "requires", lambda name: {"gradus-ml": lines}[name])
-    assert errors.requirements("") == ["torch>=2", "numpy"] and errors.requirements("hf", "vision") == ["pillow>=10", "pyarrow>=15"]
-    with pytest.raises(errors.UserError, match=r"^pictures needs the package no_such_thing \(.*\), of the extra vision: pip install 'pillow>=10' 'pyarrow>=15'$"):
-        errors.need("no_such_thing.parts", "vision", "pictures")
-
-    def not_there(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", not_there)
-    assert errors.requirements("", "hf") == [] and errors.how_to_install("hf") == "pip install -e '.[hf]' in the checkout"
-
-
 def test_the_installed_metadata_are_the_files():
     """Of whatever installed this: an editable checkout, or a wheel."""
     try:

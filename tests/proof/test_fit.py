@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from gradus import limits
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
@@ -114,13 +113,6 @@ def test_sizes(text, expected):
 def test_sizes_that_are_none(text):
     with pytest.raises(UserError, match="8GiB"):
         parse_size(text)
-
-
-def test_numbers():
-    assert limits.numbers("8,16, 32,8", "--sweep") == [8, 16, 32]
-    for text in ("", "8,,16", "0", "x", "-8", "9" * 5000, "²"):
-        with pytest.raises(UserError, match="--sweep"):
-            limits.numbers(text, "--sweep")
 
 
 def test_two_questions_at_once(capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradus.errors import UserError, nearest
+from gradus.errors import UserError
 from gradus.recipe import fields, load
 from gradus.recipe.training_args import SAME
 
@@ -85,8 +85,3 @@ def test_other_tools_names_lead_to_keys_that_exist():
     assert all(fields.fields_of(key) for key in [*fields.COMMON, *SAME.values()])
 
 
-def test_nearest_prefers_a_part_of_the_name_to_the_spelling():
-    assert nearest("patch", ["patches", "patch_size"]) == "patch_size"
-    assert nearest("exportt", ["evaluate", "export"]) == "export"
-    assert nearest("mixed_precision", ["device", "precision", "compile"]) == "precision"
-    assert nearest("zzz", ["device", "precision"]) is None

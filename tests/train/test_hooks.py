@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from hook_parts import TINY, taken
 
 from gradus import recipe as recipes
 from gradus.errors import UserError
@@ -21,25 +20,13 @@ from gradus.parallel.mesh import Mesh
 from gradus.parallel.status import Status, read
 from gradus.parallel.world import World
 from gradus.rows import Row, read_rows
-from gradus.train.evaluation import Evaluation
 from gradus.train.hooks import Hook
-from gradus.train.local import LocalSync
-from gradus.train.loop import Taken, Trainer
-from gradus.train.metrics import Metrics, TrafficCount
+from gradus.train.loop import Trainer
+from gradus.train.metrics import Metrics
 from gradus.train.run import train
 from gradus.train.saving import Saving
 from gradus.train.session import open_session
 from gradus.train.signals import Cut, Stopped, StopSignals
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from distributed import run
-
-TINY = [
-    "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0.0", "data.n_train=48", "data.n_valid=8",
-    "schedule.warmup_steps=2", "batch.samples=16", "layout.device=cpu", "layout.threads=1", "train.steps=5", "train.checkpoint_every=3",
-    "evaluate.every=2", "evaluate.samples=0", "log.every=2",
-]  # fmt: skip
 
 
 class Diary(Hook):
@@ -132,55 +119,6 @@ def test_several_processes_stop_at_the_signal_that_they_agreed_on():
 # ------------------------------------------------------------ one hook at a time
 
 
-@pytest.fixture
-def trainer(tmp_path) -> Trainer:
-    session = open_session(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}"]))
-    return Trainer(session, session.lay_out(), tmp_path / "run")
-
-
-class Kept(Hook):
-    def __init__(self):
-        self.rows_logged: list[Row] = []
-
-    def logged(self, trainer, rows, line):
-        self.rows_logged += rows
-
-
-def taken(step: int, loss: float, norm: float = 1.0) -> Taken:
-    return Taken(step, 1e-3, torch.tensor(loss), torch.tensor(norm))
-
-
-def test_metrics_are_read_now_and_then_and_bad_steps_are_counted(trainer):
-    metrics, kept = Metrics(flops_per_token=10.0, peak_flops=1e3), Kept()
-    trainer.hooks = [metrics, kept]
-    metrics.start(trainer)
-    trainer.recipe.train.on_nonfinite = "skip"
-    for step, loss in ((1, 4.0), (2, math.nan)):
-        trainer.progress.step, trainer.progress.tokens = step, 10 * step
-        trainer.clock.seconds["train"] += 1.0
-        assert not kept.rows_logged
-        metrics.after_step(trainer, taken(step, loss))
-    values = {row.name: row.value for row in kept.rows_logged}
-    assert math.isnan(values["train/loss"]) and values["train/mfu"] == pytest.approx(0.1, rel=0.1)
-    assert trainer.progress.skipped == 1 and trainer.progress.loss_sum == 4.0
-    trainer.recipe.train.on_nonfinite = "stop"
-    with pytest.raises(UserError, match=r"step 4: the gradient norm is inf\. There is no checkpoint yet"):
-        metrics.after_step(trainer, taken(4, 1.0, math.inf))
-    assert kept.rows_logged[-1].name == "train/nonfinite"
-
-
-def test_an_evaluation_keeps_the_best_and_is_cut_by_a_signal(trainer):
-    evaluation, p = Evaluation(), trainer.progress
-    p.step = 2
-    evaluation.after_step(trainer, taken(2, 1.0))
-    assert p.best == p.last_evaluation["valid/loss"] and p.best_step == 2 and not p.evaluation_due
-    assert (trainer.folder / "checkpoints" / "best").exists()
-    p.last_evaluation, p.step = {}, 4
-    trainer.signals.asked.append(signal.SIGTERM)
-    evaluation.after_step(trainer, taken(4, 1.0))
-    assert p.evaluation_due and not p.last_evaluation, "it is made first when the run goes on"
-
-
 def test_a_stop_saves_what_is_there(trainer):
     metrics = Metrics()
     saving, trainer.hooks = Saving(metrics), [metrics]
@@ -223,34 +161,7 @@ def test_the_peak_of_a_second_run_in_a_process_is_its_own():
     assert 390e6 < first - second < 600e6
 
 
-def test_where_a_peak_cannot_be_counted_anew_a_second_run_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("gradus.train.run.begin_run", lambda: False)
-    train(recipes.load("copy-task", [*TINY, "train.steps=3", f"log.dir={tmp_path / 'run'}"]))
-    assert "note: this process has trained before: its peak of memory may be of then" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------ several processes
-
-
-def _local_steps(world: World, folder: str) -> tuple[list[int], list[str]]:
-    overrides = [*TINY, "layout.local_sgd={every: 2}", "train.checkpoint_every=4", "evaluate.every=4", f"log.dir={folder}"]
-    session = open_session(recipes.load("copy-task", overrides), None, world)
-    counted = TrafficCount()
-    trainer = Trainer(session, session.lay_out(), Path(folder), [counted])
-    tokens, sent = [], []
-    assert isinstance(trainer.hooks[-1], LocalSync)
-    for _, step in zip(range(3), trainer.loader.steps(0)):
-        trainer.take(step)
-        tokens.append(trainer.progress.tokens)
-        sent.append([row.name for row in counted.rows(trainer)])
-        assert trainer.synced == (trainer.progress.step % 2 == 0)
-    return tokens, sent
-
-
-def test_workers_sync_every_so_many_steps_and_count_then(tmp_path):
-    (tokens, sent), other = run(2, _local_steps, str(tmp_path / "run"))
-    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and (tokens, sent) == other
-    assert [bool(names) for names in sent] == [False, True, False] and "traffic/sent" in sent[1]
+# ------------------------------------------------------------ several GPUs
 
 
 class Played(torch.Tensor):

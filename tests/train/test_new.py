@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import gzip
 import json
 import os
 import shutil
@@ -13,48 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from new_parts import TINY, pictures, recipe_of, reviews, table
 
 from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main
-from gradus.data.readers import read_rows
 from gradus.errors import UserError
-from gradus.models.weights import LoadReport
 from gradus.recipe.schema import BertConfig, GPTConfig, ViTConfig
 from gradus.tasks import open_task
-from gradus.train import inspect_data, resolve
-from gradus.train.new import look
-from gradus.train.run import weights_line
+from gradus.train import resolve
 from gradus.train.session import open_session
 
-pytestmark = pytest.mark.usefixtures("no_plan")
-TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16}
+pytestmark = pytest.mark.usefixtures("no_plan", "here")
 QUICK = ["train.steps=2", "schedule.warmup_steps=1", "evaluate.every=2", "evaluate.max_new=3"]
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def table(path, rows, header=("id", "review", "sentiment")):
-    with open(path, "w", newline="") as file:
-        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([header, *rows])
-    return path
-
-
-def reviews(n=60, classes=("bad", "good", "fair")):
-    return [(i, f"film {i % 7} was {classes[i % len(classes)]} !", classes[i % len(classes)]) for i in range(n)]
-
-
-def pictures(folder, classes=("ant", "bee", "cat"), n=12, size=8):
-    image = pytest.importorskip("PIL.Image")
-    rng = np.random.default_rng(0)
-    for name in classes:
-        (folder / name).mkdir(parents=True)
-        for i in range(n):
-            image.fromarray(rng.integers(0, 255, (size, size, 3), dtype=np.uint8)).save(folder / name / f"{i}.png")
-    return folder
 
 
 def english(n=40):
@@ -145,91 +114,6 @@ def test_every_kind_of_data_becomes_a_recipe_that_checks(tmp_path, monkeypatch, 
     assert main(["check", "mine.yaml"]) == 0
 
 
-def test_columns_are_chosen_where_one_is_possible_and_can_be_named(tmp_path, capsys):
-    rows = [(i, f"the title {i}", f"a much longer text about film {i}", i % 2, i % 3) for i in range(60)]
-    path = str(table(tmp_path / "r.csv", rows, ("id", "head", "words", "odd", "kind")))
-    assert main(["new", "a.yaml", "--data", path]) == 2
-    assert "which column is the text? 'head' and 'words' hold text. Name one" in capsys.readouterr().err
-    assert main(["new", "a.yaml", "--data", path, "--text", "words"]) == 2
-    assert "which column is the label, 'odd' (2 values) or 'kind' (3 values)?" in capsys.readouterr().err
-    assert main(["new", "b.yaml", "--data", path, "--text", "head", "--label", "kind"]) == 0
-    assert "classes    3: 0 20, 1 20, 2 20" in capsys.readouterr().out
-    assert yaml.safe_load((tmp_path / "b.yaml").read_text())["data"] | {"path": ""} == {
-        "kind": "labelled",
-        "path": "",
-        "text": "head",
-        "label": "kind",
-    }
-    assert main(["new", "c.yaml", "--data", path, "--label", "kinds"]) == 2
-    assert "--label kinds: " in (err := capsys.readouterr().err) and "Did you mean kind?" in err
-    one = table(tmp_path / "one.csv", [(i, text, label) for i, text, label in reviews()], ("id", "words", "kind"))
-    said = look([str(one)]).lines
-    assert "column 'words': the only one that holds text" in said[1] and said[2].startswith("label      column 'kind': the only one")
-
-
-SCORE = [(f"film {i} is good", i / 7) for i in range(60)]
-
-
-@pytest.mark.parametrize(
-    "header, rows, options, words",
-    [
-        ("id,question1,question2,is_duplicate", [(i, f"what is {i}?", f"where is {i}?", i % 2) for i in range(60)], [],
-         "'question1' and 'question2' hold text. Name one, such as --text question1"),
-        ("en,de", [(f"the house {i}", f"das Haus {i}") for i in range(60)], [], "two files, NAME.en and NAME.de"),
-        ("text,text2,label", [(f"film {i} is", f"film {i} was", i % 2) for i in range(60)], [], "'text' and 'text2' hold text"),
-        ("review,score", SCORE, [], "column 'score' holds 60 different numbers, such as "),
-        ("review,score", SCORE, [], "--no-label"),
-        ("review,points", SCORE, [], "It is a score, and only classes can be learned"),
-        ("review,label", SCORE, ["--label", "label"], "It is a score, and only classes can be learned"),
-        ("review,points", [(text, i * 37 % 50) for i, (text, _) in enumerate(SCORE)], [],
-         "holds 50 different numbers, such as 37. Is it a score? Only classes can be learned. If each number is a class: --label points"),
-        ("text,intent", [(text, f"intent {i % 25}") for i, (text, _) in enumerate(SCORE)], [], "If each is a class: --label intent"),
-        ("text,category,rating", [(text, "ab"[i % 2], i % 3) for i, (text, _) in enumerate(SCORE)], [],
-         "which column is the label, 'category' (2 values) or 'rating' (3 values)?"),
-        ("film 1 was bad !,bad", [r[1:] for r in reviews()], [], "the first row (film 1 was bad !, bad) looks like data"),
-        ("0,film 1 was bad !", [r[:2] for r in reviews()], [], "If these are the names: --text COLUMN"),
-        ("a film that was very good", [(f"a film that was {i}",) for i in range(60)], [], "Put a row of names above it"),
-        ("text,text,label", [("a b", "c d", i % 2) for i in range(60)], [], "names the column 'text' twice"),
-        ("text,label", [(text, "good") for text, _ in SCORE], [], "every sample is of one class (good)"),
-        ("text,label", [r[1:] for r in reviews()], ["--text", "label", "--label", "label"], "one column cannot be both"),
-    ],
-)  # fmt: skip
-def test_what_is_ambiguous_or_no_class_is_asked_about(tmp_path, capsys, header, rows, options, words):
-    table(tmp_path / "r.csv", rows, header.split(","))
-    assert main(["new", "x.yaml", "--data", "r.csv", *options]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1, err
-    assert not (tmp_path / "x.yaml").exists()
-
-
-def test_what_was_asked_about_can_be_answered(tmp_path):
-    table(tmp_path / "r.csv", SCORE, ("review", "score"))
-    assert look(["r.csv"], label=False).data == {"kind": "text", "path": str(tmp_path / "r.csv"), "text": "review"}
-    table(tmp_path / "q.csv", [(i, f"what is {i}?", f"where is {i}?", i % 2) for i in range(60)], ("id", "q1", "q2", "same"))
-    assert look(["q.csv"], "q2").data | {"path": ""} == {"kind": "labelled", "path": "", "text": "q2", "label": "same"}
-    table(tmp_path / "h.csv", [r[1:] for r in reviews()], ("film 1 was bad !", "bad"))
-    assert look(["h.csv"], "film 1 was bad !").data["label"] == "bad"
-    table(tmp_path / "i.csv", [(i, f"film {i} is") for i in range(60)], ("number", "words"))
-    assert look(["i.csv"]).data["kind"] == "text"  # the number of a row is no score
-    table(tmp_path / "d.csv", [(f"2024-01-{i % 9 + 1:02}", f"film {i} is") for i in range(60)], ("when", "words"))
-    assert look(["d.csv"]).data["kind"] == "text"  # nor are days classes
-    (tmp_path / "b.txt").write_text("a b\n" * 50)
-    assert main(["new", "x.yaml", "--data", "r.csv", "--label", "score", "--no-label"]) == 2
-    with pytest.raises(UserError, match=r"--no-label: b.txt has no columns \(running text\)"):
-        look(["b.txt"], label=False)
-    with pytest.raises(UserError, match=r"--label : b.txt has no columns"):
-        look(["b.txt"], label="")
-
-
-@pytest.mark.parametrize("delimiter", [";", "\t"])
-def test_a_csv_may_have_semicolons_or_tabs(tmp_path, delimiter):
-    lines = [f'"film {i}{delimiter} and, ""more"""{delimiter}{"ab"[i % 2]}' for i in range(30)]
-    (tmp_path / "r.csv").write_text("\n".join([f"text{delimiter}label", *lines]))
-    found = look(["r.csv"])
-    assert found.data["text"] == "text" and "2 values in the first 30 rows" in found.lines[2]
-    assert next(read_rows(tmp_path / "r.csv")) == {"text": f'film 0{delimiter} and, "more"', "label": "a"}
-
-
 def test_stars_from_1_to_5_are_five_classes(tmp_path, capsys):
     table(tmp_path / "r.csv", [(f"film {i} is good", i % 5 + 1) for i in range(100)], ("review", "stars"))
     assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
@@ -256,28 +140,6 @@ def test_a_full_disk_leaves_nothing_and_the_next_try_works(tmp_path, monkeypatch
     assert "x.yaml: the disk is full" in err and err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
     assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
-
-
-def test_of_a_wide_or_large_table_few_rows_are_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_data, "CHARACTERS", 10_000)
-    wide = [f"c{i}" for i in range(300)]
-    table(tmp_path / "w.csv", [("a film", "ab"[i % 2], *"x" * 300) for i in range(100)], ("text", "label", *wide))
-    found = look(["w.csv"])
-    assert found.lines[0].endswith("c16, c17, ... (302 in all)")
-    assert "2 values in the first 17 rows" in found.lines[2], "2 characters for each cell with its delimiter"
-
-
-def test_what_lies_in_a_folder_is_found(tmp_path):
-    for name in ("book", "both"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "book" / "any.txt").write_text("a\n" * 50)
-    assert look(["book"]).data == {"kind": "text", "path": str(tmp_path / "book" / "any.txt")}
-    for language in ("en", "fr"):
-        with gzip.open(tmp_path / "both" / f"train.{language}.gz", "wt") as file:
-            file.write("a\n")
-    assert look(["both"]).data == {"kind": "pairs", "path": str(tmp_path / "both"), "source": "en", "target": "fr"}
-    rows = [(f"text {i}", "same", i % 3) for i in range(30)]  # sorted by class, so that the first rows have one
-    assert look([str(table(tmp_path / "sorted.csv", rows, ("text", "label", "rating")))]).data["label"] == "label"
 
 
 def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(tmp_path, capsys):
@@ -333,23 +195,6 @@ def test_weights_to_fine_tune_bring_their_tokenizer_and_a_small_rate(tmp_path, c
 
 
 # ---------------------------------------------------------------- how many classes, and how they are called
-
-
-def recipe_of(tmp_path, path, **more):
-    model = {"family": "bert", **TINY, "seq_len": 32}
-    sections = {
-        "task": {"name": "classification"}, "model": model, "data": {"kind": "labelled", "path": str(path)},
-        "tokenizer": {"kind": "bpe", "vocab_size": 300},
-        "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 4}, "train": {"steps": 1},
-    }  # fmt: skip
-    for section, keys in more.items():
-        sections[section] = (
-            keys
-            if keys is None or (section == "model" and {"preset", "init"} & set(keys))
-            else sections[section] | keys
-        )
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(sections))
-    return resolve.load(str(tmp_path / "r.yaml"), [])[0]
 
 
 def test_a_preset_has_as_many_outputs_as_the_data_has_classes(tmp_path):
@@ -433,26 +278,6 @@ def test_every_tenth_pair_is_held_out_with_its_text(tmp_path):
     assert task.tokenizer.decode(task.splits["valid"][1]["source"].tolist()) == "en 20"
 
 
-def test_a_head_of_another_size_starts_afresh_and_it_is_said(tmp_path):
-    for classes in (2, 3):
-        config = BertConfig(vocab_size=300, seq_len=32, head="classification", n_classes=classes, **TINY)
-        models.save(models.build(config.named(["up", "down", "still"][:classes])), tmp_path / f"w{classes}")
-    path = table(tmp_path / "train.csv", reviews(), ("id", "text", "label"))
-    session = open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w2")}))
-    assert session.recipe.model.n_classes == 3
-    model = session.build()
-    assert model.classifier.weight.shape[0] == 3 and model.config.classes == ("bad", "fair", "good")
-    said = weights_line(session.recipe, model.load_report)
-    assert (
-        "new: classifier.weight, classifier.bias" in said
-        and "a new head for 3 classes: that of the weights has 2" in said
-    )
-    session = open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w3")}))
-    assert "its head was trained for up, down, still, and learns bad, fair, good" in weights_line(
-        session.recipe, LoadReport(stored=models.config_of(tmp_path / "w3"))
-    )
-
-
 # ---------------------------------------------------------------- relative paths
 
 
@@ -492,14 +317,6 @@ def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(["train", str(tmp_path / "run"), "--resume"]) == 0
     assert "resumed from" in capsys.readouterr().out
-
-
-def test_a_pair_in_two_folders_is_told_where_to_lie(tmp_path):
-    (tmp_path / "x").mkdir()
-    for file in ("short.en", "x/short.de"):
-        (tmp_path / file).write_text("a\n")
-    with pytest.raises(UserError, match=r"must lie in one folder as NAME\.en and NAME\.de"):
-        look(["short.en", "x/short.de"])
 
 
 def test_names_survive_what_a_configuration_goes_through():

@@ -1,0 +1,66 @@
+"""What comes in has limits, and what passes them is one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradus import cli, limits
+from gradus.errors import UserError
+
+
+def test_numbers():
+    assert limits.numbers("8,16, 32,8", "--sweep") == [8, 16, 32]
+    for text in ("", "8,,16", "0", "x", "-8", "9" * 5000, "²"):
+        with pytest.raises(UserError, match="--sweep"):
+            limits.numbers(text, "--sweep")
+
+
+def test_a_word_with_a_zero_byte_is_one_error(capsys):
+    assert cli.main(["profile", "copy-task", "--to=a\0b"]) == 2
+    assert capsys.readouterr().err == "error: '--to=a\\x00b': contains a zero byte. Remove it.\n"
+
+
+@pytest.mark.parametrize("parse", [limits.parse_json, limits.parse_yaml])
+def test_a_tree_is_as_deep_as_it_may_be_and_no_deeper(parse):
+    assert parse("[" * limits.DEPTH + "]" * limits.DEPTH, "f") == json.loads("[" * limits.DEPTH + "]" * limits.DEPTH)
+    for n in (limits.DEPTH + 1, 50_000):
+        with pytest.raises(UserError, match=r"^f: nested deeper than 64 levels"):
+            parse("[" * n + "]" * n, "f")
+
+
+def test_an_alias_counts_each_time():
+    bomb = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"{x}: &{x} [{', '.join([f'*{y}'] * 10)}]\n" for y, x in zip("abcdef", "bcdefg"))
+    with pytest.raises(UserError, match=r"^f: more than 2,000,000 values, with aliases expanded"):
+        limits.parse_yaml(bomb, "f")
+
+
+def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_text("12345")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="cannot be read: a folder, pipe, socket or device"):
+            limits.read_text(path, 100)
+    assert limits.read_text(tmp_path / "text", 5) == "12345"
+    with pytest.raises(UserError, match="5 bytes; such a file has at most 4"):
+        limits.read_text(tmp_path / "text", 4)
+
+
+@given(st.integers(-10, 10**7) | st.integers(-(10**45), 10**45), st.integers(0, 10**6))
+def test_a_whole_number_of_the_command_line_is_what_it_says_or_refused(number, most):
+    try:
+        assert limits.whole(0, most)(str(number)) == number and 0 <= number <= most
+    except argparse.ArgumentTypeError as e:
+        assert not 0 <= number <= most
+        assert str(e).endswith("must be at least 0." if number < 0 else f"must be at most {most:,.15g}.")
+
+
+@pytest.mark.parametrize("text", ["", "x", "nan", "1_0_", "\u0663", "0", "-1"])
+def test_what_is_no_positive_number(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a positive number"):
+        limits.real(above=0)(text)

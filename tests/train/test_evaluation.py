@@ -1,0 +1,123 @@
+"""Evaluations: their metrics, when they are made, how a stop cuts them, and which weights are the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+import step_parts
+from hook_parts import taken
+from run_parts import TINY, digest
+
+from gradus import recipe as recipes
+from gradus import tasks
+from gradus.models.weights import checksums
+from gradus.rows import read_rows
+from gradus.train.evaluation import Evaluation
+from gradus.train.run import train
+from gradus.train.signals import Stopped
+
+pytestmark = pytest.mark.usefixtures("no_plan")
+
+
+def test_an_evaluation_keeps_the_best_and_is_cut_by_a_signal(trainer):
+    evaluation, p = Evaluation(), trainer.progress
+    p.step = 2
+    evaluation.after_step(trainer, taken(2, 1.0))
+    assert p.best == p.last_evaluation["valid/loss"] and p.best_step == 2 and not p.evaluation_due
+    assert (trainer.folder / "checkpoints" / "best").exists()
+    p.last_evaluation, p.step = {}, 4
+    trainer.signals.asked.append(signal.SIGTERM)
+    evaluation.after_step(trainer, taken(4, 1.0))
+    assert p.evaluation_due and not p.last_evaluation, "it is made first when the run goes on"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word"])
+def test_a_perplexity_of_words_is_of_models_that_are_told_by_words(kind, text, tmp_path):
+    """By hand: bits are nats / ln 2; a word is what stands between spaces."""
+    more = ["data.limit_valid=null", f"tokenizer={{kind: {kind}}}", f"log.dir={tmp_path / 'run'}"]
+    t = step_parts.trainer("shakespeare-char-gpt", text, tmp_path, *more)
+    found = Evaluation().evaluate(t)
+    assert {name.removeprefix("valid/") for name in found} == set(t.task.units)
+    assert ("valid/bits_per_character" in found) == (kind == "char") and ("valid/word_perplexity" in found) == (kind == "word")
+    size, loss = t.task.sizes["valid"], found["valid/loss"]
+    assert found["valid/perplexity"] == pytest.approx(math.exp(loss)) and found["valid/bits_per_byte"] > 0
+    if kind == "char":
+        assert found["valid/bits_per_character"] == pytest.approx(loss / math.log(2))
+        t.task.tokenizer.save(tmp_path / "stored")  # as a checkpoint holds it
+        assert tasks.open_task(t.recipe, tasks.load_tokenizers(tmp_path / "stored")).units == t.task.units
+    if kind == "word":
+        assert found["valid/word_perplexity"] == pytest.approx(math.exp(loss * size["targets"] / size["words"]))
+
+
+def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path, monkeypatch):
+    """The evaluation is cut, the run saved; when it goes on, the evaluation is made first: the same weights, rows and best."""
+    from gradus.tasks.translation import Copy
+
+    run, real, calls = tmp_path / "run", Copy.evaluate, []
+
+    def interrupted(self, model, batch):
+        calls.append(batch)
+        if len(calls) == 3:  # 32 held-out sequences in batches of 16: within the evaluation at step 14
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            calls.append("too late")
+        return real(self, model, batch)
+
+    monkeypatch.setattr(Copy, "evaluate", interrupted)
+    recipe = recipes.load("copy-task", [*TINY, f"log.dir={run}"])
+    with pytest.raises(Stopped) as stop:
+        train(recipe)
+    assert stop.value.checkpoint.name == "step-00000014" and "too late" not in calls
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(recipes.load(run), resume=run)
+    assert digest(run) == digest(undisturbed)
+    evaluations = [
+        [(r["name"], r["step"], r["value"]) for r in read_rows(f / "metrics.jsonl") if r["name"].startswith("valid/")] for f in (run, undisturbed)
+    ]
+    assert evaluations[0] == evaluations[1]
+    assert os.readlink(run / "checkpoints" / "best") == os.readlink(undisturbed / "checkpoints" / "best")
+
+
+@pytest.mark.slow
+def test_a_stop_during_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
+    from gradus.tasks.translation import Copy
+
+    run, real, calls = tmp_path / "run", Copy.evaluate, []
+
+    def interrupted(self, model, batch):
+        calls.append(batch)
+        if len(calls) in (1, 5):  # two batches an evaluation: 1 (cut) | 2 3 | 4 5 (cut) | 6 7
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, batch)
+
+    monkeypatch.setattr(Copy, "evaluate", interrupted)
+    recipe = recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=6", "evaluate.at_start=true"])
+    for resume, step in ((None, 0), (run, 6)):
+        with pytest.raises(Stopped) as stop:
+            train(recipe if resume is None else recipes.load(run), resume=resume)
+        assert stop.value.checkpoint.name == f"step-{step:08d}"
+    train(recipes.load(run), resume=run)
+    assert [r["step"] for r in read_rows(run / "metrics.jsonl") if r["name"] == "valid/loss"] == [0, 6]
+    assert json.loads((run / "summary.json").read_text())["best"]["step"] == 6
+
+
+def test_another_best_metric_on_resume_is_read_by_that_metric(tmp_path):
+    """Values of two metrics have no order: a loss of 2.6 must not keep an accuracy of 0.1 from being the best."""
+    from gradus.train.step import Progress
+
+    run = tmp_path / "run"
+    few = [*TINY, f"log.dir={run}", "train.steps=7", "evaluate.every=7"]
+    train(recipes.load("copy-task", [*few, "evaluate.best=valid/loss"]))
+    path = run / "checkpoints" / "step-00000007" / "training.json"
+    state = json.loads(path.read_text())
+    assert Progress(**state["progress"]).best_metric == "valid/loss"
+    state["progress"]["evaluation_due"] = True
+    path.write_text(json.dumps(state))
+    checksums.write(path.parent)
+    outcome = train(recipes.load(run, ["evaluate.best=valid/accuracy"]), resume=run)
+    assert outcome.summary["best"] == {"metric": "valid/accuracy", "value": outcome.summary["metrics"]["valid/accuracy"], "step": 7}

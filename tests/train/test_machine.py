@@ -1,0 +1,123 @@
+"""The machine as found: this one for what every machine has, a stand-in for NVML (checked against the real module's names) for GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pynvml as real
+import pytest
+import torch
+from nvml_parts import GIB, a100
+
+from gradus.measure.machine import lines
+from gradus.train import log, machine, sampler
+
+
+def test_this_machine():
+    found = machine.describe()
+    assert json.loads(json.dumps(found)) == found
+    assert found["cpus"] == os.cpu_count() and found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert "gloo" in found["backends"] and "torchrun" in found["launchers"]
+    assert None not in found.values()
+    with open("/proc/meminfo") as f:
+        kib = int(f.readline().split()[1])
+    assert found["memory_bytes"] == 1024 * kib
+    before = log.environment(torch.device("cpu"))
+    assert {k: found[k] for k in before if k != "device"} == {k: v for k, v in before.items() if k != "device"} | {"versions": found["versions"]}
+
+
+def test_gpus(fake):
+    module = fake(a100())
+    found = machine.describe()
+    assert module.opened == 0
+    assert found["driver"] == "580.65.06" and found["driver_cuda"] == "13.0"
+    assert found["gpus"][1] == {
+        "index": 1,
+        "name": "NVIDIA A100 80GB PCIe",
+        "temperature_c": 41,
+        "performance_state": "P0",
+        "persistence_mode": "on",
+        "power_w": 65.12,
+        "power_cap_w": 300.0,
+        "bus_id": "00000000:00:06.0",
+        "display_active": "off",
+        "memory_used_bytes": GIB,
+        "memory_bytes": 80 * GIB,
+        "ecc_mode": "on",
+        "ecc_errors": 0,
+        "utilisation": 97,
+        "memory_utilisation": 12,
+        "compute_mode": "default",
+        "mig_mode": "off",
+        "pcie": "generation 1 of 4, 16 of 16 lanes",
+    }
+    assert found["gpu_links"] == [{"gpus": [0, 1], "path": "between NUMA nodes"}]
+    said = "\n".join(lines(found))
+    for part in ("33 °C", "41 °C", "P0", "65 W", "300 W", "1.0 GiB", "80.0 GiB", "97 %", "GPU 0 - GPU 1", "580.65.06"):
+        assert part in said
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_what_a_gpu_does_not_tell_is_absent(fake):
+    only = {k: v for k, v in a100().items() if k in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName")}
+    fake(only)
+    assert machine.describe()["gpus"][0] == {"index": 0, "name": "NVIDIA A100 80GB PCIe"}
+    assert "gpu_links" not in machine.describe()
+
+
+def test_nvlinks(fake):
+    up = {"nvmlDeviceGetNvLinkState": lambda gpu, i: int(i < 12) if i < 18 else real.NVMLError_InvalidArgument()}
+    fake(a100(**up, nvmlDeviceGetNvLinkVersion=4, nvmlDeviceGetP2PStatus=real.NVML_P2P_STATUS_OK))
+    found = machine.describe()
+    assert found["gpus"][0]["nvlinks"] == "12, version 4"
+    assert found["gpu_links"] == [{"gpus": [0, 1], "path": "NVLink"}]
+
+
+def test_a_lost_gpu_does_not_hide_the_others(fake):
+    fake(a100(nvmlDeviceGetHandleByIndex=lambda i: f"gpu {i}" if i else real.NVMLError_GpuIsLost()))
+    first, second = machine.describe()["gpus"]
+    assert "lost" in first["error"].lower() and second["temperature_c"] == 41
+    assert first["error"] in "\n".join(lines())
+
+
+def test_no_driver_is_no_gpu_but_a_broken_one_is_told(fake, monkeypatch):
+    fake({}, real.NVMLError_LibraryNotFound())
+    assert not {"gpus", "driver", "nvml_error"} & machine.describe().keys()
+    assert sampler.Sampler(torch.device("cuda")).gpus == {}
+    fake({}, real.NVMLError_DriverNotLoaded())
+    assert "Driver Not Loaded" in machine.describe()["nvml_error"]
+    assert "Driver Not Loaded" in "\n".join(lines())
+    assert sampler.Sampler(torch.device("cuda")).gpus == {}
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # the package is missing
+    assert not {"gpus", "driver", "nvml_error"} & machine.describe().keys()
+
+
+SHAPES = """
+import sys, torch
+from gradus.train import machine
+torch.set_num_threads(1)
+machine.tune_memory()
+layer = torch.nn.Linear(256, 1024).bfloat16()
+for tokens in range(4000, 3000, -int(sys.argv[1])):  # the longest first
+    layer(torch.zeros(tokens, 256, dtype=torch.bfloat16)).float().sum().backward()
+    first = machine.resident() if tokens == 4000 else first
+print(machine.resident() - first)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_is_kept_for_every_shape_in_bf16_is_bounded():
+    """Against the same process with the caches of PyTorch and oneDNN as they are by default, which keep 1,024 shapes."""
+
+    def growth(**env: str) -> int:
+        command = [sys.executable, "-c", SHAPES, "5"]
+        return int(subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout)
+
+    unbounded = growth(LRU_CACHE_CAPACITY="1024", ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
+    if unbounded < 100e6:
+        pytest.skip(f"200 shapes take {unbounded / 1e6:.0f} MB on this processor")
+    assert growth() < 0.7 * unbounded

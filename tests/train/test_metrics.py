@@ -1,0 +1,105 @@
+"""What is measured while a run trains: losses, steps that are not finite, what travels."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradus import recipe as recipes
+from gradus.errors import UserError
+from gradus.parallel.world import World
+from gradus.train import loop, metrics
+from gradus.train.local import LocalSync
+from gradus.train.loop import Trainer
+from gradus.train.metrics import Metrics, TrafficCount
+from gradus.train.run import train
+from gradus.train.session import open_session
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import hook_parts  # noqa: E402
+from distributed import run  # noqa: E402
+from hook_parts import Kept, taken  # noqa: E402
+from run_parts import TINY, losses  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_plan")
+
+
+def test_metrics_are_read_now_and_then_and_bad_steps_are_counted(trainer):
+    metrics, kept = Metrics(flops_per_token=10.0, peak_flops=1e3), Kept()
+    trainer.hooks = [metrics, kept]
+    metrics.start(trainer)
+    trainer.recipe.train.on_nonfinite = "skip"
+    for step, loss in ((1, 4.0), (2, math.nan)):
+        trainer.progress.step, trainer.progress.tokens = step, 10 * step
+        trainer.clock.seconds["train"] += 1.0
+        assert not kept.rows_logged
+        metrics.after_step(trainer, taken(step, loss))
+    values = {row.name: row.value for row in kept.rows_logged}
+    assert math.isnan(values["train/loss"]) and values["train/mfu"] == pytest.approx(0.1, rel=0.1)
+    assert trainer.progress.skipped == 1 and trainer.progress.loss_sum == 4.0
+    trainer.recipe.train.on_nonfinite = "stop"
+    with pytest.raises(UserError, match=r"step 4: the gradient norm is inf\. There is no checkpoint yet"):
+        metrics.after_step(trainer, taken(4, 1.0, math.inf))
+    assert kept.rows_logged[-1].name == "train/nonfinite"
+
+
+def test_a_nonfinite_loss_stops_with_step_checkpoint_and_advice(tmp_path):
+    recipe = recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", "optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant"])
+    with pytest.raises(UserError, match=r"step \d+: the (loss|gradient norm) is (nan|inf)") as e:
+        train(recipe)
+    assert "optimizer.lr" in str(e.value) and "checkpoint" in str(e.value)
+
+
+def test_skipping_ends_when_it_does_not_help(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "HOPELESS", 5)
+    more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.checkpoint_every=null"]
+    with pytest.raises(UserError, match=r"the (loss|gradient norm) is"):
+        train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
+
+
+def test_nonfinite_steps_are_skipped_and_counted_when_asked(tmp_path):
+    more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.steps=12"]
+    outcome = train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
+    assert 0 < outcome.summary["skipped_steps"] < 12
+    assert all(torch.isfinite(p).all() for p in outcome.trainer.model.parameters())
+
+
+def test_the_mean_loss_is_of_the_steps_that_were_taken(tmp_path, monkeypatch):
+    run, real, bad = tmp_path / "run", loop.Trainer.step, {2: (1000.0, torch.inf), 5: (torch.nan, torch.nan), 8: (3000.0, torch.nan)}
+
+    def step(self, *arguments):
+        loss, norm = real(self, *arguments)
+        return tuple(map(torch.tensor, bad.get(self.progress.step + 1, (float(loss), float(norm)))))
+
+    monkeypatch.setattr(loop.Trainer, "step", step)
+    train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=6", "train.on_nonfinite=skip"]))
+    summary = train(recipes.load(run, ["train.steps=9"]), resume=run).summary
+    taken = [value for at, value in losses(run).items() if at not in bad]
+    assert summary["skipped_steps"] == 3 and len(taken) == 6
+    assert summary["train_loss"] == pytest.approx(sum(taken) / 6, rel=1e-12)
+
+
+def _local_steps(world: World, folder: str) -> tuple[list[int], list[str]]:
+    overrides = [*hook_parts.TINY, "layout.local_sgd={every: 2}", "train.checkpoint_every=4", "evaluate.every=4", f"log.dir={folder}"]
+    session = open_session(recipes.load("copy-task", overrides), None, world)
+    counted = TrafficCount()
+    trainer = Trainer(session, session.lay_out(), Path(folder), [counted])
+    tokens, sent = [], []
+    assert isinstance(trainer.hooks[-1], LocalSync)
+    for _, step in zip(range(3), trainer.loader.steps(0)):
+        trainer.take(step)
+        tokens.append(trainer.progress.tokens)
+        sent.append([row.name for row in counted.rows(trainer)])
+        assert trainer.synced == (trainer.progress.step % 2 == 0)
+    return tokens, sent
+
+
+def test_workers_sync_every_so_many_steps_and_count_then(tmp_path):
+    (tokens, sent), other = run(2, _local_steps, str(tmp_path / "run"))
+    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and (tokens, sent) == other
+    assert [bool(names) for names in sent] == [False, True, False] and "traffic/sent" in sent[1]
