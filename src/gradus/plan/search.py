@@ -374,17 +374,12 @@ class Space:
         an estimate without checkpointing (timed), at last one with the least checkpointing that fits (fits)."""
         self.queue, self.count, self.nearest = [], itertools.count(), (math.inf, None)
         for way, split in enumerate(self.splits()):
-            before = math.inf
             for micro in self.micro_batch_sizes(split):
                 layout = split.model_copy(update={"micro_batch": micro})
                 if (least := self.least_bytes(layout)) > self.limit:
                     self._miss(layout, least)
                     break
-                seconds = self.least_seconds(layout)
-                if split.shard == 1 and seconds > 0.995 * before:  # sharded weights are sent for every micro-batch
-                    break
-                self._push(seconds, "split", way if self.n > 1 else micro, layout)
-                before = seconds
+                self._push(self.least_seconds(layout), "split", way if self.n > 1 else micro, layout)
         while self.queue:
             seconds, _, state, way, layout = heapq.heappop(self.queue)
             if state == "fits":
