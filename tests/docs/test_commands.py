@@ -132,6 +132,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
 ]
 FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**16, 2**22))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
+    r"^python benchmarks/search_exhaustive": "tests/plan/test_search.py",
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus demo": "tests/test_demo.py",
     r"^gradus ladder ": "tests/proof/test_ladder.py",

@@ -122,8 +122,8 @@ def test_a_vits_plan_needs_neither_data_nor_a_vocabulary():
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", [devices, serve, search], ids=lambda ask: ask.__name__)
 def test_a_vit_without_data_is_asked_other_questions(ask):
-    lines, rows = ask(Request("cifar10-vit-small", SMALL_VIT, None if ask is devices else "A100"))
-    assert rows and any("could not be opened" in line for line in lines)
+    _, rows, notes = ask(Request("cifar10-vit-small", SMALL_VIT, None if ask is devices else "A100"))
+    assert rows and any("could not be opened" in note for note in notes)
 
 
 def test_a_vit_of_hugging_face_is_planned(tmp_path):
