@@ -496,10 +496,12 @@ def _planned(args, mode: str, request) -> Iterable[str]:
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, note_lines, printed, screen
 
-    if mode in ("serve", "devices", "search", "optimal"):
-        of_serving = {"batch": args.batch or 1, "length": args.length, "bits": args.bits} if mode == "serve" else {}
-        more = {"everything": args.all} if mode == "devices" else of_serving
-        lines, rows, notes = getattr(answer, mode)(request, **more)
+    options = {
+        "serve": {"batch": args.batch or 1, "length": args.length, "bits": args.bits},
+        "devices": {"everything": args.all}, "search": {}, "optimal": {},
+    }  # fmt: skip
+    if mode in options:
+        lines, rows, notes = getattr(answer, mode)(request, **options[mode])
         if mode == "serve" and not args.all:
             lines = first_screen([line for line in lines if line], notes, ["--all for components, --json for rows"])
         else:

@@ -108,8 +108,6 @@ def test_buckets_are_as_full_as_their_size_lets_them_be_and_of_one_type(gradient
             assert tensors[end].dtype != dtype or n + tensors[end].nbytes > size, "the next one had room"
 
 
-
-
 def test_workers_that_train_apart_come_to_the_mean_of_their_weights():
     workers = [replicate.LocalUpdates(Layout(local_sgd={"every": 2}), drawn(rank), "group", 30) for rank in range(3)]
     Threads(3).run(lambda rank: workers[rank].sync())

@@ -34,6 +34,10 @@ class Stack:
         """The modules after the last block: norm and heads."""
         return (self.norm, *self.heads) if self.norm else self.heads
 
+    def around(self, first: bool, last: bool) -> tuple[str, ...]:
+        """The modules that some of the blocks need besides themselves. first, last: whether these are among them."""
+        return (*self.shared, *(self.before if first else ()), *(self.after if last else ()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

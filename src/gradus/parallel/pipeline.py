@@ -173,10 +173,8 @@ class Cutter:
         needed: set[str] = set()
         start = 0
         for stack, size in zip(self.stacks, self.sizes):
-            mine = own & set(range(start, start + size))
-            needed.update(stack.before if start in mine else ())
-            needed.update(stack.after if start + size - 1 in mine else ())
-            needed.update(stack.shared if mine else ())
+            if not own.isdisjoint(range(start, start + size)):
+                needed.update(stack.around(start in own, start + size - 1 in own))
             start += size
         return needed
 

@@ -194,6 +194,10 @@ def transposed_shards(weights: Iterable[Weight], k: int) -> list[Weight]:
     return [w for w in weights if w.across and w.shape[0] % k and any(size % k == 0 for size in w.shape[1:])]
 
 
+def bytes_per_weight(layout: Layout) -> int:
+    return 2 if layout.precision.startswith("pure_") else 4
+
+
 def width_of(w: Weight, layout: Layout) -> int:
     """Bytes of an element that a process holds."""
     return w.computed if layout.precision.startswith("pure_") else w.width

@@ -271,7 +271,7 @@ class _Cut:
         needed: list[str] = []
         for stack, (before, own, after) in zip(self.family.stacks, self.part.stacks):
             if own:
-                needed += [*stack.shared, *(() if before else stack.before), *(() if after else stack.after)]
+                needed += stack.around(not before, not after)
         if self.has_gap(len(self.part.stacks)) and not _has_own_head(self.family, self.whole.units):
             needed += self.family.tokens[-1:]
         return tuple(f"{name}." for name in needed)

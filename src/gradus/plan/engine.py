@@ -31,7 +31,7 @@ from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile, Weight
 from gradus.plan.store import digest_of, stored
 from gradus.plan.work import Op, Target, Work, op_of, transfer_of
-from gradus.recipe.axes import sizes, strides
+from gradus.recipe.axes import data_parallel_size, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.train import machine
@@ -199,7 +199,7 @@ class Process:
     @property
     def width(self) -> int:
         """Bytes of a weight."""
-        return 2 if self.recipe.layout.precision.startswith("pure_") else 4
+        return compose.bytes_per_weight(self.recipe.layout)
 
     @property
     def on_host(self) -> bool:
@@ -233,8 +233,7 @@ class Process:
     @property
     def data_parallel(self) -> int:
         """Into how many parts the samples of a step are split."""
-        layout = self.recipe.layout
-        return self.n // (layout.tensor * layout.pipeline * layout.context)
+        return data_parallel_size(self.recipe.layout, self.n)
 
     @property
     def n_micro_batches(self) -> int:
@@ -459,7 +458,7 @@ def with_process(memory: Memory, resident: int, layout: Layout) -> Memory:
     inputs = {"allocated": tensors, "before the model": resident, "libraries": libraries}
     step, writing = resident + libraries + freed * tensors, 0.0
     if max(layout.shard, layout.tensor, layout.pipeline, layout.expert) > 1:
-        whole = min(memory.parameters * (2 if layout.precision.startswith("pure") else 4), models.weights.SHARD)
+        whole = min(memory.parameters * compose.bytes_per_weight(layout), models.weights.SHARD)
         state = {name: memory.state[name] for name in ("weights", "optimizer")}
         writing = resident + libraries + sum(state.values()) + whole - tensors
     if writing <= step:

@@ -77,13 +77,9 @@ class Peak:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-    """What comes and goes in a part of the step, over what was there before it. net: at its end; the rest as `Peak`."""
+class Span(Peak):
+    """The peak of a part of the step, over what was there before it, and what it leaves."""
 
-    components: np.ndarray
-    pools: np.ndarray
-    gradients: float
-    at: str
     net: np.ndarray
 
     @classmethod

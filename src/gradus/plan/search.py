@@ -24,7 +24,7 @@ from gradus.plan import batches as making
 from gradus.plan import compose, engine
 from gradus.plan.budget import usual_goodput
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.compose import Stage, fsdp_widths, sharded_over
+from gradus.plan.compose import Stage, bytes_per_weight, fsdp_widths, sharded_over
 from gradus.plan.cut import Cuts, between, with_samples
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
@@ -34,7 +34,7 @@ from gradus.plan.step import StepTime, Sums, step_time
 from gradus.plan.store import stored
 from gradus.plan.traffic import nearest
 from gradus.plan.work import op_of, transfer_of
-from gradus.recipe.axes import DATA, needed, sizes, strides
+from gradus.recipe.axes import data_parallel_size, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 from gradus.text import DAY, SIGNS, duration, money, size, table
@@ -186,8 +186,7 @@ class Space:
         return not any(next(rule, None) for rule in rules)
 
     def micro_batch_sizes(self, layout: Layout) -> list[int]:
-        shape = sizes(layout, self.n)
-        share = math.ceil(self.samples / math.prod(shape[axis] for axis in DATA))
+        share = math.ceil(self.samples / data_parallel_size(layout, self.n))
         return sorted({min(share, 2**i) for i in range(11)})
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
@@ -224,7 +223,7 @@ class Space:
         """Of weights, gradients and the optimizer's state, where the stages of a pipeline hold equal parts."""
         replicas = sizes(layout, self.n)["replicate"]
         momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
-        return self._least_elements(layout) * _width(layout) * (2 + momenta)
+        return self._least_elements(layout) * bytes_per_weight(layout) * (2 + momenta)
 
     def _least_elements(self, layout: Layout) -> float:
         """Of the parameters that a process holds."""
@@ -249,10 +248,10 @@ class Space:
 
     def _least_traffic(self, layout: Layout) -> float:
         """Seconds of what keeps the parameters of all alike, all of one kind in one call."""
-        kept, computed = self._least_elements(layout), fsdp_widths(layout, _width(layout))[0]
+        kept, computed = self._least_elements(layout), fsdp_widths(layout, bytes_per_weight(layout))[0]
         shape, stride = sizes(layout, self.n), strides(layout, self.n)
         if layout.shard == 1:
-            calls = [("all_reduce", kept * _width(layout), shape["replicate"], stride["replicate"], 1)]
+            calls = [("all_reduce", kept * bytes_per_weight(layout), shape["replicate"], stride["replicate"], 1)]
         else:
             ranks, spacing = sharded_over(layout, expert=False), nearest(layout, stride)
             gathers = self.batches_of(layout).count * (2 if layout.reshard else 1)
@@ -263,8 +262,7 @@ class Space:
 
     def batches_of(self, layout: Layout) -> engine.MicroBatches:
         """The micro-batches of a process."""
-        shape = sizes(layout, self.n)
-        ways = math.prod(shape[axis] for axis in DATA)
+        ways = data_parallel_size(layout, self.n)
         key = (ways if self.task else -(-self.samples // ways), layout.micro_batch)
         if key not in self.batches:
             self.batches[key] = engine.MicroBatches.of(making.micro_batches(self._with(layout), self.n, task=self.task))
@@ -276,33 +274,38 @@ class Space:
         return *axes, layout.precision, _in_half(layout), layout.checkpointing
 
     def cut(self, layout: Layout, places: int) -> Cuts:
-        """Of micro-batches of so many tokens: traced with one sample; if that has fewer than LONG tokens, with
-        `SAMPLES`, and other sizes lie on the straight line through these."""
+        """Of micro-batches of so many tokens."""
         key = self._key(layout)
         if (key, places) not in self.cuts:
             self.cuts[key, places] = Cuts(self.recipe.model.family, self._profile(layout, places))
         return self.cuts[key, places]
 
     def _profile(self, layout: Layout, places: int) -> Profile:
-        one, few, many = (self._batch(layout, samples) for samples in (1, *SAMPLES))
-        size = making.size_of(one)
-        if places == size or size >= LONG:
-            profile = self._traced(layout, one)
-        else:
-            profile, size = self._traced(layout, many), making.size_of(many)
-            if places != size:
-                fewer = making.size_of(few)
-                line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
-                profile, size = (line, places) if line else (profile, size)
-        return profile if size == places else with_samples(profile, places / size)
+        """Traced with one sample; if that has fewer than LONG tokens, with `SAMPLES`, and other sizes lie on the
+        straight line through these."""
+        profile, size, short = self._nearest(layout, places)
+        if short and size != places:
+            few = self._batch(layout, SAMPLES[0])
+            fewer = making.size_of(few)
+            line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
+            profile, size = (line, places) if line else (profile, size)
+        return _scaled(profile, places / size)
+
+    def _nearest(self, layout: Layout, places: int) -> tuple[Profile, int, bool]:
+        """(profile of one sample or of the larger of `SAMPLES`, its tokens, whether it is of the latter)."""
+        batch = self._batch(layout, 1)
+        short = making.size_of(batch) < LONG and making.size_of(batch) != places
+        if short:
+            batch = self._batch(layout, SAMPLES[1])
+        return self._traced(layout, batch), making.size_of(batch), short
 
     def _small(self, layout: Layout, samples: int) -> Recipe:
         """Whose model, on one stage, is traced with micro-batches of so many samples."""
         update = {"pipeline": 1, "schedule": "1f1b", "stages": None, "micro_batch": samples}
         update |= {} if _in_half(layout) else {"shard": 1, "param_dtype": None}
         small = layout.model_copy(update=update)
-        ways = math.prod(sizes(small, self.n)[axis] for axis in DATA)
-        batch = self.recipe.batch.model_copy(update={"samples": samples * ways, "tokens": None})
+        every = samples * data_parallel_size(small, self.n)
+        batch = self.recipe.batch.model_copy(update={"samples": every, "tokens": None})
         return self._with(small).model_copy(update={"batch": batch})
 
     def _batch(self, layout: Layout, samples: int) -> dict[str, Any]:
@@ -318,27 +321,24 @@ class Space:
         places = making.size_of(self.batches_of(layout).full)
         key = self._key(layout), places
         if key not in self.stages:
-            batch = self._batch(layout, 1)
-            if making.size_of(batch) < min(LONG, places):
-                batch = self._batch(layout, SAMPLES[1])
-            factor, profile = places / making.size_of(batch), self._traced(layout, batch)
-            self.stages[key] = Stage(self.part, profile if factor == 1 else with_samples(profile, factor))
+            profile, size, _ = self._nearest(layout, places)
+            self.stages[key] = Stage(self.part, _scaled(profile, places / size))
         return self.stages[key]
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
         places, in_pipeline = making.size_of(batch), layout.pipeline > 1
+        split = in_pipeline and layout.schedule == "zero_bubble"
         ends = tuple((not before, not after) for before, _, after in part.stacks)
-        key = self._key(layout), places, in_pipeline, layout.schedule == "zero_bubble", *part.own_kinds, ends
+        key = self._key(layout), places, in_pipeline, split, *part.own_kinds, ends
         if key not in self.stages:
             cuts, hidden = self.cut(layout, places), self._hidden(layout, places)
-            profile = cuts.part(part, hidden, in_pipeline, split=in_pipeline and layout.schedule == "zero_bubble")
-            self.stages[key] = Stage(part, profile)
+            self.stages[key] = Stage(part, cuts.part(part, hidden, in_pipeline, split))
         return self.stages[key]
 
     def _hidden(self, layout: Layout, places: int) -> float:
         """Bytes of what a stage sends to the next one."""
         model = self.recipe.model
-        width = 2 if layout.precision.startswith("pure_") or _in_half(layout) else 4
+        width = 2 if _in_half(layout) else bytes_per_weight(layout)
         tokens = places * model.n_tokens if model.reads == "images" else places
         return tokens * model.d_model * width / layout.context / (layout.tensor if layout.sequence_parallel else 1)
 
@@ -356,10 +356,6 @@ class Space:
         if key not in self.times:
             self.times[key] = step_time(engine.work_of(self.estimated(layout)), self.cluster)
         return self.times[key]
-
-    def seconds(self, layout: Layout) -> float:
-        """Of a step, estimated."""
-        return self.time(layout).total
 
     def device_bytes(self, layout: Layout) -> float:
         """Estimated bytes of a device; a lower bound where that alone is beyond the limit."""
@@ -390,18 +386,17 @@ class Space:
                     self._push(COARSE * (time.total - time.parts["bubble"]), "variants", way, layout)
             elif state == "variants":
                 for other in self.variants(layout):
-                    self._push(self.seconds(other), "timed", way, other)
+                    self._push(self.time(other).total, "timed", way, other)
             else:
-                self.push_with_checkpointing(way, layout, self.checkpointing[0])
+                self.push_with_checkpointing(way, layout, 0)
 
-    def push_with_checkpointing(self, way: int, layout: Layout, first: str = "") -> None:
-        """Queues the layout with as much checkpointing as lets it fit, from `first` on, or with more than it has."""
-        at = self.checkpointing.index(first) if first else self.checkpointing.index(layout.checkpointing) + 1
+    def push_with_checkpointing(self, way: int, layout: Layout, at: int) -> None:
+        """Queues the layout with as much checkpointing as lets it fit. at: number of the first way that is tried."""
         zero_bubble = layout.schedule == "zero_bubble" and layout.pipeline > 1
         for checkpointing in self.checkpointing[at : 1 if zero_bubble else None]:
             other = layout.model_copy(update={"checkpointing": checkpointing})
             if (nbytes := self.device_bytes(other)) <= self.limit:
-                return self._push(self.seconds(other), "fits", way, other)
+                return self._push(self.time(other).total, "fits", way, other)
             self._miss(other, nbytes)
 
     def quickest(self, chosen: bool) -> tuple[Layout, float] | None:
@@ -416,7 +411,7 @@ class Space:
         if not self.allowed(own):
             return None
         own = own.model_copy(update={"micro_batch": own.micro_batch or max(self.micro_batch_sizes(own))})
-        return own, self.seconds(own)
+        return own, self.time(own).total
 
     def _push(self, seconds: float, state: str, way: int, layout: Layout) -> None:
         heapq.heappush(self.queue, (seconds, next(self.count), state, way, layout))
@@ -441,9 +436,8 @@ def _in_half(layout: Layout) -> bool:
     return layout.shard > 1 and bool(layout.param_dtype)
 
 
-def _width(layout: Layout) -> int:
-    """Bytes of a weight."""
-    return 2 if layout.precision.startswith("pure_") else 4
+def _scaled(profile: Profile, factor: float) -> Profile:
+    return profile if factor == 1 else with_samples(profile, factor)
 
 
 def evaluated(space: Space, stop: Callable[[float], bool]) -> Iterator[Candidate]:
@@ -466,7 +460,7 @@ def evaluated(space: Space, stop: Callable[[float], bool]) -> Iterator[Candidate
                 taken.add(way)
             else:
                 c.time = None
-                space.push_with_checkpointing(way, layout)
+                space.push_with_checkpointing(way, layout, space.checkpointing.index(layout.checkpointing) + 1)
             yield c
         if taken:
             return

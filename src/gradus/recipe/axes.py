@@ -39,7 +39,6 @@ def strides(layout: Layout, n_processes: int) -> dict[str, int]:
     return {axis: math.prod(shape[nearer] for nearer in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
 
 
-
 def processes(layout: Layout, n: int) -> Iterator[str]:
     """Whether n processes can be arranged so."""
     axes = ("pipeline", "expert", "shard", "context", "tensor")
