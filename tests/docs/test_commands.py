@@ -158,6 +158,11 @@ def own(page: Path) -> bool:
     return page.parent.name == "docs" and page.name in RUN_BY_THEIR_OWN_TESTS
 
 
+def learn(page: Path) -> bool:
+    """A page of docs/learn: its Python and what that prints are tests/docs/test_learn.py's."""
+    return page.parent.name == "learn"
+
+
 def is_command(line: str) -> bool:
     return line.split()[:1] != [] and line.split()[0] in PROGRAMS
 
@@ -165,8 +170,10 @@ def is_command(line: str) -> bool:
 def kind_of(page: Path, language: str, text: str) -> str | None:
     """What a block is, and so how it is checked here; None: by nothing."""
     lines, programs = text.splitlines(), [block for _, block in blocks(page) if block in SHOWN]
-    if own(page) or text in SHOWN:
+    if own(page) or text in SHOWN or learn(page) and language in ("python", "output", "measured"):
         return "its own test"
+    if language == "math":
+        return "an equation"
     if language in ("", "console", "text") and re.match(r"\$ gradus\b", text):
         return "console"
     if language == "text" and programs:

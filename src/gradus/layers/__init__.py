@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from gradus.layers.attention import Attention
+from gradus.layers.attention import Attention, observe_attention
 from gradus.layers.cache import Cache, LayerCache, check_length, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
@@ -23,7 +23,7 @@ __all__ = [
     "Attention", "Block", "Cache", "ConvolutionalStem", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
     "MixtureOfExperts", "Patches",
     "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
-    "interleaved_to_halves", "keep_balance", "naive", "relative_buckets",
+    "interleaved_to_halves", "keep_balance", "naive", "observe_attention", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",
 ]  # fmt: skip
 

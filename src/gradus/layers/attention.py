@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from torch import Tensor, nn
 
 from gradus.layers.cache import LayerCache
-from gradus.layers.kernels import sdpa
+from gradus.layers.kernels import naive, sdpa
 from gradus.layers.positions import apply_rotary
+from gradus.patch import replaced
 
 
 class Attention(nn.Module):
@@ -72,3 +77,24 @@ class Attention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.to_out(out.transpose(1, 2).flatten(2))
+
+
+@contextlib.contextmanager
+def observe_attention(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """While a block lasts, every attention of the model is computed the textbook's way (`naive`), and `see` gets the
+    module's name and its weights, (batch, n_heads, q_len, k_len). `weights = {}; observe_attention(model,
+    weights.__setitem__)` keeps the last of each."""
+
+    def kernel(name: str) -> Callable[..., Any]:
+        def observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            out, weights = naive(*args, **kwargs)
+            see(name, weights)
+            return out, weights
+
+        return observed
+
+    with contextlib.ExitStack() as kernels:
+        for name, module in model.named_modules():
+            if isinstance(module, Attention):
+                kernels.enter_context(replaced(module, "kernel", kernel(name)))
+        yield

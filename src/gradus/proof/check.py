@@ -6,7 +6,6 @@ One model and one batch of a few samples serve all lines. One process checks a l
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -24,11 +23,9 @@ from torch import Tensor, nn
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
 from gradus.errors import UserError, colour, some
-from gradus.layers import Attention
-from gradus.layers.kernels import naive
+from gradus.layers import observe_attention
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
-from gradus.patch import replaced
 from gradus.plan.batches import task_without_data
 from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import case_of, predict
@@ -373,21 +370,17 @@ class SessionChecks:
     def attention(self) -> str:
         """The weights of every query sum to one, by the textbook's kernel on a real batch; of a fully masked one, to
         zero."""
-        worst, rows, fully_masked = 0.0, 0, 0
+        worst, rows, fully_masked, layers = 0.0, 0, 0, set()
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
+        def see(layer: str, weights: Tensor) -> None:
             nonlocal worst, rows, fully_masked
-            out, weights = naive(*args, **kwargs)
             off = (weights.float().sum(-1) - 1).abs()
-            masked = (weights == 0).all(-1) & (kwargs.get("mask") is not None)
+            masked = (weights == 0).all(-1)
             worst = max(worst, float(off.masked_fill(masked, 0.0).max().nan_to_num(math.inf)))
             rows, fully_masked = rows + off.numel(), fully_masked + int(masked.sum())
-            return out, weights
+            layers.add(layer)
 
-        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        with contextlib.ExitStack() as kernels, torch.no_grad():
-            for layer in layers:
-                kernels.enter_context(replaced(layer, "kernel", kernel))
+        with observe_attention(self.model, see), torch.no_grad():
             self.loss()
         text = f"{rows:,} rows of weights in {len(layers)} layers, sums up to {worst:.1e} from one ({ONE:g} is allowed)"
         text += f"; {fully_masked:,} fully masked" * (fully_masked > 0)
