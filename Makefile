@@ -45,7 +45,7 @@ dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in 
 
 docs: .venv/installed-dev  # the site, in site/: strict, then every link of it and every block of code
 	.venv/bin/python tests/docs/test_reference.py --check
-	.venv/bin/zensical build --clean --strict
+	PYTHONPATH=tests/docs .venv/bin/zensical build --clean --strict
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m docs
 
 clean:

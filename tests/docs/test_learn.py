@@ -19,6 +19,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import mathml
 import pytest
 import torch
 
@@ -56,6 +57,15 @@ def close(said: str, printed: str) -> bool:
 
 def words(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"[kMG]?(?<= )(?:[µm]?s|[kKMG]i?B)\b", "", NUMBER.sub("0", text)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_equations_of_a_page_are_drawn(page):
+    """Each as MathML that holds nothing that the converter did not know."""
+    for equation in re.findall(r"^```math\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+        assert ElementTree.fromstring(mathml.block(equation)).tag.endswith("math")
+    with pytest.raises(ValueError, match="unknown command"):
+        mathml.block(r"\sqroot{2}")
 
 
 @pytest.fixture(scope="module", params=PAGES, ids=lambda page: page.stem)
