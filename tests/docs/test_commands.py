@@ -170,7 +170,7 @@ def is_command(line: str) -> bool:
 def kind_of(page: Path, language: str, text: str) -> str | None:
     """What a block is, and so how it is checked here; None: by nothing."""
     lines, programs = text.splitlines(), [block for _, block in blocks(page) if block in SHOWN]
-    if own(page) or text in SHOWN or learn(page) and language in ("python", "output", "measured"):
+    if own(page) or text in SHOWN or (learn(page) and language in ("python", "output", "measured")):
         return "its own test"
     if language == "math":
         return "an equation"

@@ -97,7 +97,7 @@ def test_products_of_a_block_by_hand(profile):
 
     def products(kind: str) -> float:
         ops = [op for piece in profile.first[kind] if piece.unit == "blocks.1" for op in piece.stretch.ops.items()]
-        return sum(key[5] * n for key, n in ops if key[1] == "matmul" and key[7][0] == 1)
+        return sum(key.flops * n for key, n in ops if key.kind == "matmul" and key.shape[0] == 1)
 
     linear = 2 * 12 * D * D * SAMPLES * SEQ
     assert (products("forward"), products("backward")) == (linear, 2 * linear)

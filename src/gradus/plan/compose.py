@@ -11,19 +11,20 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from gradus.parallel import stages as pipelines
-from gradus.plan.profiles import INDEX, N, Part, Piece, Profile, Weight, representatives
-from gradus.plan.work import Op
+from gradus.plan.profiles import INDEX, ROW, N, Part, Piece, Profile, Weight, representatives
+from gradus.plan.work import Op, OpCounts, OpKey, TransferCounts, op_of
 from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Layout
 
 if TYPE_CHECKING:
     from gradus.plan.engine import Process
 
+K = TypeVar("K")
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 SCALAR = 64  # bytes of what is done with single numbers
 
@@ -65,7 +66,7 @@ class Stage:
             every = list(self._all_blocks((self.profile.later if later else self.profile.first)[kind], kind))
             edges, times = [(piece.unit, piece.edge) for piece, _ in every], [many for _, many in every]
             peak, net = ([getattr(piece.stretch, name) for piece, _ in every] for name in ("peak", "net"))
-            self._runs[kind, later] = Run(edges, times, *(np.reshape(rows, (-1, N + 3)) for rows in (peak, net)))
+            self._runs[kind, later] = Run(edges, times, *(np.reshape(rows, (-1, ROW)) for rows in (peak, net)))
         return self._runs[kind, later]
 
     @functools.cached_property
@@ -88,11 +89,11 @@ class Stage:
                     for piece in between.get((stack, traced), ()):  # none where nothing goes back
                         yield Piece(f"{piece.unit}@{i}", piece.edge, piece.stretch), times
 
-    def counts(self, later: bool = False) -> tuple[Counts, Counts]:
+    def counts(self, later: bool = False) -> tuple[OpCounts, TransferCounts]:
         """(operations, transfers) of a micro-batch. later: of another one than the first."""
         if later not in self._counts:
-            ops: Counts = {}
-            sent: Counts = {}
+            ops: OpCounts = {}
+            sent: TransferCounts = {}
             for pieces in (self.profile.later if later else self.profile.first).values():
                 for piece, times in self.totals(pieces):
                     add_counts(ops, piece.stretch.ops, times)
@@ -101,7 +102,7 @@ class Stage:
         return self._counts[later]
 
     @functools.cached_property
-    def _counts(self) -> dict[bool, tuple[Counts, Counts]]:
+    def _counts(self) -> dict[bool, tuple[OpCounts, TransferCounts]]:
         return {}
 
     def totals(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
@@ -127,7 +128,7 @@ class Stage:
 
     def left_behind(self) -> np.ndarray:
         """What a micro-batch leaves behind that is no gradient."""
-        total = np.zeros(N + 3)
+        total = np.zeros(ROW)
         for piece, times in itertools.chain.from_iterable(map(self.totals, self.profile.later.values())):
             total = total + times * piece.stretch.net
         return total
@@ -266,14 +267,13 @@ def summed_gradients(p: Process) -> list[float]:
 
 # ---------------------------------------------------------------- operations
 
-Counts = dict[tuple, float]  # as Traced.ops, Traced.transfers
-
-
-def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool = True) -> tuple[Counts, Counts]:
+def operations(
+    stages: list[Stage], micro: int, fresh: bool = False, first: bool = True
+) -> tuple[OpCounts, TransferCounts]:
     """(operations, transfers) of all micro-batches, of what the pieces do themselves. fresh: each makes its gradients
     anew. first: one of them is the first."""
-    ops: Counts = {}
-    sent: Counts = {}
+    ops: OpCounts = {}
+    sent: TransferCounts = {}
     new = micro if fresh else int(first)  # micro-batches that add to no gradients
     for stage in stages:
         for later, many in ((False, new), (True, micro - new)):
@@ -283,15 +283,15 @@ def operations(stages: list[Stage], micro: int, fresh: bool = False, first: bool
     return ops, sent
 
 
-def add_counts(total: Counts, counts: Counts, times: float = 1) -> None:
+def add_counts(total: dict[K, float], counts: dict[K, float], times: float = 1) -> None:
     for key, count in counts.items():
         total[key] = total.get(key, 0) + count * times
 
 
-def sharding_copies(p: Process) -> Counts:
+def sharding_copies(p: Process) -> OpCounts:
     """The copies that FSDP2 and DDP make in all micro-batches."""
     layout = p.recipe.layout
-    out: Counts = {}
+    out: OpCounts = {}
     if layout.shard > 1:
         for stage in p.stages:
             for unit, weights, others, times in stage.units:
@@ -306,19 +306,19 @@ def sharding_copies(p: Process) -> Counts:
         half = layout.compress in ("bf16", "fp16") and p.width == 4
         copies = [("copy", (5.5 if half else 6) * own), ("div", 2 * own), *([("to_copy", 1.5 * own)] if half else [])]
         for name, nbytes in copies:
-            add_counts(out, {_copy(name, p.width, "backward", nbytes): 1})
-    return {key: count for key, count in out.items() if key[6]}
+            add_counts(out, {memory_op(name, p.width, "backward", nbytes): 1})
+    return {key: count for key, count in out.items() if key.bytes}
 
 
-def _copy(name: str, width: int, phase: str, nbytes: float) -> tuple:
-    """As a key of Traced.ops. width: bytes of an element."""
-    return "micro", "memory", name, "bf16" if width == 2 else "fp32", phase, 0.0, nbytes, ()
+def memory_op(name: str, width: int, phase: str, nbytes: float) -> OpKey:
+    """Of an operation bound by memory. width: bytes of an element."""
+    return OpKey("micro", "memory", name, "bf16" if width == 2 else "fp32", phase, 0.0, nbytes, ())
 
 
 def _fsdp_copies(
     p: Process, trained: list[Weight], frozen: list[Weight], k: int, backward: bool
-) -> Iterator[tuple[tuple, float]]:
-    """(as a key of Traced.ops, how often) of a unit's parameters that are sharded over k processes. backward: whether
+) -> Iterator[tuple[OpKey, float]]:
+    """(copy, how often) of a unit's parameters that are sharded over k processes. backward: whether
     they are gathered for the backward pass too."""
     computed, reduced = fsdp_widths(p.recipe.layout, p.width)
     in_pipeline = p.recipe.layout.pipeline > 1
@@ -329,22 +329,22 @@ def _fsdp_copies(
     cast += full * (computed + p.width) if computed != p.width else 0
     for phase in ("forward", "backward") if backward else ("forward",):
         gathered = 2 * (full * computed + gathered_bytes(frozen, k))
-        yield _copy("split_with_sizes_copy", computed, phase, gathered), p.n_micro_batches
-        yield _copy("foreach_copy", computed, phase, cast / k), p.n_micro_batches
+        yield memory_op("split_with_sizes_copy", computed, phase, gathered), p.n_micro_batches
+        yield memory_op("foreach_copy", computed, phase, cast / k), p.n_micro_batches
         for w in moved:
-            yield _copy("cat", computed, phase, 3 * w.size * computed), p.n_micro_batches
+            yield memory_op("cat", computed, phase, 3 * w.size * computed), p.n_micro_batches
     # gradients stay whole, in the type that they are summed in
     summed_whole = p.n_micro_batches > 1 and not in_pipeline and reduced != computed
     if summed_whole:
-        yield _copy("to_copy", computed, "backward", elements * (computed + reduced)), 1
-        yield _copy("add", reduced, "backward", elements * (2 * reduced + computed)), p.n_micro_batches - 1
+        yield memory_op("to_copy", computed, "backward", elements * (computed + reduced)), 1
+        yield memory_op("add", reduced, "backward", elements * (2 * reduced + computed)), p.n_micro_batches - 1
     if scatters > 1:
-        yield _copy("add", reduced, "backward", 3 * full / k * p.width), scatters - 1
+        yield memory_op("add", reduced, "backward", 3 * full / k * p.width), scatters - 1
     width = reduced if summed_whole else computed
     for w in moved:
-        yield _copy("cat", computed, "backward", 2 * w.size * width), scatters
+        yield memory_op("cat", computed, "backward", 2 * w.size * width), scatters
     if full:
-        yield _copy("chunk_cat", width, "backward", elements * width + full * reduced), scatters
+        yield memory_op("chunk_cat", width, "backward", elements * width + full * reduced), scatters
 
 
 # ---------------------------------------------------------------- the optimizer's step
@@ -360,7 +360,8 @@ def optimizer_ops(p: Process) -> list[Op]:
     share = p.param_bytes / (p.stepped_elements * p.width)
     dtype = "fp32" if p.width == 4 else "bf16"
     out = []
-    for (_, kind, name, _, _, flops, moved, shape), count in profile.optimizer.ops.items():
+    for key, count in profile.optimizer.ops.items():
+        name, moved = key.name, key.bytes
         if name in ("cat", "copy"):
             continue
         if name.startswith(("fused", "foreach", "stack")):  # all tensors at once
@@ -370,12 +371,11 @@ def optimizer_ops(p: Process) -> list[Op]:
         else:  # one tensor after the other
             owners = share if name == "mul" else 1
             nbytes, count = moved * scale / tensors, count * tensors / owners
-        out.append(Op(kind, name, dtype, "optimizer", flops, nbytes, shape, count))
+        out.append(Op(key.kind, name, dtype, "optimizer", key.flops, nbytes, key.shape, count))
     for name, nbytes, count in _summing(p, share):
         out.append(Op("memory", name, dtype, "optimizer", 0.0, nbytes, (), count))
-    for (_, kind, name, of, _, flops, moved, shape), count in profile.prepare.items():
-        out.append(Op(kind, name, of, "optimizer", flops, moved, shape, count * p.micro_batches.parts))
-    return out
+    prepare = profile.prepare.items()
+    return out + [op_of(key, count * p.micro_batches.parts, phase="optimizer") for key, count in prepare]
 
 
 def _summing(p: Process, share: float) -> Iterator[tuple[str, float, float]]:

@@ -17,8 +17,9 @@ import numpy as np
 
 from gradus import models
 from gradus.models.family import Family
-from gradus.plan.compose import add_counts
-from gradus.plan.profiles import INDEX, Edge, N, Part, Piece, Profile, Stretch, Units, representatives
+from gradus.plan.compose import add_counts, memory_op
+from gradus.plan.profiles import INDEX, ROW, Edge, N, Part, Piece, Profile, Stretch, Units, representatives
+from gradus.plan.work import OpKey
 
 GROWING = [INDEX[name] for name in ("activations", "logits", "communication", "transient")]
 GRADIENTS, GATHERED, TRANSIENT = (INDEX[name] for name in ("gradients", "gathered", "transient"))
@@ -34,7 +35,7 @@ def with_samples(profile: Profile, factor: float) -> Profile:
     for unit, weights in profile.units.items():
         sizes.setdefault(profile.block_of(unit), set()).update(w.size for w in weights.values())
     pieces = [piece for run in profile.first.values() for piece in run]
-    products = [key[-1] for piece in pieces for key in piece.stretch.ops if key[1] == "matmul" and key[4] == "forward"]
+    products = [k.shape for piece in pieces for k in piece.stretch.ops if k.kind == "matmul" and k.phase == "forward"]
     rows = {m for batch, m, _, _ in products if batch == 1}  # how many vectors enter the linear layers
 
     def grown(row: np.ndarray) -> np.ndarray:
@@ -49,7 +50,7 @@ def with_samples(profile: Profile, factor: float) -> Profile:
         for unit, edge, s in ((piece.unit, piece.edge, piece.stretch) for piece in run):
             own = sizes.get(profile.block_of(unit), set())
             ops = {_grown_op(key, factor, rows, own): count for key, count in s.ops.items()}
-            sent = {(*key[:2], key[2] * factor, *key[3:]): calls for key, calls in s.transfers.items()}
+            sent = {k._replace(payload=k.payload * factor): calls for k, calls in s.transfers.items()}
             out.append(Piece(unit, edge, Stretch(grown(s.peak), grown(s.net), ops, sent)))
         return out
 
@@ -66,20 +67,20 @@ def between(low: Profile, high: Profile, share: float) -> Profile | None:
     def line(a: Any, b: Any) -> Any:
         return a + (b - a) * share
 
-    def key(a: tuple, b: tuple) -> tuple:
+    def field(a: Any, b: Any) -> Any:
         """Names stay; numbers, and those of a shape, lie between."""
-        if isinstance(a, str) or a is None:
+        if isinstance(a, str):
             return a
-        return tuple(map(key, a, b)) if isinstance(a, tuple) else round(line(a, b), 3)
+        return tuple(map(field, a, b)) if isinstance(a, tuple) else round(line(a, b), 3)
 
     def of(a: Stretch, b: Stretch) -> Stretch:
         both = (a.ops, b.ops), (a.transfers, b.transfers)
-        counts = ({key(x, y): n for (x, n), y in zip(u.items(), v)} for u, v in both)
+        counts = ({type(x)(*map(field, x, y)): n for (x, n), y in zip(u.items(), v)} for u, v in both)
         return Stretch(line(a.peak, b.peak), line(a.net, b.net), *counts)
 
     def names(profile: Profile) -> list:
         pieces = [piece for run in profile.first.values() for piece in run]
-        done = ([(key[1:5], n) for key, n in piece.stretch.ops.items()] for piece in pieces)
+        done = ([(k.kind, k.name, k.dtype, k.phase, n) for k, n in piece.stretch.ops.items()] for piece in pieces)
         return [(x.unit, x.edge, ops, len(x.stretch.transfers)) for x, ops in zip(pieces, done)]
 
     if names(low) != names(high):
@@ -92,23 +93,24 @@ def between(low: Profile, high: Profile, share: float) -> Profile | None:
     return dataclasses.replace(low, first=first, later=first, batch=batch, buffers=buffers)
 
 
-def _grown_op(key: tuple, factor: float, rows: set[int], sizes: set[int]) -> tuple:
-    """As `with_samples`; key: of Traced.ops. What is done with a whole weight stays: its cast, the sum of its
-    gradients, the table that an embedding's gradient fills."""
-    section, kind, name, dtype, phase, flops, moved, shape = key
-    if kind == "memory":
-        fixed = moved if name in ("to_copy", "add") and moved in {n * size for size in sizes for n in (6, 12)} else 0.0
-        if name == "embedding_dense_backward":
+def _grown_op(key: OpKey, factor: float, rows: set[int], sizes: set[int]) -> OpKey:
+    """As `with_samples`. What is done with a whole weight stays: its cast, the sum of its gradients, the table that an
+    embedding's gradient fills."""
+    moved, shape = key.bytes, key.shape
+    if key.kind == "memory":
+        sums = {n * size for size in sizes for n in (6, 12)}
+        fixed = moved if key.name in ("to_copy", "add") and moved in sums else 0.0
+        if key.name == "embedding_dense_backward":
             fixed = max((4 * size for size in sizes if 4 * size < moved), default=0)
-        return section, kind, name, dtype, phase, flops, fixed + (moved - fixed) * factor, shape
+        return key._replace(bytes=fixed + (moved - fixed) * factor)
     at, nbytes = 0, moved * factor
-    if kind == "matmul" and shape[0] == 1:
-        at = next((i for i in ((3, 1, 2) if phase == "backward" else (1, 3, 2)) if shape[i] in rows), 1)
+    if key.kind == "matmul" and shape[0] == 1:
+        at = next((i for i in ((3, 1, 2) if key.phase == "backward" else (1, 3, 2)) if shape[i] in rows), 1)
     grown = tuple(max(1, round(size * factor)) if i == at else size for i, size in enumerate(shape))
     if at:  # the weight stays
         before, after = (m * k + k * n + m * n for _, m, n, k in (shape, grown))
         nbytes = moved * after / before
-    return section, kind, name, dtype, phase, flops * factor, nbytes, grown
+    return key._replace(flops=key.flops * factor, bytes=nbytes, shape=grown)
 
 
 # ---------------------------------------------------------------- a stage
@@ -162,7 +164,7 @@ class Cuts:
 
 
 def _empty() -> Stretch:
-    return Stretch(np.zeros(N + 3), np.zeros(N + 3), {}, {})
+    return Stretch(np.zeros(ROW), np.zeros(ROW), {}, {})
 
 
 class _Cut:
@@ -240,8 +242,8 @@ class _Cut:
     def _leave_nothing(self, run: dict[str, list[Piece]]) -> None:
         """What autocast forgets at the end of the forward pass, and all else that was taken and no gradient, is given
         back: in the whole model by an end that the part may not have."""
-        total = sum((piece.stretch.net for pieces in run.values() for piece in pieces), np.zeros(N + 3))
-        casts = np.zeros(N + 3)
+        total = sum((piece.stretch.net for pieces in run.values() for piece in pieces), np.zeros(ROW))
+        casts = np.zeros(ROW)
         casts[GATHERED] = casts[LARGE] = total[GATHERED]
         rest = total - casts
         rest[GRADIENTS] = 0.0
@@ -288,7 +290,7 @@ def _has_own_head(family: Family, units: Units) -> bool:
 
 def _keep_for_weights(runs: dict[str, list[Piece]]) -> None:
     """What the forward pass has left stays until the weights' gradients are computed, in a pass of their own."""
-    freed, backward = np.zeros(N + 3), []
+    freed, backward = np.zeros(ROW), []
     for piece in runs["backward"]:
         s = piece.stretch
         kept = np.minimum(s.net, 0.0)
@@ -313,7 +315,7 @@ def _adding(piece: Piece, profile: Profile) -> Piece:
     peak[GRADIENTS] = net[GRADIENTS] = 0.0
     peak[TRANSIENT] += min(gradients, max(each, default=0))
     net[LARGE] -= gradients
-    dtype = "bf16" if profile.pure else "fp32"
+    width = 2 if profile.pure else 4
     for nbytes in each:
-        add_counts(ops, {("micro", "memory", "add", dtype, "backward", 0.0, 3 * nbytes, ()): 1})
+        add_counts(ops, {memory_op("add", width, "backward", 3 * nbytes): 1})
     return Piece(piece.unit, piece.edge, Stretch(peak, net, ops, s.transfers))

@@ -30,7 +30,7 @@ from gradus.plan import peak as peaks
 from gradus.plan.compose import Stage
 from gradus.plan.profiles import NAMES, MiB, Part, Profile, Weight
 from gradus.plan.store import digest_of, stored
-from gradus.plan.work import Op, Target, Work, op_of, transfer_of
+from gradus.plan.work import Op, OpCounts, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import data_parallel_size, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
@@ -373,14 +373,14 @@ def model_flops(p: Process) -> float:
     """Operations of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery
     et al. 2022, appendix B)."""
     ops = operations_of(p.recipe, Layout(device="cpu"), p.micro_batches.full, "cuda", p.task)
-    each = (n * products(kind, name, flops, shape, 2, 4) for (_, kind, name, _, _, flops, _, shape), n in ops.items())
+    each = (n * products(key.kind, key.name, key.flops, key.shape, 2, 4) for key, n in ops.items())
     return p.data_parallel * p.micro_batches.parts * sum(each)
 
 
 def operations_of(
     recipe: Recipe, layout: Layout, batch: dict, target: Target, task: Task | None = None
-) -> dict[tuple, float]:
-    """Of a micro-batch through the whole model on one process, as Traced.ops: one block of each kind is traced."""
+) -> OpCounts:
+    """Of a micro-batch through the whole model on one process: one block of each kind is traced."""
     every = Part.whole(profiles.block_kinds(recipe.model))
     profile = profile_of(recipe.model_copy(update={"layout": layout}), every, batch, target, task, micro=1)
     return compose.operations([Stage(every, profile)], 1)[0]

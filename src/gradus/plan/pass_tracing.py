@@ -88,7 +88,7 @@ class PassTracer(Recorder):
         self.ops, self.counts, self.counting = {}, Counter(), True
         with torch.no_grad(), replaced(F, "scaled_dot_product_attention", _fused), self:
             output = call()
-        self.counts["operations"] = sum(key[5] * times for key, times in self.ops.items())
+        self.counts["operations"] = sum(key.flops * times for key, times in self.ops.items())
         return self.counts, tree_leaves(output)[0]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -27,7 +27,7 @@ from gradus.plan.compose import (
     summed_gradients,
     transposed_shards,
 )
-from gradus.plan.profiles import INDEX, NAMES, MiB, N, Units, Weight, pool
+from gradus.plan.profiles import INDEX, NAMES, ROW, MiB, N, Units, Weight, pool
 from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Layout
 
@@ -39,7 +39,7 @@ Event = tuple[int, str, float]  # before which piece, component, bytes
 
 def level(**components: float) -> np.ndarray:
     """(components and pools): bytes, a tensor each."""
-    out = np.zeros(N + 3)
+    out = np.zeros(ROW)
     for name, value in components.items():
         out += _rows([(0, name, value)])[0]
     return out
@@ -47,7 +47,7 @@ def level(**components: float) -> np.ndarray:
 
 def _rows(events: list[Event]) -> np.ndarray:
     """(events, components and pools)."""
-    rows = np.zeros((len(events), N + 3))
+    rows = np.zeros((len(events), ROW))
     for row, (_, name, value) in zip(rows, events):
         which, taken = pool(abs(value))
         row[INDEX[name]] = value
@@ -93,13 +93,13 @@ class Span(Peak):
     @classmethod
     def change(cls, by: np.ndarray) -> Span:
         """A change of level that has no peak of its own."""
-        nothing = np.full(N + 3, -math.inf)
+        nothing = np.full(ROW, -math.inf)
         return cls(nothing[:N], nothing[N:], -math.inf, "", by)
 
 
 def joined(spans: list[Span]) -> Peak:
     """Of the spans one after the other."""
-    before = np.zeros((len(spans), N + 3))
+    before = np.zeros((len(spans), ROW))
     before[1:] = np.cumsum([span.net for span in spans[:-1]], axis=0)
     components = before[:, :N] + [span.components for span in spans]
     pools = (before[:, N:] + [span.pools for span in spans]).max(0)
@@ -331,7 +331,7 @@ def peak(p: Process) -> Peak:
         spans.append(Span.change(-level(transient=p.param_bytes)))
     for nbytes, with_gradients in _flat_buffers(p):
         buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.param_bytes)
-        spans.append(Span.of(buffer[None], np.zeros((1, N + 3)), ["optimizer"]))
+        spans.append(Span.of(buffer[None], np.zeros((1, ROW)), ["optimizer"]))
     return joined(spans)
 
 
@@ -383,7 +383,7 @@ def _passes(p: Process) -> Iterator[Span]:
     numbers = stages_of(p.rank, layout)
     from_own = {s for s, number in enumerate(numbers) if number - 1 in numbers}  # what these send stays in the process
     sends = not one_by_one and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
-    in_flight = Span.change(np.zeros(N + 3))
+    in_flight = Span.change(np.zeros(ROW))
     done: set[tuple[str, int]] = set()
     known: dict[tuple, tuple[Span, Any]] = {}  # a pass is as another that began alike
     for kind, s, i in order:
@@ -436,7 +436,7 @@ def _repeated(
     for many, group in itertools.groupby(times):
         begin, at = at, at + len(list(group))
         p, n, own = peak[begin:at], net[begin:at], phases[begin:at]
-        between = np.full((1, N + 3), -math.inf), (many - 2) * n.sum(0, keepdims=True), own[:1]
+        between = np.full((1, ROW), -math.inf), (many - 2) * n.sum(0, keepdims=True), own[:1]
         for part in [(p, n, own), between, (p, n, own)][: 3 if many > 1 else 1]:
             peaks.append(part[0])
             nets.append(part[1])

@@ -18,13 +18,14 @@ from typing import Any, Literal
 import numpy as np
 
 from gradus import models
-from gradus.plan.work import COMPONENTS
+from gradus.plan.work import COMPONENTS, OpCounts, OpKey, TransferCounts, TransferKey
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 
 MiB = 2**20
 NAMES = list(COMPONENTS)
 INDEX = {name: i for i, name in enumerate(NAMES)}
-N = len(NAMES)  # then come the bytes that each pool of PyTorch's caching allocator takes: see `pool`
+N = len(NAMES)
+ROW = N + 3  # numbers in a row of memory: of each component, then of each pool of PyTorch's allocator (see `pool`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,8 @@ class Stretch:
 
     peak: np.ndarray  # the highest rise above the level before, in sum; of each pool its own
     net: np.ndarray  # the level afterwards minus before
-    ops: dict[tuple, float]  # as Traced.ops
-    transfers: dict[tuple, float]  # as Traced.transfers
+    ops: OpCounts
+    transfers: TransferCounts
 
 
 @dataclasses.dataclass
@@ -205,7 +206,7 @@ class Profile:
 
     first: dict[str, list[Piece]]
     later: dict[str, list[Piece]]
-    prepare: dict[tuple, float]  # operations on a micro-batch before the first forward pass, as Traced.ops
+    prepare: OpCounts  # of a micro-batch, before the first forward pass
     optimizer: Stretch  # norm, clipping, step
     units: Units  # what is trained
     frozen: Units  # parameters that are not, and buffers
@@ -270,11 +271,12 @@ def to_json(p: Profile) -> dict[str, Any]:
 
 
 def from_json(plain: dict[str, Any]) -> Profile:
-    def counted(rows: list) -> dict[tuple, float]:
-        return {tuple(tuple(x) if isinstance(x, list) else x for x in key): count for key, count in rows}
+    def operations(rows: list) -> OpCounts:
+        return {OpKey(*rest, tuple(shape)): count for (*rest, shape), count in rows}
 
     def stretch(peak: list, net: list, ops: list, transfers: list) -> Stretch:
-        return Stretch(np.array(peak), np.array(net), counted(ops), counted(transfers))
+        sent = {TransferKey(*key): calls for key, calls in transfers}
+        return Stretch(np.array(peak), np.array(net), operations(ops), sent)
 
     def passes(runs: dict) -> dict[str, list[Piece]]:
         return {kind: [Piece(unit, edge, stretch(*s)) for unit, edge, s in pieces] for kind, pieces in runs.items()}
@@ -286,7 +288,7 @@ def from_json(plain: dict[str, Any]) -> Profile:
         }
 
     read = {
-        "first": passes, "later": passes, "prepare": counted, "optimizer": lambda s: stretch(*s), "units": weights,
+        "first": passes, "later": passes, "prepare": operations, "optimizer": lambda s: stretch(*s), "units": weights,
         "frozen": weights, "batch": np.array, "buffers": np.array,
         "stacks": lambda stacks: {name: tuple(numbers) for name, numbers in stacks.items()},
     }  # fmt: skip

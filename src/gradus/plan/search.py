@@ -213,7 +213,7 @@ class Space:
     def at_peak(self) -> float:
         """Seconds of a step on one device whose products reach its peak, recomputation left out."""
         ops, _ = self._whole(self.one).counts()
-        return sum(key[5] * n for key, n in ops.items()) * self.samples / max(self.cluster.device.peaks.values())
+        return sum(key.flops * n for key, n in ops.items()) * self.samples / max(self.cluster.device.peaks.values())
 
     def least_devices(self) -> float:
         """Fewer cannot hold the weights, their gradients and the optimizer's state."""

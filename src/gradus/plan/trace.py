@@ -41,7 +41,17 @@ from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
 from gradus.patch import replaced
 from gradus.plan import batches
-from gradus.plan.work import COMPONENTS, Target, Work, op_of, transfer_of
+from gradus.plan.work import (
+    COMPONENTS,
+    OpCounts,
+    OpKey,
+    Target,
+    TransferCounts,
+    TransferKey,
+    Work,
+    op_of,
+    transfer_of,
+)  # fmt: skip
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.torch_private import (
@@ -71,8 +81,8 @@ class Traced:
     parameters: int  # of the whole model
     timeline: Timeline
     start: int  # the event with which the step begins
-    ops: dict[tuple, float]  # (scope, kind, name, dtype, phase, flops, bytes, shape) → how often
-    transfers: dict[tuple, float]  # (axis, kind, payload, group, stride, phase, hidden by) → calls
+    ops: OpCounts
+    transfers: TransferCounts
     pure: bool  # whether weights are in half precision
     batch_bytes: int  # of all micro-batches
 
@@ -411,8 +421,8 @@ class Recorder(TorchDispatchMode):
         self.counting = False
         self.share: float = 1  # how often it happens per step: 1/k for what is done every k steps
         self.scope = "step"
-        self.ops: dict[tuple, float] = {}
-        self.transfers: dict[tuple, float] = {}
+        self.ops: OpCounts = {}
+        self.transfers: TransferCounts = {}
         self.in_loss = False
         self.paused = False
         self.weights: set[int] = set()
@@ -473,7 +483,7 @@ class Recorder(TorchDispatchMode):
                         cached.counted, cached.is_counted = counted, True
                 if counted is not None:
                     kind, label, dtype, flops, nbytes, shape = counted
-                    key = (self.scope, kind, label, dtype, phase, flops, nbytes, shape)
+                    key = OpKey(self.scope, kind, label, dtype, phase, flops, nbytes, shape)
                     self.ops[key] = self.ops.get(key, 0) + self.share
         return out
 
@@ -553,7 +563,7 @@ class Recorder(TorchDispatchMode):
             hidden = "backward"
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         phase = {"build": "optimizer", "loss": "forward"}.get(phase, phase)
-        key = (axis, kind, payload, len(ranks), stride, phase, hidden)
+        key = TransferKey(axis, kind, payload, len(ranks), stride, phase, hidden)
         self.transfers[key] = self.transfers.get(key, 0) + self.share
 
 
@@ -980,7 +990,7 @@ def _work_of(recorder: Recorder, recipe: Recipe, parallel: Parallel, micro_batch
     n, layout, pipeline = len(micro_batches), recipe.layout, parallel.pipeline
     micro, step = [], []
     for key, count in recorder.ops.items():
-        if key[0] == "micro":
+        if key.scope == "micro":
             micro.append(op_of(key, count / n, tf32=layout.tf32))
         else:
             step.append(op_of(key, count, tf32=layout.tf32, phase="optimizer"))

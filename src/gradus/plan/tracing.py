@@ -35,8 +35,21 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.shard import ends
 from gradus.patch import replaced
 from gradus.plan import trace
-from gradus.plan.profiles import INDEX, Edge, N, Part, Piece, Profile, Stretch, Units, Weight, pool, small_recipe
-from gradus.plan.work import Target
+from gradus.plan.profiles import (
+    INDEX,
+    ROW,
+    Edge,
+    N,
+    Part,
+    Piece,
+    Profile,
+    Stretch,
+    Units,
+    Weight,
+    pool,
+    small_recipe,
+)  # fmt: skip
+from gradus.plan.work import OpCounts, Target, TransferCounts
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.tasks.base import Task
 from gradus.torch_private import tree_leaves
@@ -73,8 +86,8 @@ class Mark:
     events: int
     unit: str
     edge: Edge
-    ops: dict[tuple, float]
-    transfers: dict[tuple, float]
+    ops: OpCounts
+    transfers: TransferCounts
 
 
 class _Marks:
@@ -266,7 +279,7 @@ def _cut(recipe: Recipe, small: Part, traced: trace.Traced, tracing: _Tracing, m
 def _always_alive(traced: trace.Traced, start: np.ndarray, ready: Stretch, micro: int) -> tuple[np.ndarray, np.ndarray]:
     """(of every micro-batch that is given, of every one that a pipeline runs). ready: images become numbers before the
     first micro-batch."""
-    batch, buffers = np.zeros(N + 3), start / micro
+    batch, buffers = np.zeros(ROW), start / micro
     batch[INDEX["activations"]] = traced.batch_bytes / micro
     for name in ("weights", "gradients", "optimizer"):
         buffers[INDEX[name]] = 0
@@ -278,7 +291,7 @@ def _always_alive(traced: trace.Traced, start: np.ndarray, ready: Stretch, micro
 
 
 def _stretch(levels: np.ndarray, mark: Mark, stop: int) -> Stretch:
-    nothing, at = np.zeros(N + 3), mark.events
+    nothing, at = np.zeros(ROW), mark.events
     before, rows = levels[at - 1] if at else nothing, levels[at:stop]
     if not len(rows):
         return Stretch(nothing, nothing, mark.ops, mark.transfers)
@@ -292,7 +305,7 @@ def _levels(traced: trace.Traced) -> np.ndarray:
     """Bytes by component and pool after each event."""
     timeline = traced.timeline
     borders = timeline.forward_ends()
-    changes = np.zeros((len(timeline.events), N + 3))
+    changes = np.zeros((len(timeline.events), ROW))
     for i, (s, change) in enumerate(timeline.events):
         which, taken = pool(s.nbytes)
         changes[i, INDEX[s.tag or timeline.component_by_lifetime(s, borders)]] = change

@@ -86,18 +86,41 @@ class Work:
     software: str = "gradus"  # the one with fitted parameters: gradus, megatron, mosaic
 
 
-def op_of(key: tuple, count: float, *, tf32: bool = False, phase: str | None = None) -> Op:
-    """The operation of a key of `Traced.ops`.
+class OpKey(NamedTuple):
+    """What tells an operation of a trace from another: alike ones are counted. Fields as `Op`'s."""
 
-    tf32: the layout computes fp32 products in tf32. phase: in place of the key's own.
-    """
-    _, kind, name, dtype, own_phase, flops, nbytes, shape = key
-    dtype = "tf32" if tf32 and dtype == "fp32" and kind == "matmul" else dtype
-    phase = phase or ("forward" if own_phase == "loss" else own_phase)
-    return Op(kind, name, dtype, phase, flops, nbytes, shape, count)
+    scope: str  # micro: of a micro-batch; step: once per step
+    kind: str
+    name: str
+    dtype: str
+    phase: str  # loss is one of its own here
+    flops: float
+    bytes: float
+    shape: tuple[int, ...]
 
 
-def transfer_of(key: tuple, calls: float) -> Transfer:
-    """The transfer of a key of `Traced.transfers`."""
-    axis, kind, payload, group, stride, phase, hidden = key
-    return Transfer(axis, kind, payload, calls, group, stride, phase, hidden)
+class TransferKey(NamedTuple):
+    """As OpKey, of a collective. Fields as `Transfer`'s."""
+
+    axis: str
+    kind: str
+    payload: float
+    group: int
+    stride: int
+    phase: str
+    hidden_by: str
+
+
+OpCounts = dict[OpKey, float]
+TransferCounts = dict[TransferKey, float]
+
+
+def op_of(key: OpKey, count: float, *, tf32: bool = False, phase: str | None = None) -> Op:
+    """tf32: the layout computes fp32 products in tf32. phase: in place of the key's own."""
+    dtype = "tf32" if tf32 and key.dtype == "fp32" and key.kind == "matmul" else key.dtype
+    phase = phase or ("forward" if key.phase == "loss" else key.phase)
+    return Op(key.kind, key.name, dtype, phase, key.flops, key.bytes, key.shape, count)
+
+
+def transfer_of(key: TransferKey, calls: float) -> Transfer:
+    return Transfer(key.axis, key.kind, key.payload, calls, *key[3:])
