@@ -31,6 +31,7 @@ NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 def run(page: Path) -> tuple[list[str], dict]:
     """(what each block of Python prints, the names that they leave), run in the folder where the process is."""
+    torch.set_num_threads(1)  # small models beside other tests: two threads would wait for each other
     printed, names = [], {"__name__": "__main__"}
     for kind, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if kind == "python":
@@ -71,12 +72,13 @@ def test_the_equations_of_a_page_are_drawn(page):
 @pytest.fixture(scope="module", params=PAGES, ids=lambda page: page.stem)
 def page(request, tmp_path_factory):
     """(the page, its folder, what its blocks print, the names they leave)"""
-    folder, here = tmp_path_factory.mktemp("learn"), os.getcwd()
+    folder, here, threads = tmp_path_factory.mktemp("learn"), os.getcwd(), torch.get_num_threads()
     os.chdir(folder)
     try:
         yield request.param, folder, *run(request.param)
     finally:
         os.chdir(here)
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.docs
