@@ -522,16 +522,20 @@ def _planned(args, mode: str, request) -> Iterable[str]:
         else:
             lines = explain(response.rows, args.explain) if mode == "explain" else screen(response, args.all)
         if args.picture:
-            drawn = room("plan.picture").draw(response, args.recipe)
+            drawn = room("plan.picture").draw(response)
             path = pictures.write(drawn, args.picture, f"{response.recipe.name}-plan")
-            print(f"{path}: the plan drawn", file=sys.stderr if args.json else sys.stdout)
+            if args.json:
+                print(f"{path}: the plan drawn", file=sys.stderr)
+            else:
+                lines = [*lines, f"{path}: the plan drawn"]
     return (row.json() for row in rows) if args.json else printed(lines)
 
 
 OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
-    "picture": {"plan"}, "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"}, "price": {"plan", "explain", "search"},
+    "picture": {"plan"}, "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"},
+    "price": {"plan", "explain", "search"},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 
@@ -568,15 +572,15 @@ def show(args) -> int:
 
 
 def _shown(args) -> Iterable[str]:
-    from gradus.plan.answer import Request, open_recipe
+    from gradus.plan.answer import Request, of_model, open_recipe
 
     for option in ("modules", "no_data", "processes", "rank"):
-        if getattr(args, option) not in (None, False):
+        if getattr(args, option) is not None and getattr(args, option) is not False:
             why = "it draws the whole model, and opens the data only for sizes that the recipe does not say"
             raise UserError(f"--{option.replace('_', '-')} has no effect with --picture: {why}. Leave it out.")
     recipe, *_ = open_recipe(Request(args.recipe, tuple(args.overrides), json_file=args.json_file), notes := [])
     path = pictures.write(room("models.picture").draw(recipe.model, recipe.name), args.picture, recipe.name)
-    return [*(f"note: {note}" for note in notes), f"{path}: the model drawn"]
+    return [*(f"note: {note}" for note in of_model(notes)), f"{path}: the model drawn"]
 
 
 def keys(args) -> Iterable[str]:

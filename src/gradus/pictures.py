@@ -210,8 +210,8 @@ def area(
     series: Mapping[str, Sequence[float]], at: Sequence[float], title: str, description: str = "", *, x: str = "",
     unit: str = "", spans: Sequence[tuple[float, float, str]] = (), width: float = 760, height: float = 320,
 ) -> Picture:  # fmt: skip
-    """Areas on top of one another. series: name → values at the places `at`; spans: (from, to, words), a band each below
-    the axis, whose words stand there where they fit. x: what the axis shows."""
+    """Areas on top of one another. series: name → values at the places `at`; spans: (from, to, words), a band each
+    below the axis, whose words stand there where they fit. x: what the axis shows."""
     left, top, right, bottom = 64.0, 50.0, width - GAP, height - 56.0
     most = max(map(sum, zip(*series.values())), default=0) or 1.0
     first, extent = at[0], (at[-1] - at[0]) or 1.0
@@ -222,17 +222,20 @@ def area(
         up = [f"{place(p):.1f},{bottom - v / most * (bottom - top):.1f}" for p, v in zip(at, above)]
         down = [f"{place(p):.1f},{bottom - v / most * (bottom - top):.1f}" for p, v in zip(at, below)]
         shown = f"<title>{html.escape(f'{name}: at most {max(values):.4g} {unit}'.strip())}</title>"
-        body.append(f'<polygon fill="{COLOURS[i % len(COLOURS)]}" points="{" ".join(up + down[::-1])}">{shown}</polygon>')
+        points, fill = " ".join(up + down[::-1]), COLOURS[i % len(COLOURS)]
+        body.append(f'<polygon fill="{fill}" points="{points}">{shown}</polygon>')
         below = above
     body.append(f'<path class="line" d="M{left} {top}V{bottom}H{right}"/>')
     ticks = (0.0, most / 2, most)
-    body += [text(left - 6, bottom - v / most * (bottom - top) + 4, f"{v:.3g}", "end", "quiet") for v in ticks]
-    for i, (begin, end, words) in enumerate(spans):
+    for v in ticks:
+        body.append(text(left - 6, bottom - v / most * (bottom - top) + 4, f"{v:.3g} {unit}".strip(), "end", "quiet"))
+    shades = {words: 0.2 + 0.2 * (i % 3) for i, words in enumerate(dict.fromkeys(words for *_, words in spans))}
+    for begin, end, words in spans:
         size = place(end) - place(begin)
-        body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, 0.5 if i % 2 else 0.25))
+        body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, shades[words]))
         if size > label_width([words]):
             body.append(text(place(begin) + size / 2, bottom + 16, words, "middle"))
-    body += [text((left + right) / 2, bottom + 38, x, "middle", "quiet"), text(left - 6, top - 4, unit, "end", "quiet")]
+    body.append(text((left + right) / 2, bottom + 38, x, "middle", "quiet"))
     return Picture(width, height, "".join(body), title, description)
 
 

@@ -117,8 +117,8 @@ class _Parts:
             first = self.counted.setdefault(id(p), key)
             count += p.numel() if new else 0
             owner, _, leaf = key.removeprefix(name).removeprefix(".").rpartition(".")
-            shared = "" if new else f", counted above as {first}" if first != key else ", counted above"
-            lines.setdefault(owner, []).append(f"{leaf} {tuple(p.shape)}{shared}".strip())
+            shared = "" if new else f", counted before as {first}" if first != key else ", counted before"
+            lines.setdefault(owner, []).append(f"{leaf} ({', '.join(map(str, p.shape))}){shared}".strip())
         if own:
             kind = type(self.modules[name]).__name__ if name in self.modules else "Parameter"
             text = tuple(f"{owner}: {'; '.join(of)}" if owner else "; ".join(of) for owner, of in lines.items())
@@ -134,8 +134,9 @@ def draw(config: ModelConfig, name: str) -> Picture:
     the parameters by component. Errors as in `groups`."""
     stacks, counts = groups(config), models.count(config)
     total, family = counts.pop("total"), models.lookup(config.family)
-    titles = [f"{stack.blocks.rpartition('.')[0] or name}" for stack in family.stacks]
-    columns = [_column(of, title) for of, title in zip(stacks, titles)]
+    titles = [stack.blocks.rpartition(".")[0] for stack in family.stacks]
+    states = f"↓ (batch, {config.n_tokens if config.reads == 'images' else 'seq'}, {config.d_model})"
+    columns = [_column(of, title, states) for of, title in zip(stacks, titles)]
     rows = [pictures.beside(columns, "", columns=len(columns))]
     if len(columns) > 1:
         words = f"Every block of the {titles[1]} also reads what the {titles[0]} returns."
@@ -163,39 +164,43 @@ def _colour(component: str) -> str:
 LINE, PAD = 15, 8  # pixels: of a line, within a box
 
 
-def _column(of: list[Group], title: str) -> Picture:
-    """A stack's groups from top to bottom."""
+def _column(of: list[Group], title: str, states: str) -> Picture:
+    """A stack's groups from top to bottom. states: the shape of what goes through its blocks."""
     kinds = sum(bool(group.numbers) for group in of)
-    labels = [_label(group, kinds == 1) for group in of]
-    texts = [title, *labels, *(line for g in of for part in g.parts for line in (_head(part), *part.weights))]
-    wide = pictures.label_width(texts) + 2 * PAD + 110  # beside a part's name stands its number
-    body, y = [pictures.text(GAP, 14, title, kind="title")], 34.0
-    for group, label in zip(of, labels):
-        inset, top = (GAP if group.numbers else 0), y
-        body.append(pictures.text(GAP + inset, y, label, kind="title"))
-        each = f"{group.parameters:,}" if group.times == 1 else f"{group.times} × {_each(group)} = {group.parameters:,}"
-        body.append(pictures.text(GAP + wide + inset, y, each, "end", "quiet"))
+    labels = [(_label(group, kinds == 1), _number(group)) for group in of]
+    texts = [line for g in of for part in g.parts for line in (_head(part), *part.weights)]
+    texts = [*(text + 12 * " " for text in texts), *(f"{label}{number}  " for label, number in labels)]
+    whole = 1.1 * pictures.label_width(texts) + 4 * PAD
+    body, y = [pictures.text(GAP, 14, title, kind="title")], 34.0 if title else 14.0
+    for group, (label, number) in zip(of, labels):
+        if group.numbers:
+            body.append(pictures.text(GAP + whole / 2, y - 4, states, "middle", "quiet"))
+            y += 26
+        inset, top = (PAD if group.numbers else 0), y
+        x, wide = GAP + inset, whole - 2 * inset
+        body.append(pictures.text(x, y, label, kind="title"))
+        body.append(pictures.text(x + wide, y, number, "end", "quiet"))
         y += 6
         for part in group.parts:
-            height = LINE * (1 + len(part.weights)) + PAD
-            colour = _colour(part.component)
-            body.append(pictures.rectangle(GAP + inset, y, wide, height, colour, f"{part.name}: {part.component}", 0.18))
-            body.append(pictures.rectangle(GAP + inset, y, 4, height, colour))
-            body.append(pictures.text(GAP + inset + PAD + 4, y + LINE, _head(part)))
-            body.append(pictures.text(GAP + inset + wide - PAD, y + LINE, f"{part.parameters:,}", "end"))
+            height, colour = LINE * (1 + len(part.weights)) + PAD, _colour(part.component)
+            body.append(pictures.rectangle(x, y, wide, height, colour, f"{part.name}: {part.component}", 0.18))
+            body.append(pictures.rectangle(x, y, 4, height, colour))
+            body.append(pictures.text(x + PAD + 4, y + LINE, _head(part)))
+            body.append(pictures.text(x + wide - PAD, y + LINE, f"{part.parameters:,}", "end"))
             for i, line in enumerate(part.weights):
-                body.append(pictures.text(GAP + inset + PAD + 14, y + LINE * (i + 2), line, kind="quiet"))
+                body.append(pictures.text(x + PAD + 14, y + LINE * (i + 2), line, kind="quiet"))
             y += height + 4
         if group.numbers:  # a frame: what is repeated
-            size = f'x="{GAP}" y="{top - 16:.1f}" width="{wide + 2 * inset:.1f}" height="{y - top + 22:.1f}"'
+            size = f'x="{GAP}" y="{top - 16:.1f}" width="{whole:.1f}" height="{y - top + 20:.1f}"'
             body.append(f'<rect class="line" rx="6" stroke-width="2" {size}/>')
             y += 8
-        y += 26
-    return Picture(wide + 4 * GAP, y - 14, "".join(body), title, title)
+        y += 22
+    return Picture(whole + 3 * GAP, y - 14, "".join(body), title, title)
 
 
-def _each(group: Group) -> str:
-    return f"{sum(part.parameters for part in group.parts):,}"
+def _number(group: Group) -> str:
+    each = sum(part.parameters for part in group.parts)
+    return f"{group.parameters:,}" if group.times == 1 else f"{group.times} × {each:,} = {group.parameters:,}"
 
 
 def _head(part: Part) -> str:
@@ -209,6 +214,6 @@ def _by_component(shares: dict[str, float], width: float) -> Picture:
         size = count / total * (width - left - 180)
         body.append(pictures.text(left - 8, y + 13, component, "end"))
         body.append(pictures.rectangle(left, y, max(size, 1), 18, _colour(component), component))
-        body.append(pictures.text(left + size + 6, y + 13, f"{count:,.0f} ({count / total:.1%})"))
+        body.append(pictures.text(left + size + 6, y + 13, f"{count:,.0f} ({100 * count / total:.2g} %)"))
         y += 24
     return Picture(width, y + GAP, "".join(body), "by component")

@@ -600,9 +600,12 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
     except UserError as e:  # by the names of the command line
         flags = {"seq_len": "--length=", "batch": "--batch=", "bits": "--bits="}
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: flags[m[1]], str(e))) from None
-    of_training = ("training settings", "20 per active")
-    notes = [note for note in notes if not any(text in note for text in of_training)]
-    return Reply(lines(request.recipe, rows, cluster, recipe.model.reads == "images"), rows, notes)
+    return Reply(lines(request.recipe, rows, cluster, recipe.model.reads == "images"), rows, of_model(notes))
+
+
+def of_model(notes: list[str]) -> list[str]:
+    """Those that are not about training it."""
+    return [note for note in notes if not any(text in note for text in ("training settings", "20 per active"))]
 
 
 def optimal(request: Request) -> Reply:

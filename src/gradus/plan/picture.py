@@ -1,4 +1,4 @@
-"""The plan drawn: memory of a device by component, memory over a step, and what each process of a pipeline does when."""
+"""The plan drawn: memory of a device by component, memory over a step, and what a pipeline's processes do when."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MOMENTS = 600  # of a step that are drawn
 ROWS, UNITS, ACTIONS = 16, 200, 200_000  # of a schedule: processes and time that are drawn, passes that are counted
 
 
-def draw(answer: Answer, name: str) -> Picture:
-    """All of it. name: as the user calls what was planned."""
+def draw(answer: Answer) -> Picture:
+    """All of it."""
     target, layout = target_of(answer.cluster), answer.recipe.layout
     found = engine.planned(answer.recipe, answer.n, target, answer.task)
     memories = [engine.memory_of([p]) for p in found]
@@ -37,17 +37,24 @@ def draw(answer: Answer, name: str) -> Picture:
     head = [pictures.note("\n".join(" ".join(line.split()) for line in answer.headline[1:]), WIDTH)]
     below = [*device(answer, found, memories, shown), *step(fullest, shown)]
     below += schedule(layout, fullest.n_micro_batches) if layout.pipeline > 1 else []
-    return pictures.beside(
-        [*head, *below], answer.headline[0], " ".join(p.description for p in [*head, *below]), columns=1
-    )
+    words = " ".join(picture.description for picture in [*head, *below] if picture.description)
+    return pictures.beside([*head, *below], answer.headline[0], words, columns=1)
+
+
+def _unit(most: float) -> tuple[float, str]:
+    """(bytes of it, its name)"""
+    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
 
 
 # ---------------------------------------------------------------- memory
 
+KEPT = "kept free"
+PASSES = {"forward": "forward pass", "backward": "backward pass", "loss": "loss", "optimizer": "optimizer's step"}
+
 
 def parts(memory: Memory, shown: Sequence[str]) -> dict[str, int]:
     """Bytes that a device shows as taken, by component; what PyTorch's allocator and other programs take last."""
-    more = {"kept free": memory.reserved - memory.allocated, "framework": memory.framework}
+    more = {KEPT: memory.reserved - memory.allocated, "framework": memory.framework}
     return {part: memory.components[part] for part in shown} | {part: n for part, n in more.items() if n}
 
 
@@ -55,28 +62,33 @@ def device(answer: Answer, found: list[Process], memories: list[Memory], shown: 
     """A bar for each process that was looked at."""
     several = answer.recipe.layout.pipeline > 1
     names = [f"process {p.rank}" if several else "each device" for p in found]
-    values = {name: {part: n / 1e9 for part, n in parts(m, shown).items()} for name, m in zip(names, memories)}
     most, capacity = max(m.device_total for m in memories), answer.value("memory/capacity")
-    limit = ("usable", capacity / 1e9) if capacity and capacity < 4 * most else None
-    yield pictures.bars(values, "memory per device", unit="GB", width=WIDTH, limit=limit)
-    words = f"{size(most)} at most" + (f" of {size(capacity)}." if capacity else ".")
+    one, unit = _unit(most)
+    values = {name: {part: n / one for part, n in parts(m, shown).items()} for name, m in zip(names, memories)}
+    limit = ("usable", capacity / one) if capacity and capacity < 4 * most else None
+    yield pictures.bars(values, "memory per device", unit=unit, width=WIDTH, limit=limit)
+    words = f"Memory by component at the peak: {size(most)} at most{f' of {size(capacity)}' if capacity else ''}."
     if several and len(found) < answer.recipe.layout.pipeline:
         words += f" Of {answer.recipe.layout.pipeline} processes of the pipeline those that may need most are drawn."
-    kept = "kept free: what the caching allocator holds beyond the tensors; framework: what is no tensor."
-    yield pictures.note(f"Memory by component at the peak: {words} {kept}", WIDTH)
+    if any(KEPT in bar for bar in values.values()):
+        words += f" {KEPT.capitalize()}: what the caching allocator holds beyond the tensors."
+    yield pictures.note(f"{words} Framework: what is no tensor.", WIDTH)
 
 
 def step(p: Process, shown: Sequence[str]) -> Iterator[Picture]:
     """Tensors of the process that needs most, from piece to piece of its step."""
     moments, layout = peaks.over_step(p), p.recipe.layout
     every = -(-len(moments) // MOMENTS)
-    drawn = [max(of, key=lambda m: m.of.sum()) for of in (moments[i : i + every] for i in range(0, len(moments), every))]
+    groups = (moments[i : i + every] for i in range(0, len(moments), every))
+    drawn = [max(of, key=lambda m: m.of.sum()) for of in groups]
     index = {name: i for i, name in enumerate(COMPONENTS)}
-    series = {part: [m.of[index[part]] / 1e9 for m in drawn] for part in shown}
+    one, unit = _unit(p.peak.bytes)
+    series = {part: [m.of[index[part]] / one for m in drawn] for part in shown}
     title = f"tensors over a step{f' of process {p.rank}' if layout.pipeline > 1 else ''}"
     axis = "pieces of the step (a block's forward or backward pass is a few), in their order; they take no equal time"
-    yield pictures.area(series, [m.at for m in drawn], title, x=axis, unit="GB", spans=_phases(moments), width=WIDTH)
-    words = f"Tensors over a step: the peak, {size(p.peak.bytes)}, is in the {p.peak.at or 'start'}."
+    yield pictures.area(series, [m.at for m in drawn], title, x=axis, unit=unit, spans=_phases(moments), width=WIDTH)
+    at = PASSES.get(p.peak.at, "start of the step")
+    words = f"Tensors over a step: the peak, {size(p.peak.bytes)}, is in the {at}."
     looked, micro = peaks.distinct(layout, p.n_micro_batches), p.n_micro_batches
     if looked < micro:
         words += f" The first {looked} of {micro:,} micro-batches are drawn: the others repeat them."
@@ -154,13 +166,13 @@ def schedule(layout: Layout, micro: int) -> Iterator[Picture]:
     title = f"the pipeline's schedule: {layout.schedule}, {p} processes, {counted:,} micro-batches"
     yield pictures.gantt(rows, title, unit="forward passes of a stage", width=WIDTH)
     share, assumed = idle(done), bubble_share(layout.schedule, p, virtual, counted)
-    length = "a third each for forward, inputs and weights" if layout.schedule == "zero_bubble" else "1 : 2"
+    backward = "and so does each half of a backward pass" if layout.schedule == "zero_bubble" else "a backward pass two"
     busy = sum(a.stop - a.start for a in done[0])
     words = [
-        f"The schedule in the order in which training runs it; the numbers are micro-batches, forward : backward is "
-        f"{length}, sending takes no time. A step is {end:,.0f} units, of which a process works {busy:,.0f} and idles "
-        f"{end - busy:,.0f}: {share:.1%} of the work. The plan takes {assumed:.1%}."
-    ]  # fmt: skip
+        "The schedule in the order in which training runs it; the numbers are micro-batches. A forward pass of a stage "
+        f"takes one unit of time, {backward}, sending none. A step takes {end:,.0f}, of which a process works "
+        f"{busy:,.0f} and idles {end - busy:,.0f}: {share:.1%} of the work. The plan takes {assumed:.1%}."
+    ]
     if counted < micro:
         words.append(f"Counted for {counted:,} of {micro:,} micro-batches.")
     if len(ranks) < p:
