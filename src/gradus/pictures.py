@@ -99,8 +99,7 @@ def _numbers(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def label_width(words: Sequence[Any]) -> float:
-    """Pixels that the longest of them takes."""
+def _label_width(words: Sequence[Any]) -> float:
     return CHARACTER * max((len(str(word)) for word in words), default=0)
 
 
@@ -116,8 +115,8 @@ def heatmap(
     table = _numbers(values)
     most = most or max((abs(v) for row in table for v in row), default=0) or 1.0
     tilted = any(len(str(word)) * CHARACTER > cell for word in columns)
-    left = GAP + label_width(rows) + 6
-    top = 34 + (label_width(columns) if tilted else 12)
+    left = GAP + _label_width(rows) + 6
+    top = 34 + (_label_width(columns) if tilted else 12)
     body = [text(GAP, 20, title, kind="title")]
     for j, word in enumerate(columns):
         x = left + cell * (j + 0.5)
@@ -135,7 +134,7 @@ def heatmap(
             body.append(rectangle(left + cell * j, y, cell - 1, cell - 1, fill, note, min(abs(value) / most, 1.0)))
             if numbers:
                 body.append(text(left + cell * (j + 0.5), y + cell / 2 + 4, f"{value:.2f}", "middle"))
-    width = max(left + cell * len(columns), GAP + label_width([title])) + GAP
+    width = max(left + cell * len(columns), GAP + _label_width([title])) + GAP
     return Picture(width, top + cell * len(rows) + GAP, "".join(body), title, description)
 
 
@@ -148,7 +147,7 @@ def bars(
     parts = list(dict.fromkeys(part for value in values.values() if isinstance(value, Mapping) for part in value))
     stacked = {name: value if isinstance(value, Mapping) else {"": value} for name, value in values.items()}
     most = max([sum(parts.values()) for parts in stacked.values()] + ([limit[1]] if limit else []), default=0) or 1.0
-    left, right = GAP + label_width(list(values)) + 6, 90
+    left, right = GAP + _label_width(list(values)) + 6, 90
     scale = (width - left - right) / most
     body = [text(GAP, 20, title, kind="title"), _legend(parts, 38)]
     y = 54.0 if parts else 32.0
@@ -233,7 +232,7 @@ def area(
     for begin, end, words in spans:
         size = place(end) - place(begin)
         body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, shades[words]))
-        if size > label_width([words]):
+        if size > _label_width([words]):
             body.append(text(place(begin) + size / 2, bottom + 16, words, "middle"))
     body.append(text((left + right) / 2, bottom + 38, x, "middle", "quiet"))
     return Picture(width, height, "".join(body), title, description)
@@ -246,7 +245,7 @@ def gantt(
     """What each row does when. rows: name → (start, end, kind, label); a kind has a colour and stands in the legend."""
     kinds = list(dict.fromkeys(kind for own in rows.values() for _, _, kind, _ in own))
     end = max((stop for own in rows.values() for _, stop, _, _ in own), default=0) or 1.0
-    left = GAP + label_width(list(rows)) + 6
+    left = GAP + _label_width(list(rows)) + 6
     scale = (width - left - GAP) / end
     body, y = [text(GAP, 20, title, kind="title"), _legend(kinds, 38)], 50.0
     for name, own in rows.items():
@@ -265,7 +264,7 @@ def gantt(
 
 def beside(pictures: Sequence[Picture], title: str, description: str = "", *, columns: int = 2) -> Picture:
     """Several pictures in one, in rows of `columns`."""
-    body, y, width = [text(GAP, 20, title, kind="title")], 28.0 if title else 0.0, GAP + label_width([title])
+    body, y, width = [text(GAP, 20, title, kind="title")], 28.0 if title else 0.0, GAP + _label_width([title])
     for start in range(0, len(pictures), columns):
         row, x = pictures[start : start + columns], 0.0
         for picture in row:

@@ -170,7 +170,7 @@ def _column(of: list[Group], title: str, states: str) -> Picture:
     labels = [(_label(group, kinds == 1), _number(group)) for group in of]
     texts = [line for g in of for part in g.parts for line in (_head(part), *part.weights)]
     texts = [*(text + 12 * " " for text in texts), *(f"{label}{number}  " for label, number in labels)]
-    whole = 1.1 * pictures.label_width(texts) + 4 * PAD
+    whole = 1.1 * pictures.CHARACTER * max(map(len, texts)) + 4 * PAD
     body, y = [pictures.text(GAP, 14, title, kind="title")], 34.0 if title else 14.0
     for group, (label, number) in zip(of, labels):
         if group.numbers:
