@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gradus import __version__, errors, files, limits
+from gradus import __version__, errors, files, limits, pictures
 from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
@@ -158,6 +158,11 @@ def _overrides(p: argparse.ArgumentParser, example: str) -> None:
 FLAG: dict = {"action": "store_true"}
 
 
+def picture(add: Callable, text: str, name: str) -> None:
+    """The option --picture; text: what is drawn; name: of the file, unless one is given."""
+    add("--picture", nargs="?", const=True, type=pictures.svg_file, metavar="FILE", help=f"{text} (default {name})")
+
+
 def whole(most: int, least: int = 1, name: str = "N") -> dict:
     """Of an option: a whole number."""
     return {"type": limits.whole(least, most), "metavar": name}
@@ -205,6 +210,7 @@ def _planning(verb: Verb) -> None:
     add("--all", **FLAG, help="tables of every component, and the notes in full")
     add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="the formula, inputs and source of one figure")
+    picture(add, "draw it too: memory by component and over a step, a pipeline's schedule", "RECIPE-plan.svg")
     add("--devices", **FLAG, help="which single device, at which precision and price")
     add("--search", **FLAG, help="the best layouts on this hardware, and why the others are slower")
     add("--serve", **FLAG, help="serving instead of training: weights, cache, time per token")
@@ -241,6 +247,8 @@ def _looking(verb: Verb) -> None:
     add = verb("show", show, "print the resolved recipe and everything derived from it").add_argument
     add("--no-data", **FLAG, help="only what is known without opening the data")
     add("--modules", **FLAG, help="instead, the module tree as the layout splits it: each parameter's shape and part")
+    text = "instead, draw the model: its blocks, each weight's shape; also of a preset"
+    picture(add, text, "RECIPE.svg")
     add("--processes", **whole(limits.AXIS), help="as one of N processes (default: as many as the layout's axes need)")
     add("--rank", **whole(limits.AXIS, 0, name="R"), help="with --modules: the process to show (default 0)")
     add = verb("keys", keys, "every key of a recipe: its default, type and meaning", "section").add_argument
@@ -513,13 +521,21 @@ def _planned(args, mode: str, request) -> Iterable[str]:
             print("".join(f"note: {note}\n" for note in response.notes), end="", file=sys.stderr)
         else:
             lines = explain(response.rows, args.explain) if mode == "explain" else screen(response, args.all)
+        if args.picture:
+            drawn = room("plan.picture").draw(response)
+            path = pictures.write(drawn, args.picture, f"{response.recipe.name}-plan")
+            if args.json:
+                print(f"{path}: the plan drawn", file=sys.stderr)
+            else:
+                lines = [*lines, f"{path}: the plan drawn"]
     return (row.json() for row in rows) if args.json else printed(lines)
 
 
 OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"}
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
-    "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"}, "price": {"plan", "explain", "search"},
+    "picture": {"plan"}, "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"},
+    "price": {"plan", "explain", "search"},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 
@@ -528,7 +544,8 @@ def _only_with(args, mode: str) -> None:
     """Raises UserError for what would have no effect."""
     for option, modes in TAKEN.items():
         if getattr(args, option) not in (None, False) and mode not in modes:
-            where = f"without --{next(iter(modes))}" if len(modes) == 1 else f"with --{mode}"
+            alone = len(modes) == 1 and modes != {"plan"}
+            where = f"without --{next(iter(modes))}" if alone else f"with --{mode}"
             word = "RECIPE" if option == "recipe" else f"--{option}"
             raise UserError(f"gradus plan: {word} has no effect {where}. Leave it out.")
     if args.all and args.json:
@@ -540,6 +557,8 @@ def show(args) -> int:
 
     from gradus.recipe import dump
 
+    if args.picture:
+        return _shown(args)
     recipe = load_recipe(args, on_this_host(args.processes))
     if args.modules:
         return room("measure.modules").modules(recipe, args.processes, args.rank or 0, data=not args.no_data)
@@ -550,6 +569,18 @@ def show(args) -> int:
     session = room("train.session").open_for(recipe, args.processes)
     derived = yaml.safe_dump({"derived": room("train.session").derive(session)}, sort_keys=False)
     return [*dump(session.recipe).splitlines(), "", "# derived", *derived.splitlines()]
+
+
+def _shown(args) -> Iterable[str]:
+    from gradus.plan.answer import Request, of_model, open_recipe
+
+    for option in ("modules", "no_data", "processes", "rank"):
+        if getattr(args, option) is not None and getattr(args, option) is not False:
+            why = "it draws the whole model, and opens the data only for sizes that the recipe does not say"
+            raise UserError(f"--{option.replace('_', '-')} has no effect with --picture: {why}. Leave it out.")
+    recipe, *_ = open_recipe(Request(args.recipe, tuple(args.overrides), json_file=args.json_file), notes := [])
+    path = pictures.write(room("models.picture").draw(recipe.model, recipe.name), args.picture, recipe.name)
+    return [*(f"note: {note}" for note in of_model(notes)), f"{path}: the model drawn"]
 
 
 def keys(args) -> Iterable[str]:

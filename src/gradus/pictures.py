@@ -1,22 +1,27 @@
 """Pictures as SVG that stand alone: each has a title and a description, and is legible on light and dark pages.
 
-A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `gantt`); `beside` sets several into one;
-`Picture.save` writes it. Values may be nested lists, NumPy arrays or tensors.
+A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `area`, `gantt`), or of words by `note`;
+`beside` sets several into one; `Picture.save` writes it. Values may be nested lists, NumPy arrays or tensors.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import html
 import os
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import files
+from gradus import errors, files
 
-# of Okabe and Ito: distinct to all eyes
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+# the first eight of Okabe and Ito: distinct to all eyes
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442", "#882255", "#44AA99",
+)  # fmt: skip
 STYLE = (
     "svg{--ink:#111;--paper:#fff;--line:#ccc;--quiet:#666}"
     "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}}"
@@ -47,6 +52,34 @@ class Picture:
 
     def save(self, path: str | os.PathLike) -> None:
         files.write_text(Path(path), self.svg())
+
+
+def svg_file(name: str) -> str:
+    """For argparse: the name of a file for a picture (an error begins as those of `limits.whole`)."""
+    if name and not name.lower().endswith(".svg"):
+        last = "Name it so, or put the option last, without a name"
+        raise argparse.ArgumentTypeError(f"={name[:40]}: a picture is an SVG, whose name ends in .svg. {last}.")
+    return name
+
+
+def write(picture: Picture, asked: str | bool, name: str) -> Path:
+    """Save it under the name that is asked for, or (True) in the working folder as NAME.svg; returns where. Raises
+    UserError where it cannot be written."""
+    plain = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "picture"
+    path = files.writable(Path(f"{plain}.svg" if asked is True else os.path.expanduser(asked)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+    except OSError as e:
+        raise errors.not_written(path, e, "the picture was not written. Give another name.") from e
+    return path
+
+
+def note(words: str, width: float = 640) -> Picture:
+    """Sentences, as lines of a picture; a new line begins where they have one."""
+    rows = [row for line in words.splitlines() for row in textwrap.wrap(line, int((width - 2 * GAP) / CHARACTER))]
+    body = "".join(text(GAP, 14 + 15 * i, row, kind="quiet") for i, row in enumerate(rows))
+    return Picture(width, 15 * len(rows) + 8, body, words.partition(". ")[0], words)
 
 
 def text(x: float, y: float, words: Any, anchor: str = "start", kind: str = "") -> str:
@@ -107,12 +140,13 @@ def heatmap(
 
 def bars(
     values: Mapping[str, float | Mapping[str, float]], title: str, description: str = "", *, unit: str = "",
-    width: float = 640,
+    width: float = 640, limit: tuple[str, float] | None = None,
 ) -> Picture:  # fmt: skip
-    """Lying bars, a name each. A value that is a mapping is a bar of several parts: part → value."""
+    """Lying bars, a name each. A value that is a mapping is a bar of several parts: part → value. limit: (name, value),
+    a line across all bars."""
     parts = list(dict.fromkeys(part for value in values.values() if isinstance(value, Mapping) for part in value))
     stacked = {name: value if isinstance(value, Mapping) else {"": value} for name, value in values.items()}
-    most = max((sum(parts.values()) for parts in stacked.values()), default=0) or 1.0
+    most = max([sum(parts.values()) for parts in stacked.values()] + ([limit[1]] if limit else []), default=0) or 1.0
     left, right = GAP + _label_width(list(values)) + 6, 90
     scale = (width - left - right) / most
     body = [text(GAP, 20, title, kind="title"), _legend(parts, 38)]
@@ -126,6 +160,11 @@ def bars(
             x += value * scale
         body.append(text(x + 6, y + 13, f"{sum(own.values()):,.4g} {unit}".strip()))
         y += 24
+    if limit:
+        x, top = left + limit[1] * scale, 50.0 if parts else 28.0
+        body.append(f'<path class="line" style="stroke:var(--ink)" stroke-dasharray="4 3" d="M{x:.1f} {top}V{y:.1f}"/>')
+        body.append(text(x, y + 10, f"{limit[0]}: {limit[1]:,.4g} {unit}".strip(), "end", "quiet"))
+        y += 14
     return Picture(width, y + GAP / 2, "".join(body), title, description)
 
 
@@ -166,6 +205,39 @@ def lines(
     return Picture(width, height, "".join(body), title, description)
 
 
+def area(
+    series: Mapping[str, Sequence[float]], at: Sequence[float], title: str, description: str = "", *, x: str = "",
+    unit: str = "", spans: Sequence[tuple[float, float, str]] = (), width: float = 760, height: float = 320,
+) -> Picture:  # fmt: skip
+    """Areas on top of one another. series: name → values at the places `at`; spans: (from, to, words), a band each
+    below the axis, whose words stand there where they fit. x: what the axis shows."""
+    left, top, right, bottom = 64.0, 50.0, width - GAP, height - 56.0
+    most = max(map(sum, zip(*series.values())), default=0) or 1.0
+    first, extent = at[0], (at[-1] - at[0]) or 1.0
+    place = lambda value: left + (value - first) / extent * (right - left)  # noqa: E731
+    body, below = [text(GAP, 20, title, kind="title"), _legend(list(series), 38)], [0.0] * len(at)
+    for i, (name, values) in enumerate(series.items()):
+        above = [a + b for a, b in zip(below, values, strict=True)]
+        up = [f"{place(p):.1f},{bottom - v / most * (bottom - top):.1f}" for p, v in zip(at, above)]
+        down = [f"{place(p):.1f},{bottom - v / most * (bottom - top):.1f}" for p, v in zip(at, below)]
+        shown = f"<title>{html.escape(f'{name}: at most {max(values):.4g} {unit}'.strip())}</title>"
+        points, fill = " ".join(up + down[::-1]), COLOURS[i % len(COLOURS)]
+        body.append(f'<polygon fill="{fill}" points="{points}">{shown}</polygon>')
+        below = above
+    body.append(f'<path class="line" d="M{left} {top}V{bottom}H{right}"/>')
+    ticks = (0.0, most / 2, most)
+    for v in ticks:
+        body.append(text(left - 6, bottom - v / most * (bottom - top) + 4, f"{v:.3g} {unit}".strip(), "end", "quiet"))
+    shades = {words: 0.2 + 0.2 * (i % 3) for i, words in enumerate(dict.fromkeys(words for *_, words in spans))}
+    for begin, end, words in spans:
+        size = place(end) - place(begin)
+        body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, shades[words]))
+        if size > _label_width([words]):
+            body.append(text(place(begin) + size / 2, bottom + 16, words, "middle"))
+    body.append(text((left + right) / 2, bottom + 38, x, "middle", "quiet"))
+    return Picture(width, height, "".join(body), title, description)
+
+
 def gantt(
     rows: Mapping[str, Sequence[tuple[float, float, str, str]]], title: str, description: str = "", *, unit: str = "",
     width: float = 760,
@@ -192,7 +264,7 @@ def gantt(
 
 def beside(pictures: Sequence[Picture], title: str, description: str = "", *, columns: int = 2) -> Picture:
     """Several pictures in one, in rows of `columns`."""
-    body, y, width = [text(GAP, 20, title, kind="title")], 28.0, GAP + _label_width([title])
+    body, y, width = [text(GAP, 20, title, kind="title")], 28.0 if title else 0.0, GAP + _label_width([title])
     for start in range(0, len(pictures), columns):
         row, x = pictures[start : start + columns], 0.0
         for picture in row:

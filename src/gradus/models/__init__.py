@@ -87,33 +87,37 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
     return dict(_counted(type(config), config.model_dump_json()))
 
 
-@functools.lru_cache(maxsize=64)
-def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
+COMPONENTS = "embeddings", "attention", "feedforward", "norms", "head"
+
+
+def component(name: str, modules: dict[str, nn.Module]) -> str:
+    """What a parameter counts as. name: its own; modules: the model's, by name."""
     from torch import nn
 
     from gradus.layers import Attention, Block, FeedForward, GatedFeedForward, MixtureOfExperts
 
+    parts = name.split(".")[:-1]
+    # from the model's child down to the owner
+    path = [modules[".".join(parts[: i + 1])] for i in range(len(parts))]
+    if any(isinstance(m, Attention) for m in path):
+        return "attention"
+    if any(isinstance(m, FeedForward | GatedFeedForward | MixtureOfExperts) for m in path):
+        return "feedforward"
+    if path and isinstance(path[-1], nn.LayerNorm | nn.RMSNorm):
+        return "norms"
+    if any(isinstance(m, Block) for m in path):
+        return "attention"
+    entry = not path or any(isinstance(m, nn.Embedding) or hasattr(m, "n_patches") for m in path)
+    return "embeddings" if entry else "head"
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
     model = build(kind.model_validate_json(config), device="meta")
     modules = dict(model.named_modules())
-
-    def component(name: str) -> str:
-        parts = name.split(".")[:-1]
-        # from the model's child down to the owner
-        path = [modules[".".join(parts[: i + 1])] for i in range(len(parts))]
-        if any(isinstance(m, Attention) for m in path):
-            return "attention"
-        if any(isinstance(m, FeedForward | GatedFeedForward | MixtureOfExperts) for m in path):
-            return "feedforward"
-        if path and isinstance(path[-1], nn.LayerNorm | nn.RMSNorm):
-            return "norms"
-        if any(isinstance(m, Block) for m in path):
-            return "attention"
-        entry = not path or any(isinstance(m, nn.Embedding) or hasattr(m, "n_patches") for m in path)
-        return "embeddings" if entry else "head"
-
-    counts = dict.fromkeys(("embeddings", "attention", "feedforward", "norms", "head"), 0)
+    counts = dict.fromkeys(COMPONENTS, 0)
     for name, parameter in model.named_parameters():
-        counts[component(name)] += parameter.numel()
+        counts[component(name, modules)] += parameter.numel()
     return {**counts, "total": sum(counts.values())}
 
 

@@ -25,7 +25,7 @@ from gradus.plan.keys import computed_in, kind_of, layout_keys, stated_keys
 from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
-from gradus.plan.work import COMPONENTS, Work
+from gradus.plan.work import COMPONENTS, Target, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
@@ -68,6 +68,7 @@ class Answer:
     headline: list[str] = dataclasses.field(default_factory=list)
     advice: list[str] = dataclasses.field(default_factory=list)  # what would fit, where this does not
     chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
+    task: Task | None = None  # of the recipe, where its data could be opened
 
     def value(self, name: str, **conditions) -> float | None:
         """The first row's of this name and these conditions; None where there is none."""
@@ -161,7 +162,7 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
     if layout:
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
     keys = layout_keys(planned.layout, recipe.layout, stated_keys(request.overrides))
-    answer = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None)
+    answer = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None, task=task)
     if fits is False:
         answer.advice = _advice(request, answer, recipe.layout, task)
     answer.headline = headline(answer, request)
@@ -339,13 +340,17 @@ def total_steps(recipe: Recipe, task=None) -> int:
 # ---------------------------------------------------------------- the answer
 
 
+def target_of(cluster: Cluster | None) -> Target:
+    """What a step is planned for on this hardware."""
+    return "cuda" if cluster and cluster.device.kind == "gpu" else "cpu"
+
+
 def _rows(request: Request, question: Question, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
     """(every row, whether it fits). n: processes."""
     from gradus.plan import counts, engine
 
     recipe, task, cluster, *_ = question
-    device = cluster.device if cluster else None
-    target = "cuda" if device and device.kind == "gpu" else "cpu"
+    device, target = cluster.device if cluster else None, target_of(cluster)
     rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
     memory = engine.plan_memory(recipe, n, target=target, task=task)
     notes += [note for note in memory.notes if note not in notes]
@@ -595,9 +600,12 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
     except UserError as e:  # by the names of the command line
         flags = {"seq_len": "--length=", "batch": "--batch=", "bits": "--bits="}
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: flags[m[1]], str(e))) from None
-    of_training = ("training settings", "20 per active")
-    notes = [note for note in notes if not any(text in note for text in of_training)]
-    return Reply(lines(request.recipe, rows, cluster, recipe.model.reads == "images"), rows, notes)
+    return Reply(lines(request.recipe, rows, cluster, recipe.model.reads == "images"), rows, of_model(notes))
+
+
+def of_model(notes: list[str]) -> list[str]:
+    """Those that are not about training it."""
+    return [note for note in notes if not any(text in note for text in ("training settings", "20 per active"))]
 
 
 def optimal(request: Request) -> Reply:

@@ -78,17 +78,22 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Span(Peak):
-    """The peak of a part of the step, over what was there before it, and what it leaves."""
+    """The peak of a part of the step, over what was there before it, and what it leaves. alive: (rows, components), of
+    which those between two repetitions are -inf; phases, widths: of each row its phase, and how many rows it is."""
 
     net: np.ndarray
+    alive: np.ndarray = dataclasses.field(default_factory=lambda: np.empty((0, N)))
+    phases: Sequence[str] = ()
+    widths: Sequence[int] = ()
 
     @classmethod
-    def of(cls, peak: np.ndarray, net: np.ndarray, phases: Sequence[str]) -> Span:
+    def of(cls, peak: np.ndarray, net: np.ndarray, phases: Sequence[str], widths: Sequence[int] = ()) -> Span:
         """Of rows of changes, in order. peak: how much more is alive while each takes place."""
         alive = peak + net.cumsum(0) - net
         i = int(alive[:, :N].sum(1).argmax())
         most = alive[:, INDEX["gradients"]].max()
-        return cls(alive[i, :N], alive[:, N:].max(0), float(most), phases[i], net.sum(0))
+        own = alive[:, :N], phases, widths or [1] * len(phases)
+        return cls(alive[i, :N], alive[:, N:].max(0), float(most), phases[i], net.sum(0), *own)
 
     @classmethod
     def change(cls, by: np.ndarray) -> Span:
@@ -325,6 +330,32 @@ def interleaved(processes: int, stages: int, micro: int, rank: int) -> Iterator[
 
 def peak(p: Process) -> Peak:
     """What a process has alive at most, and when."""
+    return joined(_spans(p))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """of: bytes of each component. at: how many pieces came before; pieces take no equal time."""
+
+    at: int
+    phase: str
+    of: np.ndarray
+
+
+def over_step(p: Process) -> list[Moment]:
+    """What a process has alive as the step goes on: of each piece that `peak` looks at its fullest moment, and at last
+    what is left. Between two repetitions of a block memory changes evenly."""
+    at, before, out = 0, np.zeros(ROW), []
+    for span in _spans(p):
+        for alive, phase, width in zip(span.alive, span.phases, span.widths):
+            if np.isfinite(alive).all():
+                out.append(Moment(at, phase, before[:N] + alive))
+            at += width
+        before = before + span.net
+    return [*out, Moment(at, "optimizer", before[:N])]
+
+
+def _spans(p: Process) -> list[Span]:
     start = _start(p)
     spans = [Span.of(start[None], start[None], [""]), *_passes(p)]
     if p.replicated and p.n_micro_batches > 1:  # what the earlier micro-batches' gradients were is in the buckets now
@@ -332,7 +363,13 @@ def peak(p: Process) -> Peak:
     for nbytes, with_gradients in _flat_buffers(p):
         buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.param_bytes)
         spans.append(Span.of(buffer[None], np.zeros((1, ROW)), ["optimizer"]))
-    return joined(spans)
+    return spans
+
+
+def distinct(layout: Layout, micro: int) -> int:
+    """How many micro-batches are looked at: further ones repeat the same peak."""
+    enough = {"1f1b": layout.pipeline + 2, "interleaved": 4 * layout.pipeline}.get(layout.schedule, micro)
+    return min(micro, 3 if layout.pipeline == 1 else enough)
 
 
 def _start(p: Process) -> np.ndarray:
@@ -365,11 +402,8 @@ def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
 
 def _passes(p: Process) -> Iterator[Span]:
     """All micro-batches, forward and backward."""
-    layout, stages, micro = p.recipe.layout, p.stages, p.n_micro_batches
-    one_by_one = layout.pipeline == 1
-    # further micro-batches repeat the same peak
-    enough = {"1f1b": layout.pipeline + 2, "interleaved": 4 * layout.pipeline}.get(layout.schedule, micro)
-    micro = min(micro, 3 if one_by_one else enough)
+    layout, stages = p.recipe.layout, p.stages
+    one_by_one, micro = layout.pipeline == 1, distinct(layout, p.n_micro_batches)
     # from here on micro-batches are as long as the last; idle ones too
     smaller = micro - 1 if one_by_one else p.micro_batches.count - 1
     profile = stages[0].profile
@@ -429,10 +463,10 @@ def _pass(run: Run, kind: str, reduces: bool, replicated: bool, fsdp: Fsdp | Non
 
 def _repeated(
     peak: np.ndarray, net: np.ndarray, phases: list[str], times: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
+) -> tuple[np.ndarray, np.ndarray, list[str], list[int]]:
     """The rows with those that follow each other several times: the first and the last time, and between them one row
-    for the others."""
-    at, peaks, nets, names = 0, [], [], []
+    for the others; at last how many rows each is."""
+    at, peaks, nets, names, widths = 0, [], [], [], []
     for many, group in itertools.groupby(times):
         begin, at = at, at + len(list(group))
         p, n, own = peak[begin:at], net[begin:at], phases[begin:at]
@@ -441,7 +475,8 @@ def _repeated(
             peaks.append(part[0])
             nets.append(part[1])
             names += part[2]
-    return np.concatenate(peaks), np.concatenate(nets), names
+            widths += [(many - 2) * len(p)] if part is between else [1] * len(p)
+    return np.concatenate(peaks), np.concatenate(nets), names, widths
 
 
 def _shared_with_earlier(stages: Iterable[Stage]) -> Iterator[int]:

@@ -1,0 +1,87 @@
+"""Every parameter is drawn once, and alike blocks are."""
+
+import re
+
+import pytest
+
+from gradus import models
+from gradus.cli import main
+from gradus.models.picture import draw, groups
+from gradus.recipe.presets import config_of
+from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+
+SMALL = {"d_model": 16, "n_heads": 2, "n_layers": 3, "d_ff": 32}
+CONFIGS = {
+    "gpt": GPTConfig(**SMALL, vocab_size=11), "experts": GPTConfig(**SMALL, vocab_size=11, n_experts=4, top_k=2),
+    "llama": LlamaConfig(**SMALL, vocab_size=11), "bert": BertConfig(**SMALL, vocab_size=11, head="masked_lm"),
+    "t5": T5Config(**SMALL, vocab_size=11),
+    "shared": Seq2SeqConfig(**SMALL, vocab_size=11, share_embeddings=True, tie_output=True, n_decoder_layers=1),
+    "vit": ViTConfig(**SMALL, image_size=8, patch_size=2, n_channels=1, n_classes=10),
+    "gpt2-small": config_of("gpt2-small"), "llama2-7b": config_of("llama2-7b"), "t5-base": config_of("t5-base"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_parts_add_up_to_the_model(name):
+    config = CONFIGS[name]
+    stacks, counts = groups(config), models.count(config)
+    every = [group for of in stacks for group in of]
+    assert sum(group.parameters for group in every) == counts["total"]
+    assert all(sum(part.parameters for part in g.parts) * g.times == g.parameters for g in every)
+    assert tuple(sum(g.times for g in of if g.numbers) for of in stacks) == models.lookup(config.family).n_blocks(config)
+    assert all(sum(bool(g.numbers) for g in of) == 1 for of in stacks)  # the blocks of these are all alike
+    drawn = draw(config, name).svg()
+    assert f"{name}: {counts['total']:,} parameters" in drawn
+    for group in every:
+        assert all(f">{part.parameters:,}</text>" in drawn for part in group.parts)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_weights_shape_is_drawn(name):
+    config = CONFIGS[name]
+    lines = [line for of in groups(config) for g in of for part in g.parts for line in part.weights]
+    shapes = re.findall(r"\((\d[\d, ]*)\)", " ".join(lines))
+    held = {name: tuple(p.shape) for name, p in models.build(config, "meta").named_parameters()}
+    assert {tuple(map(int, shape.split(","))) for shape in shapes} == set(held.values())
+
+
+def test_the_parts_of_a_block_stand_in_the_order_in_which_they_compute():
+    def order(norm_first: bool) -> list[str]:
+        decoder = groups(Seq2SeqConfig(**SMALL, vocab_size=11, norm_first=norm_first))[1]
+        return [part.name for part in next(group for group in decoder if group.numbers).parts]
+
+    sublayers = "attention", "cross", "feedforward"
+    assert order(True) == [name for layer in sublayers for name in (f"{layer}_norm", layer)]
+    assert order(False) == [name for layer in sublayers for name in (layer, f"{layer}_norm")]
+
+
+def test_blocks_of_several_kinds_stand_one_by_one(monkeypatch):
+    import dataclasses
+
+    own = models.lookup("gpt")
+    stack = dataclasses.replace(own.stacks[0], kind=lambda config, i: i % 2)
+    monkeypatch.setattr(models.picture.models, "lookup", lambda name: dataclasses.replace(own, stacks=(stack,)))
+    config = GPTConfig(**SMALL, vocab_size=11)
+    blocks = [g for g in groups(config)[0] if g.numbers]
+    assert [(g.times, g.numbers) for g in blocks] == [(2, (0, 2)), (1, (1,))]
+    assert "blocks: GPTBlock × 2 (0, 2)" in draw(config, "x").svg()
+
+
+def test_the_verb_writes_it_also_of_a_preset(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", "copy-task", "--picture"]) == 0
+    assert main(["show", "gpt2-small", "--picture", "small.svg", "model.n_layers=3"]) == 0
+    assert capsys.readouterr().out == "copy-task.svg: the model drawn\nsmall.svg: the model drawn\n"
+    assert "GPTBlock × 3" in (tmp_path / "small.svg").read_text() and (tmp_path / "copy-task.svg").is_file()
+
+
+@pytest.mark.parametrize("option", [["--modules"], ["--no-data"], ["--processes", "2"], ["--rank", "0"]])
+def test_what_has_no_effect_is_refused(option, capsys):
+    assert main(["show", "copy-task", *option, "--picture"]) == 2
+    assert f"{option[0]} has no effect with --picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["copy-task", "a.html"])
+def test_another_ending_is_refused(file, capsys):
+    assert main(["show", "--picture", file, "copy-task"]) == 2
+    assert f"--picture={file}: a picture is an SVG, whose name ends in .svg." in capsys.readouterr().err
