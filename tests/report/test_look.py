@@ -145,7 +145,7 @@ def test_nearest_words():
     table = torch.tensor([[1.0, 0], [2, 0.1], [0, 1], [-1, -0.1], [5, 5.5]])
     rows = nearest(table, [0, 2], str)
     assert [[cell.split()[0] for cell in row] for row in rows] == [["0", "1", "4", "2", "3"], ["2", "4", "1", "0", "3"]]
-    assert rows[0][2] == "4 0.67"
+    assert rows[0][2] == "4 (0.67)"
 
 
 def test_a_large_model_and_a_long_text_are_cut_and_it_is_said(made, capsys):

@@ -181,7 +181,7 @@ def nearest(table: Tensor, ids: list[int], name: Callable[[int], str]) -> list[l
     alike = unit[ids] @ unit.T  # (len(ids), vocab)
     alike[range(len(ids)), ids] = -2  # itself
     values, rows = (best.tolist() for best in alike.topk(min(NEAREST, len(table) - 1)))
-    return [[name(i), *(f"{name(j)} {v:.2f}" for v, j in zip(*best))] for i, *best in zip(ids, values, rows)]
+    return [[name(i), *(f"{name(j)} ({v:.2f})" for v, j in zip(*best))] for i, *best in zip(ids, values, rows)]
 
 
 # ---------------------------------------------------------------- what is seen
@@ -240,8 +240,10 @@ def added_tables(model: nn.Module, shape: tuple[int | None, int]) -> Iterator[tu
     """Tensors of modules that are not PyTorch's own with a row for each position, each once."""
     known: list[Tensor] = []
     for name, module in model.named_modules():
-        own = {**vars(module), **module._parameters, **module._buffers}
-        for key, value in own.items() if not type(module).__module__.startswith("torch.") else ():
+        if type(module).__module__.startswith("torch."):
+            continue
+        stored = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        for key, value in {**vars(module), **stored}.items():
             if isinstance(value, Tensor) and value.shape in (shape, (1, *shape)):
                 table = value.detach().view(shape)
                 if not any(torch.equal(table, t) for t in known):

@@ -261,11 +261,14 @@ def _grids(table: Tensor, alike: Tensor) -> list[Picture]:
 def _table(table: Tensor, alike: Tensor) -> list[Picture]:
     rows = evenly(len(table), ROWS)
     which = f"{len(rows)} of the {len(table)} positions" if len(rows) < len(table) else "all positions"
-    text = f"A row a position ({which}), a column a dimension (at most {COLUMNS}); blue above 0, orange below."
+    numbers = table[rows, :COLUMNS]
+    most = float(numbers.abs().quantile(0.98))  # a few outliers would leave the rest pale
+    text = f"A row a position ({which}), a column a dimension (at most {COLUMNS}); blue above 0, orange below, "
+    text += f"full from {most:.2g} on."
     near = float(alike.diagonal(1).mean()) if len(table) > 1 else 1.0
-    far = f"Neighbours have {near:.2f} on average, the first and the last position {float(alike[0, -1]):.2f}."
+    far = f"That of neighbours is {near:.2f} on average, that of the first and the last {float(alike[0, -1]):.2f}."
     compared = _framed(alike[rows][:, rows], "Cosine of each position with each", far)
-    return [_framed(table[rows, :COLUMNS], "Table of positions", text), compared]
+    return [_framed(numbers, "Table of positions", text, most), compared]
 
 
 def _map(values: Tensor, x: float, y: float, size: float, most: float | None = None) -> str:
@@ -273,8 +276,8 @@ def _map(values: Tensor, x: float, y: float, size: float, most: float | None = N
     return pictures.image(x, y, size, size, pictures.shades(values, most)) + frame
 
 
-def _framed(values: Tensor, title: str, text: str) -> Picture:
-    body = pictures.text(14, 20, title, kind="title") + _map(values, 14, 32, 320)
+def _framed(values: Tensor, title: str, text: str, most: float | None = None) -> Picture:
+    body = pictures.text(14, 20, title, kind="title") + _map(values, 14, 32, 320, most)
     return Picture(348, 366, body, title, text)
 
 
