@@ -698,7 +698,7 @@ POSITIONAL = {
     "train": "gpt.yaml log.dir=o", "plan": "gpt2-small", "prove": "run-gpt", "check": "gpt.yaml", "fit": "gpt.yaml",
     "show": "gpt.yaml", "fetch": "gpt.yaml", "tokenizer": "train text.txt", "profile": "gpt.yaml",
     "evaluate": "run-gpt", "predict": f"run-bert {TEXT}", "generate": "run-gpt line", "scale": "gpt.yaml",
-    "export": "run-gpt", "study": "study.yaml", "quantize": "run-bert", "bench": f"run-gpt {BENCH}",
+    "look": f"run-bert {TEXT}", "export": "run-gpt", "study": "study.yaml", "quantize": "run-bert", "bench": f"run-gpt {BENCH}",
     "report": "run-gpt", "new": "out.yaml", "ladder": "gpt.yaml", "slurm": "gpt.yaml --dry-run --to j",
     "completion": "bash", "ssh": "gpt.yaml --dry-run", "modal": "gpt.yaml --to app.py",
 }  # fmt: skip

@@ -44,6 +44,7 @@ JOURNEY: dict[str, dict[str, tuple[str, str]]] = {
     "use": {
         "predict": ('gradus predict RUN "a fine film"', "docs/recipes.md"),
         "generate": ('gradus generate RUN "Once upon a time" --temperature 0.8', "docs/inference.md"),
+        "look": ('gradus look RUN "a fine film"', "docs/report.md"),
         "evaluate": ("gradus evaluate runs/copy-task/latest", "docs/recipes.md"),
         "quantize": ("gradus quantize RUN --to DIR --as int8", "docs/inference.md"),
     },
@@ -77,7 +78,8 @@ plan     plan         memory, time, money, energy      models       presets, par
 train    train        a recipe, into a run folder      check        look before you train
          tokenizer    train one from text
 use      predict      label, gap, translation          generate     continue a text
-         evaluate     metrics over a whole split       quantize     int8 or int4, if worth it
+         look         attention and more, pictured     evaluate     metrics over a whole split
+         quantize     int8 or int4, if worth it
 measure  prove        planned beside measured          report       runs as HTML and PDF
          profile      where time and memory go         bench        engines and precisions
          ladder       faster or smaller by steps       scale        1, 2, 4, ... processes
@@ -289,6 +291,14 @@ def _using(verb: Verb) -> None:
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
     add("--to", metavar="FILE", help="the predictions as .jsonl")
     _engine(add)
+    text = "what a model does with a text or an image, as one page: attention, positions, patches, nearest words"
+    add = verb("look", lambda a: room("report.look").look(a), text, "inputs").add_argument
+    add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")
+    add("inputs", nargs="*", metavar="INPUT", help="one text in quotes (of the copy task: numbers), or one image file")
+    text = "instead, of a run that reads images: image N, from 0, of its validation split"
+    add("--sample", type=limits.whole(0, limits.SAMPLES), metavar="N", help=text)
+    add("--tokenizer", metavar="PATH", help="the tokenizer, if it is not beside the weights")
+    add("--to", default="look.html", metavar="FILE", help="the page (default: look.html)")
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")
     add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")

@@ -7,11 +7,14 @@ A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `area`
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import html
 import os
 import re
+import struct
 import textwrap
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ COLOURS = (
 )  # fmt: skip
 STYLE = (
     "svg{--ink:#111;--paper:#fff;--line:#ccc;--quiet:#666}"
-    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}}"
+    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}.map{filter:brightness(1.6)}}"
     "text{fill:var(--ink);font:11px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
     ".title{font-weight:600}.paper{fill:var(--paper)}.line{stroke:var(--line);fill:none}"
 )
@@ -95,6 +98,27 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str, note: 
     return f'<rect {place} fill="{fill}" fill-opacity="{opacity:.3f}">{note}</rect>'
 
 
+def image(x: float, y: float, width: float, height: float, rows: Sequence[bytes], kind: str = "map") -> str:
+    """An image of a few pixels, each drawn as a sharp square. rows: its lines, four bytes a pixel: RGB and opacity.
+    kind: "map" of `shades`, which are brighter on dark pages."""
+    head = struct.pack(">2I5B", len(rows[0]) // 4, len(rows), 8, 6, 0, 0, 0)
+    parts = (b"IHDR", head), (b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows), 9)), (b"IEND", b"")
+    chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    data = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}"'
+    drawn = 'preserveAspectRatio="none" style="image-rendering:pixelated"'
+    return f'<image {place} {drawn} href="data:image/png;base64,{data}"/>'
+
+
+def shades(values: Any, most: float | None = None) -> list[bytes]:
+    """Rows for `image`, in the colours of `heatmap`."""
+    table = _numbers(values)
+    most = most or max((abs(v) for row in table for v in row), default=0) or 1.0
+    blue, orange = (bytes.fromhex(colour[1:]) for colour in COLOURS[:2])
+    full = [[(blue if v >= 0 else orange, round(255 * min(abs(v) / most, 1.0))) for v in row] for row in table]
+    return [b"".join(colour + bytes([opacity]) for colour, opacity in row) for row in full]
+
+
 def _numbers(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
@@ -105,12 +129,13 @@ def _label_width(words: Sequence[Any]) -> float:
 
 def heatmap(
     values: Any, rows: Sequence[Any], columns: Sequence[Any], title: str, description: str = "", *,
-    cell: float = 22, numbers: bool = False, most: float | None = None,
+    cell: float = 22, numbers: bool = False, most: float | None = None, as_image: bool = False,
 ) -> Picture:  # fmt: skip
     """A square a value: blue above zero, orange below, the fuller the farther from zero.
 
     values: (rows, columns). cell: pixels. numbers: also written into the squares (three characters want cell >= 30).
-    most: the value of a full colour, None for the largest distance from zero.
+    most: the value of a full colour, None for the largest distance from zero. as_image: all squares as one image, which
+    is small however many they are, without notes of their values.
     """
     table = _numbers(values)
     most = most or max((abs(v) for row in table for v in row), default=0) or 1.0
@@ -120,15 +145,22 @@ def heatmap(
     body = [text(GAP, 20, title, kind="title")]
     for j, word in enumerate(columns):
         x = left + cell * (j + 0.5)
+        if word == "":
+            continue
         if tilted:
             turn = f'transform="rotate(-90 {x + 4:.1f} {top - 4:.1f})"'
             body.append(text(x + 4, top - 4, word).replace("<text", f"<text {turn}", 1))
         else:
             body.append(text(x, top - 4, word, "middle"))
+    if as_image:
+        sides = cell * len(columns), cell * len(rows)
+        frame = f'<rect class="line" x="{left:.1f}" y="{top:.1f}" width="{sides[0]:.1f}" height="{sides[1]:.1f}"/>'
+        body.append(image(left, top, *sides, shades(table, most)) + frame)
     for i, (word, row) in enumerate(zip(rows, table, strict=True)):
         y = top + cell * i
-        body.append(text(left - 6, y + cell / 2 + 4, word, "end"))
-        for j, value in enumerate(row):
+        if word != "":
+            body.append(text(left - 6, y + cell / 2 + 4, word, "end"))
+        for j, value in enumerate(() if as_image else row):
             fill = COLOURS[0] if value >= 0 else COLOURS[1]
             note = f"{word}, {columns[j]}: {value:.3g}"
             body.append(rectangle(left + cell * j, y, cell - 1, cell - 1, fill, note, min(abs(value) / most, 1.0)))

@@ -20,7 +20,7 @@ from gradus.parallel.device import pick_device
 from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
 
-PUT_TOKENIZER = "Put one beside the weights; gradus generate also takes --tokenizer PATH."
+PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
 GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
 

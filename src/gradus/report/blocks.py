@@ -67,7 +67,14 @@ class Code:
     text: str
 
 
-Block = Heading | Text | Table | Figure | Code
+@dataclasses.dataclass
+class Html:
+    """Of a page that does not become a PDF: as it is, whoever makes it has escaped what is text in it."""
+
+    text: str
+
+
+Block = Heading | Text | Table | Figure | Code | Html
 
 
 def narrow(table: Table) -> Table:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from gradus.errors import need
-from gradus.report.blocks import Block, Code, Figure, Heading, Inline, Key, Text
+from gradus.report.blocks import Block, Code, Figure, Heading, Html, Inline, Key, Text
 from gradus.report.plots import INK
 
 ROWS = 40  # of a table that stays on one sheet
@@ -76,6 +76,8 @@ def _html(block: Block) -> str:
         return f"<h{block.level}>{html.escape(block.text)}</h{block.level}>"
     if isinstance(block, Text):
         return f"<p>{_inline(block.parts)}</p>"
+    if isinstance(block, Html):
+        return block.text
     if isinstance(block, Figure):
         text = html.escape(block.caption)
         label = f'<svg role="img" aria-label="{text}"'
@@ -143,6 +145,7 @@ def _quoted(text: str) -> str:
 
 
 def _typst(block: Block) -> str:
+    assert not isinstance(block, Html), "no block of a PDF"
     if isinstance(block, Figure):
         return _typst_figure(block)
     if isinstance(block, Heading):
