@@ -44,7 +44,7 @@ JOURNEY: dict[str, dict[str, tuple[str, str]]] = {
     "use": {
         "predict": ('gradus predict RUN "a fine film"', "docs/recipes.md"),
         "generate": ('gradus generate RUN "Once upon a time" --temperature 0.8', "docs/inference.md"),
-        "look": ('gradus look RUN "a fine film"', "docs/report.md"),
+        "look": ('gradus look runs/copy-task/latest "3 1 4 1 5 9 2 6 5 3"', "docs/report.md"),
         "evaluate": ("gradus evaluate runs/copy-task/latest", "docs/recipes.md"),
         "quantize": ("gradus quantize RUN --to DIR --as int8", "docs/inference.md"),
     },

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -95,7 +96,7 @@ def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
         data = split_of(tasks.open_task(asking_for(source.recipe, "valid")), "valid")
         if sample >= len(data):
             raise UserError(f"--sample={sample}: the validation split has {len(data):,} images; the first is 0.")
-        image = torch.as_tensor(data[sample]["image"])
+        image = torch.tensor(np.asarray(data[sample]["image"]))
     model = source.load()
     weight = next(model.parameters())
     pixels = resize(image[None].to(weight), source.config.image_size)  # (1, channels, image_size, image_size)
