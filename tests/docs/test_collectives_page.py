@@ -18,6 +18,7 @@ from gradus.measure import collectives
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAMS = DOCS / "programs"
+HELLO = "learn/10-many-devices-data.md"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {  # unbuffered, lines of several processes mix
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -49,6 +50,9 @@ def ran(*command: str | Path, folder: Path = PROGRAMS) -> list[str]:
         ("message-passing.md", "python", "scatter_mean_mpi.py"),
         ("message-passing.md", "c", "scatter_mean.c"),
         ("sampler.md", "python", "sampler_order.py"),
+        (HELLO, "c", "hello.c"),
+        (HELLO, "python", "hello_mpi.py"),
+        (HELLO, "python", "hello_torch.py"),
     ],
 )
 def test_the_page_shows_the_file(page, kind, file):
@@ -57,7 +61,20 @@ def test_the_page_shows_the_file(page, kind, file):
 
 def test_every_program_is_on_a_page():
     shown = [text for page in ("message-passing.md", "sampler.md") for kind in ("python", "c") for text in blocks(page, kind)]
+    shown += blocks(HELLO, "c") + blocks(HELLO, "python")[:2]
     assert sorted(shown) == sorted(f.read_text() for f in PROGRAMS.iterdir() if f.suffix in (".py", ".c"))
+
+
+@pytest.mark.docs
+def test_hello(tmp_path):
+    expected = said(HELLO, "torchrun --nproc-per-node 2 hello_torch.py")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    assert sorted(ran(*torchrun, "hello_torch.py")) == expected
+    if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
+        assert sorted(ran("mpirun", "-n", 2, sys.executable, "hello_mpi.py")) == expected
+    if shutil.which("mpirun") and shutil.which("mpicc"):
+        assert ran("mpicc", "-Wall", "-Werror", "-o", tmp_path / "hello", "hello.c") == []
+        assert sorted(ran("mpirun", "-n", 2, tmp_path / "hello")) == expected
 
 
 @pytest.mark.docs
