@@ -27,7 +27,8 @@ COLOURS = (
 )  # fmt: skip
 STYLE = (
     "svg{--ink:#111;--paper:#fff;--line:#ccc;--quiet:#666}"
-    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}.map{filter:brightness(1.6)}}"
+    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}"
+    ".map{filter:brightness(1.6)}}"
     "text{fill:var(--ink);font:11px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
     ".title{font-weight:600}.paper{fill:var(--paper)}.line{stroke:var(--line);fill:none}"
 )

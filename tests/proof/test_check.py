@@ -13,6 +13,7 @@ from torch import nn
 
 from gradus import recipe as recipes
 from gradus.cli import main
+from gradus.layers import attention
 from gradus.proof import check as checking
 from gradus.proof.check import SessionChecks, checks, is_empty, run, smoothed_floor
 from gradus.train.session import open_session
@@ -212,10 +213,10 @@ def test_frozen_unused_zero_and_huge_gradients():
 def test_attention_that_is_not_a_distribution(monkeypatch):
     seen = looked()
     assert verdict(seen, "attention").ok
-    true = checking.naive
-    monkeypatch.setattr(checking, "naive", lambda *a, **k: (lambda out, w: (out, w * 1.1))(*true(*a, **k)))
+    true = attention.naive
+    monkeypatch.setattr(attention, "naive", lambda *a, **k: (lambda out, w: (out, w * 1.1))(*true(*a, **k)))
     assert verdict(seen, "attention").ok is False
-    monkeypatch.setattr(checking, "naive", lambda *a, **k: (lambda out, w: (out, w * math.nan))(*true(*a, **k)))
+    monkeypatch.setattr(attention, "naive", lambda *a, **k: (lambda out, w: (out, w * math.nan))(*true(*a, **k)))
     assert verdict(seen, "attention").ok is False
 
 
