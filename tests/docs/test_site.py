@@ -22,7 +22,7 @@ BASE = "/gradus/"
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_a_page_is_short_and_names_things_by_what_they_are(page):
     lines = page.read_text(encoding="utf-8").splitlines()
-    most = 270 if page.parent.name == "learn" else 200  # what their code prints stands in them
+    most = 290 if page.parent.name == "learn" else 200  # what their code prints stands in them
     assert len(lines) <= most, f"{page.name} has {len(lines)} lines: split it"
     for number, line in enumerate(lines, 1):
         assert not re.search(r"\bS[1-5]\b", line), f"{page.name}:{number}: say what the source is, not its number: {line}"
