@@ -71,37 +71,31 @@ def test_the_equations_of_a_page_are_drawn(page):
         mathml.block(r"\sqroot{2}")
 
 
-@pytest.fixture(scope="module", params=PAGES, ids=lambda page: page.stem)
-def page(request, tmp_path_factory):
-    """(the page, its folder, what its blocks print, the names they leave)"""
-    folder, here, threads = tmp_path_factory.mktemp("learn"), os.getcwd(), torch.get_num_threads()
-    os.chdir(folder)
+@pytest.mark.docs
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_prints_what_it_says_and_draws_its_pictures_from_its_model(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
     try:
-        yield request.param, folder, *run(request.param)
+        printed, names = run(page)
+        assert outputs(page), "nothing that the page's code prints is shown"
+        for number, kind, said in outputs(page):
+            now = printed[number]
+            assert words(said) == words(now), f"block {number + 1} of {page.name} prints\n{now}"
+            assert kind == "measured" or close(said, now), f"block {number + 1} of {page.name} prints\n{now}"
+        check_pictures(page, tmp_path, names)
     finally:
-        os.chdir(here)
         torch.set_num_threads(threads)
 
 
-@pytest.mark.docs
-def test_a_page_prints_what_it_says(page):
-    file, _, printed, _ = page
-    assert outputs(file), "nothing that the page's code prints is shown"
-    for number, kind, said in outputs(file):
-        now = printed[number]
-        assert words(said) == words(now), f"block {number + 1} of {file.name} prints\n{now}"
-        assert kind == "measured" or close(said, now), f"block {number + 1} of {file.name} prints\n{now}"
-
-
-@pytest.mark.docs
-def test_a_page_draws_its_pictures_from_its_model(page):
-    file, folder, _, names = page
-    shown = set(re.findall(r"\]\(pictures/([\w.-]+\.svg)\)", file.read_text(encoding="utf-8")))
-    assert shown and shown == {svg.name for svg in folder.glob("*.svg")} and all(name.startswith(file.stem[:2]) for name in shown)
+def check_pictures(page: Path, folder: Path, names: dict) -> None:
+    """Those that the page shows are drawn, with title and text, and come from the model's weights."""
+    shown = set(re.findall(r"\]\(pictures/([\w.-]+\.svg)\)", page.read_text(encoding="utf-8")))
+    assert shown and shown == {svg.name for svg in folder.glob("*.svg")} and all(name.startswith(page.stem[:2]) for name in shown)
     for name in shown:
         root = ElementTree.parse(folder / name).getroot()
         assert root[0].tag.endswith("title") and root[0].text and root[1].tag.endswith("desc") and root[1].text, f"{name}: no title or no text"
-        assert (FOLDER / "pictures" / name).is_file(), f"no {name}: run python tests/docs/test_learn.py {file.stem}"
+        assert (FOLDER / "pictures" / name).is_file(), f"no {name}: run python tests/docs/test_learn.py {page.stem}"
     model, draw = names["model"], names["draw"]
     before = draw(model).svg()
     assert before == draw(model).svg()
