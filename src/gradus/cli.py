@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gradus import __version__, errors, files, limits, pictures
+from gradus import __version__, errors, files, limits
 from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
 from gradus.launch import json_file
 
@@ -162,7 +162,7 @@ FLAG: dict = {"action": "store_true"}
 
 def picture(add: Callable, text: str, name: str) -> None:
     """The option --picture; text: what is drawn; name: of the file, unless one is given."""
-    add("--picture", nargs="?", const=True, type=pictures.svg_file, metavar="FILE", help=f"{text} (default {name})")
+    add("--picture", nargs="?", const=True, type=limits.svg_file, metavar="FILE", help=f"{text} (default {name})")
 
 
 def whole(most: int, least: int = 1, name: str = "N") -> dict:
@@ -533,7 +533,7 @@ def _planned(args, mode: str, request) -> Iterable[str]:
             lines = explain(response.rows, args.explain) if mode == "explain" else screen(response, args.all)
         if args.picture:
             drawn = room("plan.picture").draw(response)
-            path = pictures.write(drawn, args.picture, f"{response.recipe.name}-plan")
+            path = room("pictures").write(drawn, args.picture, f"{response.recipe.name}-plan")
             if args.json:
                 print(f"{path}: the plan drawn", file=sys.stderr)
             else:
@@ -589,7 +589,7 @@ def _shown(args) -> Iterable[str]:
             why = "it draws the whole model, and opens the data only for sizes that the recipe does not say"
             raise UserError(f"--{option.replace('_', '-')} has no effect with --picture: {why}. Leave it out.")
     recipe, *_ = open_recipe(Request(args.recipe, tuple(args.overrides), json_file=args.json_file), notes := [])
-    path = pictures.write(room("models.picture").draw(recipe.model, recipe.name), args.picture, recipe.name)
+    path = room("pictures").write(room("models.picture").draw(recipe.model, recipe.name), args.picture, recipe.name)
     return [*(f"note: {note}" for note in of_model(notes)), f"{path}: the model drawn"]
 
 

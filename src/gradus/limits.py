@@ -195,6 +195,14 @@ def real(above: float | None = None, least: float = -math.inf, most: float = REA
     return _reader(float, above, least, most)
 
 
+def svg_file(name: str) -> str:
+    """For argparse: the name of a file for a picture."""
+    if name and not name.lower().endswith(".svg"):
+        last = "Name it so, or put the option last, without a name"
+        raise argparse.ArgumentTypeError(f"={name[:40]}: a picture is an SVG, whose name ends in .svg. {last}.")
+    return name
+
+
 def _reader(kind: type, above: float | None, least: float, most: float) -> Callable[[str], Any]:
     """An error's text begins with "="; the parser (cli.Parser) puts the option's name before it."""
 

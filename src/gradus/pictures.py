@@ -6,7 +6,6 @@ A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `area`
 
 from __future__ import annotations
 
-import argparse
 import base64
 import dataclasses
 import html
@@ -46,24 +45,17 @@ class Picture:
     title: str
     description: str = ""
 
-    def svg(self) -> str:
-        """The picture as a document of its own."""
+    def svg(self, styled: bool = True) -> str:
+        """The picture as a document of its own; unstyled, it is part of a page that has STYLE."""
         size = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" height="{self.height:.0f}"'
         name = f"<title>{html.escape(self.title)}</title><desc>{html.escape(self.description)}</desc>"
         paper = f'<rect class="paper" width="{self.width:.0f}" height="{self.height:.0f}"/>'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{html.escape(self.title)}" {size}>'
-        return f"{head}{name}<style>{STYLE}</style>{paper}{self.body}</svg>\n"
+        style = f"<style>{STYLE}</style>" if styled else ""
+        return f"{head}{name}{style}{paper}{self.body}</svg>\n"
 
     def save(self, path: str | os.PathLike) -> None:
         files.write_text(Path(path), self.svg())
-
-
-def svg_file(name: str) -> str:
-    """For argparse: the name of a file for a picture (an error begins as those of `limits.whole`)."""
-    if name and not name.lower().endswith(".svg"):
-        last = "Name it so, or put the option last, without a name"
-        raise argparse.ArgumentTypeError(f"={name[:40]}: a picture is an SVG, whose name ends in .svg. {last}.")
-    return name
 
 
 def write(picture: Picture, asked: str | bool, name: str) -> Path:
@@ -114,14 +106,25 @@ def image(x: float, y: float, width: float, height: float, rows: Sequence[bytes]
 def shades(values: Any, most: float | None = None) -> list[bytes]:
     """Rows for `image`, in the colours of `heatmap`."""
     table = _numbers(values)
-    most = most or max((abs(v) for row in table for v in row), default=0) or 1.0
+    most = most or _farthest(table)
     blue, orange = (bytes.fromhex(colour[1:]) for colour in COLOURS[:2])
     full = [[(blue if v >= 0 else orange, round(255 * min(abs(v) / most, 1.0))) for v in row] for row in table]
     return [b"".join(colour + bytes([opacity]) for colour, opacity in row) for row in full]
 
 
+def shaded(values: Any, x: float, y: float, width: float, height: float, most: float | None = None) -> str:
+    """`shades` as an image in a frame."""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return image(x, y, width, height, shades(values, most)) + f'<rect class="line" {place}/>'
+
+
 def _numbers(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _farthest(table: Sequence[Sequence[float]]) -> float:
+    """The largest distance from zero; 1 where there is none."""
+    return max((abs(v) for row in table for v in row), default=0) or 1.0
 
 
 def _label_width(words: Sequence[Any]) -> float:
@@ -139,7 +142,7 @@ def heatmap(
     is small however many they are, without notes of their values.
     """
     table = _numbers(values)
-    most = most or max((abs(v) for row in table for v in row), default=0) or 1.0
+    most = most or _farthest(table)
     tilted = any(len(str(word)) * CHARACTER > cell for word in columns)
     left = GAP + _label_width(rows) + 6
     top = 34 + (_label_width(columns) if tilted else 12)
@@ -154,9 +157,7 @@ def heatmap(
         else:
             body.append(text(x, top - 4, word, "middle"))
     if as_image:
-        sides = cell * len(columns), cell * len(rows)
-        frame = f'<rect class="line" x="{left:.1f}" y="{top:.1f}" width="{sides[0]:.1f}" height="{sides[1]:.1f}"/>'
-        body.append(image(left, top, *sides, shades(table, most)) + frame)
+        body.append(shaded(table, left, top, cell * len(columns), cell * len(rows), most))
     for i, (word, row) in enumerate(zip(rows, table, strict=True)):
         y = top + cell * i
         if word != "":

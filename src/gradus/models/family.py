@@ -3,6 +3,7 @@ without torch (sizes, tasks, kinds of data) stands in its configuration (`gradus
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -33,6 +34,15 @@ class Stack:
     def after(self) -> tuple[str, ...]:
         """The modules after the last block: norm and heads."""
         return (self.norm, *self.heads) if self.norm else self.heads
+
+    def signature(self, config: Any, i: int, block: nn.Module) -> tuple[Any, ...]:
+        """What block i has in common with others of its kind: parameters and buffers, modules, and what `kind` says."""
+        tensors = itertools.chain(block.named_parameters(), block.named_buffers())
+        return (
+            [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors],
+            [type(module).__qualname__ for module in block.modules()],
+            self.kind(config, i) if self.kind else None,
+        )
 
     def around(self, first: bool, last: bool) -> tuple[str, ...]:
         """The modules that some of the blocks need besides themselves. first, last: whether these are among them."""

@@ -59,9 +59,7 @@ def _of_stack(
     yield from alone("what every block reads", stack.shared)
     kinds: dict[str, list[int]] = {}
     for i, block in enumerate(model.get_submodule(stack.blocks)):
-        tensors = [(name, tuple(p.shape)) for name, p in block.named_parameters()]
-        own = tensors, [type(m).__qualname__ for m in block.modules()], stack.kind(config, i) if stack.kind else None
-        kinds.setdefault(repr(own), []).append(i)
+        kinds.setdefault(repr(stack.signature(config, i, block)), []).append(i)
     for numbers in kinds.values():
         every = []
         for i in numbers:

@@ -13,6 +13,7 @@ from gradus.pictures import Picture
 from gradus.plan import compose, engine
 from gradus.plan import peak as peaks
 from gradus.plan.answer import target_of
+from gradus.plan.profiles import INDEX
 from gradus.plan.step import bubble_share
 from gradus.plan.work import COMPONENTS
 from gradus.recipe.schema import Layout
@@ -81,9 +82,8 @@ def step(p: Process, shown: Sequence[str]) -> Iterator[Picture]:
     every = -(-len(moments) // MOMENTS)
     groups = (moments[i : i + every] for i in range(0, len(moments), every))
     drawn = [max(of, key=lambda m: m.of.sum()) for of in groups]
-    index = {name: i for i, name in enumerate(COMPONENTS)}
     one, unit = _unit(p.peak.bytes)
-    series = {part: [m.of[index[part]] / one for m in drawn] for part in shown}
+    series = {part: [m.of[INDEX[part]] / one for m in drawn] for part in shown}
     title = f"tensors over a step{f' of process {p.rank}' if layout.pipeline > 1 else ''}"
     axis = "pieces of the step (a block's forward or backward pass is a few), in their order; they take no equal time"
     yield pictures.area(series, [m.at for m in drawn], title, x=axis, unit=unit, spans=_phases(moments), width=WIDTH)

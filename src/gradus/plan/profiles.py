@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -102,13 +101,8 @@ def _block_kinds(config_type: type[ModelConfig], text: str) -> tuple[tuple[str, 
         trained |= any(p.requires_grad for name, p in model.named_parameters() if f"{name}.".startswith(names))
         kinds.append([])
         for i, block in enumerate(model.get_submodule(stack.blocks)):
-            tensors = itertools.chain(block.named_parameters(), block.named_buffers())
-            signature = (
-                [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors],
-                [type(module).__qualname__ for module in block.modules()],
-                trained, stack.kind(config, i) if stack.kind else None,
-            )  # fmt: skip
-            kinds[-1].append(hashlib.sha256(repr(signature).encode()).hexdigest()[:8])
+            signature = repr((stack.signature(config, i, block), trained))
+            kinds[-1].append(hashlib.sha256(signature.encode()).hexdigest()[:8])
             trained |= any(p.requires_grad for p in block.parameters())
     return tuple(map(tuple, kinds))
 

@@ -105,7 +105,7 @@ def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
     colours = pixels[0].round().clamp(0, 255).byte().cpu()
     seen.pixels = colours if len(colours) == 3 else colours[:1].expand(3, -1, -1)
     if file and source.config.n_classes:
-        seen.says = line_of(next(records_of(source, [file], 3))).partition("  ←")[0]
+        seen.says = prediction(source, file)
     return seen
 
 
@@ -139,8 +139,13 @@ def look_at_text(source: ModelSource, text: str, path: str | None) -> Seen:
     if answer is not None:
         seen.says = target.decode(answer.ids[1:]) or "nothing"
     elif getattr(source.config, "head", None) == "classification":
-        seen.says = line_of(next(records_of(source, [text], 3))).partition("  ←")[0]
+        seen.says = prediction(source, text)
     return seen
+
+
+def prediction(source: ModelSource, given: str) -> str:
+    """What `gradus predict` says of it: the three likeliest labels."""
+    return line_of(next(records_of(source, [given], 3))).partition("  ←")[0]
 
 
 def shortened(ids: list[int], tokenizer: Tokenizer | None = None) -> list[int]:

@@ -98,8 +98,7 @@ def folded(summary: str, block: Block) -> Iterator[Block]:
 
 def shown(*drawn: Picture) -> Html:
     """Pictures side by side where there is room, each with its description below it."""
-    style = f"<style>{pictures.STYLE}</style>"  # once on the page
-    each = ((p.svg().replace(style, ""), html.escape(p.description)) for p in drawn)
+    each = ((p.svg(styled=False), html.escape(p.description)) for p in drawn)
     figures = (f"<figure><div>{svg}</div><figcaption>{text}</figcaption></figure>" for svg, text in each)
     return Html(f'<div class="heads">{"".join(figures)}</div>')
 
@@ -138,11 +137,11 @@ def overview(seen: Seen, kind: str, layers: list[Layer], heads: list[int]) -> Pi
         y = top + (size + 6) * i
         body.append(pictures.text(left - 6, y + size / 2, f"layer {layer.number}", "end"))
         for j, head in enumerate(heads):
-            place = left + (size + 6) * j, y, size
+            x = left + (size + 6) * j
             if seen.pixels is not None:
-                body.append(_over_image(seen.pixels, layer.weights[head], *place))
+                body.append(_over_image(seen.pixels, layer.weights[head], x, y, size))
             else:
-                body.append(_map(layer.weights[head], *place, most=1.0))
+                body.append(pictures.shaded(layer.weights[head], x, y, size, size, 1.0))
     width, height = left + (size + 6) * len(heads) + 6, top + (size + 6) * len(layers) + 6
     text = "All at once: a row a layer, a column a head. They are drawn larger below."
     return Picture(width, height, "".join(body), f"{kind}: overview", text)
@@ -271,13 +270,8 @@ def _table(table: Tensor, alike: Tensor) -> list[Picture]:
     return [_framed(numbers, "Table of positions", text, most), compared]
 
 
-def _map(values: Tensor, x: float, y: float, size: float, most: float | None = None) -> str:
-    frame = f'<rect class="line" x="{x:.1f}" y="{y:.1f}" width="{size}" height="{size}"/>'
-    return pictures.image(x, y, size, size, pictures.shades(values, most)) + frame
-
-
 def _framed(values: Tensor, title: str, text: str, most: float | None = None) -> Picture:
-    body = pictures.text(14, 20, title, kind="title") + _map(values, 14, 32, 320, most)
+    body = pictures.text(14, 20, title, kind="title") + pictures.shaded(values, 14, 32, 320, 320, most)
     return Picture(348, 366, body, title, text)
 
 
