@@ -10,6 +10,7 @@ Each page leaves `model` and `draw`, and `draw(model)` is a picture: another one
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -87,6 +88,8 @@ def test_a_page_prints_what_it_says_and_draws_its_pictures_from_its_model(page, 
             assert words(said) == words(now), f"block {number + 1} of {page.name} prints\n{now}"
             assert kind == "measured" or close(said, now), f"block {number + 1} of {page.name} prints\n{now}"
         check_pictures(page, tmp_path, names)
+        if page.stem == "05-bert" and importlib.util.find_spec("transformers"):
+            check_pipeline(tmp_path / "sentiment", names)
     finally:
         torch.set_num_threads(threads)
 
@@ -106,6 +109,17 @@ def check_pictures(page: Path, folder: Path, names: dict) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
     assert draw(model).svg() != before
+
+
+def check_pipeline(folder: Path, names: dict) -> None:
+    """The page's three steps are transformers' own: the same tokens, and the same probability."""
+    import transformers
+
+    theirs, tokenizer = transformers.pipeline("sentiment-analysis", model=str(folder)), names["tokenizer"]
+    for text, label in (("the cake was good and great", "LABEL_1"), ("the soup was awful and dull", "LABEL_0")):
+        assert theirs.tokenizer(text)["input_ids"] == [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
+        answer = theirs(text)[0]
+        assert answer["label"] == label and abs(answer["score"] - names["pipeline"](text)["score"]) < 1e-5
 
 
 def write(page: Path) -> None:
