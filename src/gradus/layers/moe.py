@@ -130,9 +130,9 @@ class Experts(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """Σ over the top_k likeliest experts of a token: weight · expert(x) (Shazeer et al. 2017; weights as in Jiang et
-    al. 2024, section 2.1: a softmax over the chosen). An expert is a FeedForward, or with `gated` a GatedFeedForward.
-    No token is dropped: an expert takes as many as choose it. The router computes in fp32 (Fedus et al. 2021, section
-    2.4).
+    al. 2024, section 2.1: a softmax over the chosen; with top_k=1 it is 1, and the router learns from the balance loss
+    alone). An expert is a FeedForward, or with `gated` a GatedFeedForward. No token is dropped: an expert takes as many
+    as choose it. The router computes in fp32 (Fedus et al. 2021, section 2.4).
 
     `dispatch(experts, rows, counts)` brings rows (tokens · top_k, d_model), sorted by expert, to their experts and
     back; it may be replaced from outside. `balance`: what the last forward pass left, see `keep_balance`.
