@@ -21,9 +21,15 @@ BASE = "/gradus/"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_a_page_is_short_and_names_things_by_what_they_are(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
-    most = 290 if page.parent.name == "learn" else 200  # what their code prints stands in them
-    assert len(lines) <= most, f"{page.name} has {len(lines)} lines: split it"
+    text = page.read_text(encoding="utf-8")
+    lines, written = text.splitlines(), len(text.splitlines())
+    if page.parent.name == "learn":  # a quarter of an hour: what its code prints and empty lines do not count, words do
+        own = re.sub(r"^```(?:output|measured)\n.*?^```$", "", text, flags=re.M | re.S)
+        written = sum(bool(line.strip()) for line in own.splitlines())
+        assert len(re.sub(r"^```.*?^```$", "", own, flags=re.M | re.S).split()) <= 1000, f"{page.name} has too many words"
+        code = [line for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
+        assert max(map(len, code)) <= 105, f"{page.name}: a page shows some 100 columns of code"
+    assert written <= 200, f"{page.name} has {written} lines: split it"
     for number, line in enumerate(lines, 1):
         assert not re.search(r"\bS[1-5]\b", line), f"{page.name}:{number}: say what the source is, not its number: {line}"
 
