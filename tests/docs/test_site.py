@@ -28,7 +28,7 @@ def test_a_page_is_short_and_names_things_by_what_they_are(page):
         written = sum(bool(line.strip()) for line in own.splitlines())
         assert len(re.sub(r"^```.*?^```$", "", own, flags=re.M | re.S).split()) <= 1000, f"{page.name} has too many words"
         code = [line for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
-        assert max(map(len, code)) <= 105, f"{page.name}: a page shows some 100 columns of code"
+        assert max(map(len, code), default=0) <= 105, f"{page.name}: a page shows some 100 columns of code"
     assert written <= 200, f"{page.name} has {written} lines: split it"
     for number, line in enumerate(lines, 1):
         assert not re.search(r"\bS[1-5]\b", line), f"{page.name}:{number}: say what the source is, not its number: {line}"
