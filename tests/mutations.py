@@ -143,6 +143,8 @@ LIST = (
     M("proof/pairs.py", "(self.predicted - self.measured) / self.measured", "(self.predicted - self.measured) / self.predicted",
       "proof/test_prove.py::test_several_runs_are_one_table"),
     M("proof/timing.py", "return done or steps >= 10 * self.steps", "return done", "proof/test_timing.py::test_a_window_has_enough_by_number_and_time"),
+    M("report/look.py", "alike[range(len(ids)), ids] = -2", "alike[range(len(ids)), ids] = 2", "report/test_look.py::test_nearest_words"),
+    M("report/look.py", "data[sample]", "data[0]", "report/test_look.py::test_a_sample_is_an_image_of_the_runs_validation_split"),
     M("report/runs.py", 'steps=max((rows[-1]["step"]', 'steps=min((rows[0]["step"]',
       "report/test_report.py::test_an_unfinished_run_shows_where_it_stands_under_its_recipe"),
     M("launch/slurm.py", "return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds",

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recipe_texts import BERT, COPY, GPT, problems
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(60, 6), (10, 1), (4, 1)])
+@pytest.mark.parametrize(("steps", "warmup"), [(60, 6), (10, 1), (4, 1), (1, 0)])
 def test_a_warm_up_longer_than_a_shortened_run_becomes_a_tenth_of_it(write, steps, warmup):
     notes: list[str] = []
     path = write(GPT.replace("warmup_steps: 10", "warmup_steps: 100"))

@@ -21,6 +21,7 @@ from gradus.infer import find
 from gradus.layers import relative_buckets, rotary_frequencies, sinusoidal
 from gradus.report.look import look_at_image, look_at_text, nearest
 from gradus.report.look_page import Layer, evenly, gaze, habit
+from gradus.tasks import open_task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infer"))
 from small_models import saved
@@ -191,3 +192,17 @@ def test_what_it_cannot_take_is_one_line(words, said, made, capsys, monkeypatch)
     assert main(["look", *words]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1 and said in err[0]
+
+
+def test_a_sample_is_an_image_of_the_runs_validation_split(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", "digits-vit", "train.steps=1", f"log.dir={run}"]) == 0
+    for i in (0, 3):
+        assert main(["look", str(run), "--sample", str(i), "--to", str(tmp_path / "a.html")]) == 0
+        page = (tmp_path / "a.html").read_text(encoding="utf-8")
+        image = np.asarray(open_task(find(str(run)).recipe).splits["valid"][i]["image"])  # (channels, 8, 8)
+        assert f"image {i} of the validation split" in page and (images_of(page)[0][..., :3] == image[0][..., None]).all()
+    capsys.readouterr()
+    for words, said in ((["--sample", "100000"], "the first is 0"), (["a.png", "--sample", "1"], "takes an input or --sample")):
+        assert main(["look", str(run), *words]) == 2
+        assert said in capsys.readouterr().err

@@ -17,7 +17,7 @@ from gradus.recipe.schema import MODELS, TASKS, Recipe, Section
 
 # Derived values: the key → the value that it is clamped to where a later layer lowers its limit.
 CLAMPED: dict[str, Callable[[int], int]] = {
-    "schedule.warmup_steps": lambda steps: max(1, steps // 10),  # of train.steps or schedule.end_step
+    "schedule.warmup_steps": lambda steps: min(max(1, steps // 10), steps - 1),  # of train.steps or schedule.end_step
     "layout.micro_batch": lambda samples: samples,  # of batch.samples
 }
 

@@ -137,7 +137,7 @@ class Layers:
         for p in problems:
             cause, value = max(p.others, key=self.layer_of, default=""), get_key(self.tree, p.path)
             outranked, label = self.layer_of(cause) > self.layer_of(p.path), self.labels[self.layer_of(p.path)]
-            if p.instead is not None and outranked:
+            if p.instead not in (None, value) and outranked:
                 change = f"{p.path}={p.instead} instead of {show_override(value)}"
                 self.notes.append(f"{label}: {change}, to fit {self.where(cause)}")
                 set_key(self.tree, p.path, p.instead)
