@@ -143,7 +143,7 @@ def heatmap(
     """
     table = _numbers(values)
     most = most or _farthest(table)
-    tilted = any(len(str(word)) * CHARACTER > cell for word in columns)
+    tilted = any(len(str(word)) * CHARACTER > cell - 3 for word in columns)  # 3: between neighbours
     left = GAP + _label_width(rows) + 6
     top = 34 + (_label_width(columns) if tilted else 12)
     body = [text(GAP, 20, title, kind="title")]

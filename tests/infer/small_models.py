@@ -28,9 +28,10 @@ INPUTS = Encoded([[3, 1, 4, 1, 5], [9]], None, None)
 
 def saved(family: str, folder: Path, **more) -> torch.nn.Module:
     model = models.build(TypeAdapter(Model).validate_python({"family": family, **SMALL, **SIX[family], **more}), seed=1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
     models.save(model, folder)
     return model.eval()
 

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from gradus.cli import main
 from gradus.data.tokenizers import WordTokenizer
 from gradus.infer import find
 from gradus.layers import relative_buckets, rotary_frequencies, sinusoidal
-from gradus.report.look import look_at_image, look_at_text, nearest
+from gradus.report.look import Side, label, look_at_ids, look_at_image, look_at_text, nearest
 from gradus.report.look_page import Layer, evenly, gaze, habit
 from gradus.tasks import open_task
 
@@ -147,6 +148,13 @@ def test_nearest_words():
     rows = nearest(table, [0, 2], str)
     assert [[cell.split()[0] for cell in row] for row in rows] == [["0", "1", "4", "2", "3"], ["2", "4", "1", "0", "3"]]
     assert rows[0][2] == "4 (0.67)"
+
+
+def test_a_token_that_a_padded_vocabulary_has_and_the_tokenizer_has_not(made):
+    side = Side([1, 37, 2, 39], partial(label, WORDS), WORDS.vocab_size)
+    seen = look_at_ids(find(str(made / "gpt")), side, None)
+    ((_, rows),) = seen.nearest.items()
+    assert len(seen.texts[0]) == 4 and [row[0] for row in rows] == [label(WORDS, 1), label(WORDS, 2)]
 
 
 def test_a_large_model_and_a_long_text_are_cut_and_it_is_said(made, capsys):

@@ -177,7 +177,8 @@ def look_at_ids(source: ModelSource, read: Side, written: Side | None) -> Seen:
         side = sides[min(i, len(sides) - 1)]
         ids = side.ids if len(paths) > 1 else [i for side in sides for i in side.ids]
         table = model.get_submodule(path).weight.detach()[: side.n_words]
-        seen.nearest[path] = nearest(table, list(dict.fromkeys(ids)), side.name)
+        words = [i for i in dict.fromkeys(ids) if i < len(table)]  # a vocabulary is often padded
+        seen.nearest[path] = nearest(table, words, side.name)
     return seen
 
 
