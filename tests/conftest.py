@@ -38,8 +38,9 @@ def no_files_of_the_user(config):
         os.environ.pop(f"GRADUS_{kind}", None)
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Before the fixtures of a module too, which would draw another model after other tests."""
     os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts
     torch.set_num_threads(1)
     torch.manual_seed(0)
