@@ -25,7 +25,7 @@ COPY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=3
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
     """The interrupt comes from outside while the steps run, as from a notebook; afterwards the run is that of one never stopped."""
-    whole = api.train("copy-task", *COPY, train={"steps": 200}, log={"dir": tmp_path / "whole"})
+    whole = api.train("copy-task", *COPY, train={"steps": 100}, log={"dir": tmp_path / "whole"})
     cut, watching = tmp_path / "cut", threading.Event()
 
     def interrupt():
@@ -36,7 +36,7 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    run = api.train("copy-task", *COPY, train={"steps": 200}, log={"dir": cut})
+    run = api.train("copy-task", *COPY, train={"steps": 100}, log={"dir": cut})
     watching.set()
     thread.join()
     assert not run.finished and run.summary == {} and "stopped" in repr(run)
