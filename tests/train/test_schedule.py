@@ -45,3 +45,8 @@ def test_schedules_equal_transformers_and_the_paper():
     for step in (1, 100, 4000, 10_000):
         want = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
         assert learning_rate(Schedule(name="noam", warmup_steps=4000), 1.0, step, 10_000, 512) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_a_single_step_is_taken_at_the_base(name):
+    assert learning_rate(Schedule(name=name), 1e-3, 1, 1, 64) == 1e-3

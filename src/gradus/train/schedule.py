@@ -22,7 +22,7 @@ def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_
         return base * schedule.factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
     if step < warmup:
         return base * step / warmup
-    if schedule.name == "constant":
+    if schedule.name == "constant" or last_step == 1:  # a single step has nothing to fall over
         return base
     end = schedule.end_step or last_step
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
