@@ -6,6 +6,7 @@ from gradus.layers.attention import Attention, observe_attention
 from gradus.layers.cache import Cache, LayerCache, check_length, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from gradus.layers.kernels import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.lora import LoRALinear
 from gradus.layers.masks import attention_mask
 from gradus.layers.moe import ExpertLinear, MixtureOfExperts, keep_balance
 from gradus.layers.patches import ConvolutionalStem, Patches, extract
@@ -21,7 +22,7 @@ from gradus.layers.positions import (
 __all__ = [
     "ACTIVATIONS", "KERNELS",
     "Attention", "Block", "Cache", "ConvolutionalStem", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
-    "MixtureOfExperts", "Patches",
+    "LoRALinear", "MixtureOfExperts", "Patches",
     "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "observe_attention", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",

@@ -23,6 +23,10 @@ def normal(std: float = 1.0) -> Draw:
     return lambda weight, generator: weight.normal_(std=std, generator=generator)
 
 
+def uniform(bound: float) -> Draw:
+    return lambda weight, generator: weight.uniform_(-bound, bound, generator=generator)
+
+
 def truncated_normal(std: float) -> Draw:
     """A normal cut off at two standard deviations, by the inverse of its distribution function.
 

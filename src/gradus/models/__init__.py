@@ -51,6 +51,11 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu", seed: 
         model = family.model(config)
     if lacks := list(family.lacks(model)):
         raise TypeError(f"family {family.name}: {'; '.join(lacks)}")
+    if config.adapter or config.freeze:
+        from gradus.models.adapt import adapt
+
+        with torch.device("meta"), _undrawn():
+            adapt(model, config, family)
     return model
 
 
@@ -84,7 +89,7 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
     as named, wherever they are; what else a block has counts as attention. head: everything else, all of which reads
     the last norm's output (pooler, classifier, an untied output projection).
     """
-    return dict(_counted(type(config), config.model_dump_json()))
+    return dict(_counted(config))
 
 
 COMPONENTS = "embeddings", "attention", "feedforward", "norms", "head"
@@ -112,8 +117,8 @@ def component(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(kind: type[schema.ModelConfig], config: str) -> dict[str, int]:
-    model = build(kind.model_validate_json(config), device="meta")
+def _counted(config: schema.ModelConfig) -> dict[str, int]:
+    model = build(config, device="meta")
     modules = dict(model.named_modules())
     counts = dict.fromkeys(COMPONENTS, 0)
     for name, parameter in model.named_parameters():
@@ -264,7 +269,8 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
             raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
-        return type(config)(**{**config.model_dump(), **fields}).named(config.classes)
+        changed = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
+    return changed.trained(config.adapter, config.freeze)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from gradus.layers import LoRALinear
 from gradus.layers.init import Draw
 from gradus.models.weights import LoadReport, Stored
 from gradus.torch_private import FakeTensor, local_shape_and_offset, unset_fake_temporarily
@@ -43,7 +44,8 @@ def drawn(model: nn.Module, seed: int | None) -> dict[str, Stored]:
     if seed is None:
         with unset_fake_temporarily():
             seed = int(torch.randint(2**31, ()))
-    how = {id(p): draw for p, draw in model.initialisation()}
+    described = [model, *(m for m in model.modules() if isinstance(m, LoRALinear))]  # the later one counts
+    how = {id(p): draw for module in described for p, draw in module.initialisation()}
     return {
         name: Stored(tuple(p.shape), partial(_draw, how[id(p)], p.shape, f"{seed} {name}"))
         for name, p in model.named_parameters()

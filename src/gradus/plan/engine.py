@@ -118,7 +118,7 @@ def profile_of(
 def _question(recipe: Recipe, part: Part, batch: dict, target: Target, split: bool, micro: int) -> list:
     """All that a profile depends on."""
     few = profiles.small_recipe(recipe, part.small, split)
-    sections = [section.model_dump(mode="json") for section in (few.model, few.layout, few.task)]
+    sections = few.model.described(), *(section.model_dump(mode="json") for section in (few.layout, few.task))
     optimizer = few.optimizer.name, getattr(few.optimizer, "momentum", None)
     tensors = {k: v for k, v in sorted(batch.items()) if isinstance(v, torch.Tensor)}
     chosen = {k: int(v.sum()) for k, v in tensors.items() if k in ("select", "labels") and v.dtype == torch.bool}

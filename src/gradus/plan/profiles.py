@@ -84,16 +84,11 @@ class Piece:
 # ---------------------------------------------------------------- which blocks are traced
 
 
+@functools.lru_cache(maxsize=64)
 def block_kinds(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
     """Of each stack the kind of each block. Blocks are of one kind where they have the same modules and parameters, the
     same of them frozen, where something is trained before all of them or before none, and where the family's `kind`
     says nothing else."""
-    return _block_kinds(type(config), config.model_dump_json())
-
-
-@functools.lru_cache(maxsize=64)
-def _block_kinds(config_type: type[ModelConfig], text: str) -> tuple[tuple[str, ...], ...]:
-    config = config_type.model_validate_json(text)
     model, stacks = models.build(config, "meta"), models.lookup(config.family).stacks
     trained, kinds = False, []
     for stack in stacks:

@@ -32,10 +32,11 @@ LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
 
 @functools.lru_cache(maxsize=64)
-def _usage(kind: type[ModelConfig], fields: str, batch: int, tokens: int, source: int) -> Usage:
-    config = kind.model_validate_json(fields)
+def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> Usage:
+    """Traced once, and kept on disk. batch: rows. tokens: of a row; of an image its patches. source: tokens that an
+    encoder-decoder reads."""
     versions = engine.family_code(config.family), engine.code("plan"), torch.__version__
-    question = fields, batch, tokens, source, *versions
+    question = config.described(), batch, tokens, source, *versions
 
     def trace() -> dict:
         from gradus.plan.pass_tracing import PassTracer  # half a second, which what is kept need not wait for
@@ -45,12 +46,6 @@ def _usage(kind: type[ModelConfig], fields: str, batch: int, tokens: int, source
     plain = stored("profiles", question, trace)
     passes = {name: Pass(**plain[name]) for name in ("prefill", "decode") if plain[name]}
     return Usage(**plain | passes)
-
-
-def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> Usage:
-    """Traced once, and kept on disk. batch: rows. tokens: of a row; of an image its patches. source: tokens that an
-    encoder-decoder reads."""
-    return _usage(type(config), config.model_dump_json(), batch, tokens, source)
 
 
 # ---------------------------------------------------------------- memory, devices

@@ -181,7 +181,8 @@ def profile(
     within = layout.tensor * layout.context * layout.expert
     tracing = _Tracing(layout)
     with contextlib.ExitStack() as stack:
-        if small.mixed:
+        # patterns may name blocks that a smaller model has not
+        if small.mixed or recipe.model.freeze or recipe.model.adapter:
             stack.enter_context(few_blocks(recipe.model, part))
         like = models.build(few.model, "meta")
         built = {name: t.element_size() for name, t in itertools.chain(like.named_parameters(), like.named_buffers())}

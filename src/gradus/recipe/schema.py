@@ -74,6 +74,22 @@ class Section(BaseModel):
 # ---------------------------------------------------------------- model
 
 
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class Adapter(Section):
+    """Low-rank matrices beside frozen ones: they alone are trained, and a classifier's head (LoRA, Hu et al. 2022).
+    Targets are patterns of parts of a module's dotted name (to_q, blocks.0, blocks.*.feedforward), each with a rank and
+    an alpha of its own where it is to have them (up:32, up:32:64); the last that matches counts, and -up takes back."""
+
+    rank: Width  # of the two matrices
+    alpha: PositiveFloat = 16.0  # what they add is multiplied by alpha / rank
+    rslora: bool = False  # multiplied by alpha / sqrt(rank) instead (Kalajdzievski 2023)
+    dropout: Fraction = 0.0  # share of their input set to 0 in training
+    targets: Annotated[list[str], BeforeValidator(_listed)] = ["all-linear"]  # which Linears; attention: those of it
+
+
 class ModelConfig(Section):
     """What every family has. `preset` fills the fields from a published size; `init` starts from weights (a folder, a
     file or a hub name), whose configuration then holds."""
@@ -88,6 +104,8 @@ class ModelConfig(Section):
     n_heads: Heads  # attention heads per layer
     dropout: Fraction = 0.0  # share of numbers set to 0 in training
     _classes: tuple[str, ...] = PrivateAttr(())
+    _adapter: Adapter | None = PrivateAttr(None)
+    _freeze: tuple[str, ...] = PrivateAttr(())
 
     @property
     def head_dim(self) -> int:
@@ -109,6 +127,30 @@ class ModelConfig(Section):
         copy = self.model_copy()
         copy._classes = tuple(classes or ())
         return copy
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """A recipe has it in `adapter`, weights in adapter_config.json."""
+        return self._adapter
+
+    @property
+    def freeze(self) -> tuple[str, ...]:
+        """Patterns of parameters that are not trained. A recipe has them in train.freeze."""
+        return self._freeze
+
+    def trained(self, adapter: Adapter | None, freeze: Sequence[str] | None = None) -> Self:
+        """The same configuration, of which this is trained."""
+        copy = self.model_copy()
+        copy._adapter, copy._freeze = adapter, tuple(freeze or ())
+        return copy
+
+    def described(self) -> list[Any]:
+        """All that a model is a pure function of, as JSON can hold it."""
+        adapter = self._adapter and self._adapter.model_dump(mode="json")
+        return [self.model_dump(mode="json"), adapter, list(self._freeze)]
+
+    def __hash__(self):
+        return hash(repr(self.described()))
 
     @model_validator(mode="after")
     def _heads_divide(self):
@@ -545,6 +587,7 @@ class Train(Section):
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
+    freeze: Annotated[list[str], BeforeValidator(_listed)] | None = None  # not trained: [blocks.0]; [all, -head]
     qat: bool = False  # quantization-aware: Linears compute with inputs and weights rounded as int8 would round them
 
 
@@ -685,6 +728,7 @@ class Recipe(Section):
 
     name: Annotated[str, AfterValidator(_name)] = "recipe"  # of the recipe: its runs go to runs/NAME
     model: Model  # the family of the model
+    adapter: Adapter | None = None  # small matrices that are trained in place of the model's own
     task: Task  # what is learned
     data: Data  # where samples come from
     tokenizer: TokenizerConfig | None = None  # how text becomes tokens
@@ -695,6 +739,12 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()  # when, and what is best
     layout: Layout = Layout()  # where and how fast
     log: Log = Log()  # what is written
+
+    @model_validator(mode="after")
+    def _says_what_is_trained(self):
+        if {"model", "train"} <= vars(self).keys():  # not where one section is validated alone
+            self.model = self.model.trained(self.adapter, self.train.freeze)
+        return self
 
 
 def family_name(config: type[ModelConfig]) -> str:

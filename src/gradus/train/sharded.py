@@ -12,6 +12,7 @@ checkpoints of one process too (train.checkpoint).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -44,16 +45,11 @@ from gradus.recipe.schema import ModelConfig
 # ---------------------------------------------------------------- names and parts
 
 
-_NAMES: dict[str, dict[str, str]] = {}  # by configuration
-
-
+@functools.lru_cache(maxsize=64)
 def stored_names(config: ModelConfig) -> dict[str, str]:
     """Every parameter's name in the whole model → the name that it is stored under: a tied one has several names and is
     stored once."""
-    described = config.model_dump_json()
-    if described not in _NAMES:
-        _NAMES[described] = weights.first_names(models.build(config, "meta"))
-    return _NAMES[described]
+    return weights.first_names(models.build(config, "meta"))
 
 
 def _key(key: str, names: Mapping[str, str]) -> str:

@@ -1,0 +1,113 @@
+"""Which parameters of a model are trained: frozen ones by pattern, and low-rank matrices beside frozen Linears.
+
+A pattern matches a dotted name by one or more consecutive parts, in which * stands for anything: `head`, `blocks.0`,
+`to_?`, `blocks.*.feedforward`; `all` matches every name. Of several the last that matches counts, and one that begins
+with - takes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from gradus.errors import UserError, did_you_mean
+from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts
+from gradus.models.family import Family
+from gradus.models.weights import first_names, in_head
+from gradus.recipe.schema import Adapter, ModelConfig
+
+
+def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
+    """Put config.adapter's matrices into the model, and freeze what is not trained, in place.
+
+    Raises UserError for a pattern that matches nothing, a head as target, and where nothing is left to train.
+    """
+    frozen: set[str] = set()
+    if adapter := config.adapter:
+        frozen = {name for name, _ in model.named_parameters() if not trained_whole(config, name)}
+        for name, (rank, alpha) in targets(model, adapter, family).items():
+            scale = alpha / (rank**0.5 if adapter.rslora else rank)
+            model.set_submodule(name, LoRALinear(model.get_submodule(name), rank, scale, adapter.dropout))
+    names: dict[str, list[str]] = {}  # a shared one has several
+    for name, first in first_names(model).items():
+        names.setdefault(first, []).append(name)
+    frozen = chosen("train.freeze", config.freeze, names, frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if frozen.issuperset(names):
+        raise UserError("train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -head] does")
+
+
+def trained_whole(config: ModelConfig, name: str) -> bool:
+    """Whether a parameter is trained though there is an adapter: a classifier's head is new."""
+    return getattr(config, "n_classes", None) is not None and in_head(name)
+
+
+def matches(pattern: str, name: str) -> bool:
+    return pattern == "all" or fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def words(names: Iterable[str]) -> set[str]:
+    """What patterns for these names may hold."""
+    return {part for name in names for part in name.split(".") if not part.isdigit()}
+
+
+def chosen(
+    key: str, patterns: Sequence[str], names: Mapping[str, Iterable[str]], start: Iterable[str] = ()
+) -> set[str]:
+    """Those that the patterns choose, beginning with `start`. names: of each all that it is called. Raises UserError
+    for a pattern that matches none."""
+    out = set(start)
+    for pattern in patterns:
+        bare = pattern.removeprefix("-")
+        found = {name for name, aliases in names.items() if any(matches(bare, alias) for alias in aliases)}
+        if not found:
+            known = words(alias for aliases in names.values() for alias in aliases)
+            raise UserError(f"{key}: {pattern} matches nothing here.{did_you_mean(bare, known)}")
+        out = out - found if bare != pattern else out | found
+    return out
+
+
+def targets(model: nn.Module, adapter: Adapter, family: Family) -> dict[str, tuple[int, float]]:
+    """The names of the Linears that are adapted, each with its rank and alpha. Raises UserError as `adapt`."""
+    routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in routers}
+    able = [name for name in linears if not (in_head(name) or name == family.head)]
+    kinds = {"all-linear": Block, "attention": Attention}
+    out: dict[str, tuple[int, float]] = {}
+    for target in adapter.targets:
+        pattern, rank, alpha = _parsed(target, adapter)
+        bare = pattern.removeprefix("-")
+        if kind := kinds.get(bare):
+            inside = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, kind))
+            found = [name for name in able if name.startswith(inside)]
+        else:
+            heads = [name for name in linears if name not in able and matches(bare, name)]
+            found = [name for name in able if matches(bare, name)]
+            if heads and not found:
+                tied = first_names(model)[f"{heads[0]}.weight"] != f"{heads[0]}.weight"
+                why = "its weight is the token embedding's too" if tied else "it is no Linear of the body"
+                near = did_you_mean(bare, words(able))
+                raise UserError(f"adapter.targets: {target}: {heads[0]} cannot be adapted: {why}.{near}")
+            chosen("adapter.targets", [bare], {name: [name] for name in able})
+        if bare == pattern:
+            out |= dict.fromkeys(found, (rank, alpha))
+        else:
+            out = {name: own for name, own in out.items() if name not in found}
+    if not out:
+        raise UserError(f"adapter.targets=[{', '.join(adapter.targets)}]: nothing is left of it. Name some Linears")
+    return out
+
+
+def _parsed(target: str, adapter: Adapter) -> tuple[str, int, float]:
+    """(pattern, rank, alpha) of a target such as up, up:32 or up:32:64."""
+    pattern, *own = target.split(":")
+    try:
+        rank, alpha = int(own.pop(0)) if own else adapter.rank, float(own.pop(0)) if own else adapter.alpha
+        if rank < 1 or not alpha > 0 or own:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"adapter.targets: {target}: expected PATTERN, PATTERN:RANK or PATTERN:RANK:ALPHA") from None
+    return pattern, rank, alpha
