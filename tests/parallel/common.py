@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.models.values import Deferred
 from gradus.models.weights import Stored
-from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 from gradus.tasks.base import summed_cross_entropy
 
 VOCAB, PAD, IGNORE = 48, 0, -100
@@ -23,10 +23,10 @@ CONFIGS = {
 }
 
 
-def deferred(family: str, **changes) -> Deferred:
+def deferred(family: str, adapter: Adapter | None = None, freeze: tuple[str, ...] = (), **changes) -> Deferred:
     """The same weights on every process, before they have memory. (ViT's classifier starts at 0; here it is drawn, so that gradients reach the
     blocks.)"""
-    start = models.deferred(CONFIGS[family].model_copy(update=changes), seed=1)
+    start = models.deferred(CONFIGS[family].model_copy(update=changes).trained(adapter, freeze), seed=1)
     if family == "vit":
         head = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)) * 0.02
         start.values["head.weight"] = Stored((5, 32), lambda: head)
@@ -87,7 +87,7 @@ def rows_of(family: str, b: dict, lo: int, hi: int) -> dict:
 def reference(family: str, steps: int = 20, lr: float = 1e-3, clip: float = 1.0, **changes) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of each step, by one process with plain PyTorch."""
     model = build(family, **changes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     curve = []
     for step in range(steps):
         b = batch(family, step)

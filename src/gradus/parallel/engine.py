@@ -141,7 +141,8 @@ class Parallel:
         if not self.several:
             return norms[()]
         squares = [self.sum(norms[axes].float() ** 2, *axes) for axes in sorted(norms)]
-        total = self.sum(torch.stack(squares).sum(), "pipeline")
+        none = torch.zeros((), device=device)  # a pipeline's stage may have nothing to train
+        total = self.sum(torch.stack([none, *squares]).sum(), "pipeline")
         if self.layout.replicate == "parameter_server":
             dist.broadcast(total, group=self.mesh.group("replicate"), group_src=0)  # the server alone has the sums
         return total.sqrt()

@@ -8,6 +8,7 @@ the models are not edited.
     to_out, down             columns: the processes' sums              give the stream
     output projection        rows of the vocabulary                    gives logits, see `loss_context`
     a family's own           as its `Family.tensor` says
+    an adapter               beside what is split by rows a whole and b by rows, else a by columns and b whole
     all else                 whole on every process: norms, positions, token types, patches, class token, pooler,
                              classifiers
 
@@ -41,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 from torch.overrides import TorchFunctionMode
 
 from gradus import models, torch_private
-from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward
+from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward, LoRALinear
 from gradus.parallel.replicate import as_one
 from gradus.recipe.schema import Layout
 from gradus.torch_private import FakeTensor
@@ -74,7 +75,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
                 _gather(module, mesh, (stream,))
             else:
                 row = RowwiseParallel(output_layouts=stream, use_local_output=False)
-                parallelize_module(module, mesh, row if way == "row" else ColwiseParallel())
+                _split(module, mesh, row if way == "row" else ColwiseParallel())
 
     tokens = {model.get_submodule(name): None for name in family.tokens}  # a shared one once
     head = model.get_submodule(family.head) if family.head and hasattr(model, family.head.split(".")[0]) else None
@@ -107,8 +108,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
 
 def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replicate, n_inputs: int) -> None:
     _gather(module, mesh, (stream, Replicate())[:n_inputs])  # the second: the encoder's output
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("to_q", "to_k", "to_v")}
-    parallelize_module(module, mesh, plan | {"to_out": RowwiseParallel(output_layouts=stream, use_local_output=False)})
+    for linear in (module.to_q, module.to_k, module.to_v):
+        _split(linear, mesh, ColwiseParallel())
+    _split(module.to_out, mesh, RowwiseParallel(output_layouts=stream, use_local_output=False))
     if module.dropout:
         plain, own = module.forward, _own_random_numbers(module.forward, mesh)
 
@@ -121,10 +123,36 @@ def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replic
 
 def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
     _gather(module, mesh, (stream,))
-    into = [name for name in ("gate", "up") if hasattr(module, name)]
-    # DTensors: n need not divide d_ff
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel(use_local_output=False) for name in into}
-    parallelize_module(module, mesh, plan | {"down": RowwiseParallel(output_layouts=stream, use_local_output=False)})
+    for name in ("gate", "up"):
+        if hasattr(module, name):  # DTensors: n need not divide d_ff
+            _split(getattr(module, name), mesh, ColwiseParallel(use_local_output=False))
+    _split(module.down, mesh, RowwiseParallel(output_layouts=stream, use_local_output=False))
+
+
+def _split(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Split a Linear or an Embedding, and of an adapted Linear the two matrices along the same dimension."""
+    if not isinstance(module, LoRALinear):
+        parallelize_module(module, mesh, style)
+        return
+    children, module._modules = module._modules, {}  # the style would take them for its own
+    parallelize_module(module, mesh, style)
+    module._modules, rows = children, isinstance(style, ColwiseParallel)
+    placements = (Replicate(), Shard(0)) if rows else (Shard(1), Replicate())
+    for linear, placement in zip((module.a, module.b), placements):
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [placement]), linear.weight.requires_grad)
+    if not rows:
+        module.added = _added_in_parts(module, mesh)
+
+
+def _added_in_parts(module: LoRALinear, mesh: DeviceMesh) -> Callable[[DTensor], DTensor]:
+    """Each process multiplies its columns, and the sum is that of `to_out` or `down`."""
+
+    def added(x: DTensor) -> DTensor:
+        low = F.linear(module.dropout(x).to_local(), module.a.weight.to_local())  # (batch, seq, rank), a part
+        part = F.linear(low, module.b.weight.to_local(grad_placements=(Partial(),))) * module.scale
+        return DTensor.from_local(part, mesh, (Partial(),))  # (batch, seq, d_model)
+
+    return added
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, layouts: tuple[Shard | Replicate, ...]) -> None:
