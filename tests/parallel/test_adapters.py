@@ -47,9 +47,13 @@ def test_a_part_is_frozen():
 @pytest.mark.parametrize("family", common.CONFIGS)
 def test_every_family(family):
     layouts = ({}, 2), ({"shard": 2}, 2), ({"tensor": 2}, 1), ({"tensor": 2, "sequence_parallel": False}, 1), ({"pipeline": 2}, 1)
-    skipped = ("t5",)  # relative positions keep it from being split along the sequence
-    more = [({"context": 2}, 1)] if family not in skipped else []
+    more = [({"context": 2}, 1)] if family not in ("t5", "seq2seq") else []  # these need the whole sequence
     check(2, [(family, layout, n, LORA) for layout, n in (*layouts, *more)])
+
+
+@pytest.mark.slow
+def test_every_schedule():
+    check(2, [("gpt", {"pipeline": 2, "schedule": s}, 4, c) for s in ("gpipe", "interleaved", "zero_bubble") for c in (LORA, LAST)])
 
 
 @pytest.mark.slow

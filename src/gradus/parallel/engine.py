@@ -174,6 +174,11 @@ class Parallel:
         """Those of `local_parameters` that are not frozen."""
         return [h for h in self.local_parameters if h.parameter.requires_grad]
 
+    @property
+    def stored(self) -> list[LocalParameter]:
+        """Those that a checkpoint holds: all, or with an adapter, whose base lies elsewhere, what is trained."""
+        return self.trainable if self.bare.config.adapter else self.local_parameters
+
     def _local(self, name: str, p: nn.Parameter) -> LocalParameter:
         local, cut = p, ()
         if isinstance(p, DTensor):

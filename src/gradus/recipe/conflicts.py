@@ -183,6 +183,7 @@ OTHER: tuple[Row, ...] = (
            "Set layout.compile=none"),
     _clash("train.qat", "layout.precision!=fp32", "the rounding is that of fp32 inputs. Set layout.precision=fp32"),
     _clash("train.qat", "model.n_experts", "experts' products are not rounded. Leave model.n_experts out"),
+    _clash("train.qat", "adapter", "int8 is for the merged weights. Train without, merge, then quantize"),
     *_of_kinds("schedule", stated=True),
     *_of_kinds("tokenizer", stated=False),
     _stated("model.n_classes", "model.family=bert task.name=masked_lm", " with task {value}. It is for classification"),

@@ -139,7 +139,7 @@ class Checkpoints:
             if ranges := qat.ranges(parallel.bare):
                 write_json(aside / qat.FILE, ranges)
 
-        parameters, group = {h.name: h.parameter for h in parallel.local_parameters}, parallel.mesh.group("pipeline")
+        parameters, group = {h.name: h.parameter for h in parallel.stored}, parallel.mesh.group("pipeline")
         sharded.export(parameters, parallel.bare.config, target, tokenizers, group, with_ranges)
 
     def _remove_old(self) -> None:
@@ -153,7 +153,7 @@ class Checkpoints:
 
         if self.group is None:
             self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=parallel.layout.timeout))
-        rank, parameters = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.local_parameters}
+        rank, parameters = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.stored}
         tensors = {f"model.{name}": p for name, p in parameters.items() if parallel.counts(name)}
         for key, local in state_tensors(parallel.trained(), optimizer).items():
             name = key.split(".", 1)[1]
@@ -251,7 +251,7 @@ class Checkpoints:
                 f"{path}: {n} workers with local updates wrote it, each with its own optimizer. "
                 f"Resume with {n} and the same layout."
             )
-        parameters = {h.name: h.parameter for h in parallel.local_parameters}
+        parameters = {h.name: h.parameter for h in parallel.stored}
         sharded.load(path, {f"model.{name}": p for name, p in parameters.items()})
         stored, rank = sharded.read(path), mesh.world.rank
         if separate:

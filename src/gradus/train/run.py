@@ -92,7 +92,7 @@ def train(
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
-        new = session.deferred(values=start.checkpoint is None)
+        new = session.deferred(values=start.checkpoint is None or session.recipe.adapter is not None)
         _write_folder(folder, session, start, extended is not None)
         if world.first:
             if start.step < session.steps.total:  # else the run has ended, and what was planned and measured stays

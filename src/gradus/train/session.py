@@ -61,7 +61,8 @@ class Session:
 
     def deferred(self, values: bool = True) -> Deferred:
         """The model before it has memory, with the values it starts from: the paper's initialisation drawn from the
-        recipe's seed, or `model.init`'s weights. values=False: none, since a checkpoint's will be read."""
+        recipe's seed, or `model.init`'s weights. values=False: none, since a checkpoint's will be read (with an
+        adapter it holds what is trained alone)."""
         config, seed = self.recipe.model, self.recipe.train.seed
         start = models.load_start(config, seed) if values else Deferred(models.build(config, "meta"), None)
         start.model.config = start.model.config.named(getattr(self.recipe.task, "classes", None))

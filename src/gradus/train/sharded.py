@@ -200,7 +200,8 @@ def save(
         aside = files.temporary(target)
         try:
             (aside / stored_sharded.FOLDER).mkdir(parents=True)
-            dtype = next(t.dtype for key, t in tensors.items() if key.startswith("model."))
+            # of an adapter a pipeline's first stage may hold nothing
+            dtype = next((t.dtype for key, t in tensors.items() if key.startswith("model.")), torch.float32)
             text = json.dumps(models.to_config_json(config, dtype), indent=2)
             (aside / "config.json").write_text(text + "\n")
             fill(aside)
