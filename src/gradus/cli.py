@@ -185,13 +185,14 @@ def _running(verb: Verb) -> None:
     add("--processes", **whole(limits.PROCESSES), help="start N processes here (or use torchrun, mpirun, srun)")
     add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: restarts allowed")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
-    run, text = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label), "a recipe for your own data"
-    p = verb("new", run, text, "")
+    run = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label, a.lora)  # noqa: E731
+    p = verb("new", run, "a recipe for your own data", "")
     add = p.add_argument
     add("file", metavar="FILE.yaml", help="the recipe to write")
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
+    add("--lora", **FLAG, help="with --init: train small matrices beside its weights, an adapter")
     add("--text", metavar="COLUMN", help="of a table: the text column (default: the only candidate)")
     add = p.add_mutually_exclusive_group().add_argument
     add("--label", metavar="COLUMN", help="of a table: the label column (default: the only candidate)")

@@ -33,6 +33,11 @@ def in_unit(n: float, unit: str) -> str:
     return f"{rate(n / one)} {name}"
 
 
+def parameters(total: int, trained: int) -> str:
+    """How many a model has, and how many of them are trained where it is a part."""
+    return f"{total:,} parameters" + (f" ({trained:,} trained)" if trained != total else "")
+
+
 def size(n: float) -> str:
     """Bytes in decimal units: 1.5e9 → 1.5 GB."""
     return in_unit(n if abs(n) >= 999.5 else round(n), "bytes")

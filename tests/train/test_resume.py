@@ -19,7 +19,7 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.rows import read_rows
 from gradus.train.run import train
-from gradus.train.schedule import too_high
+from gradus.train.schedule import unusual
 
 pytestmark = pytest.mark.usefixtures("no_plan")
 
@@ -95,8 +95,8 @@ def test_a_warm_up_longer_than_the_run_and_a_rate_too_high_for_trained_weights_a
     assert recipes.load(tmp_path / "run").schedule.warmup_steps == 1
     usual = recipes.load("copy-task", [*words, "optimizer.lr=1e-3"])
     noam = recipes.load("copy-task", [*words, "optimizer.lr=1", "schedule.name=noam", "schedule.warmup_steps=4"])
-    assert too_high(usual, 16) is None and "optimizer.lr=6e-04 schedule.name=linear" in too_high(noam, 16)
-    assert too_high(recipes.load("copy-task", ["optimizer.lr=0.02"]), 16) is None, "new weights"
+    assert unusual(usual, 16) is None and "optimizer.lr=6e-04 schedule.name=linear" in unusual(noam, 16)
+    assert unusual(recipes.load("copy-task", ["optimizer.lr=0.02"]), 16) is None, "new weights"
 
 
 def test_a_run_folder_is_not_overwritten(undisturbed):

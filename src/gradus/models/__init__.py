@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a configuration is read without torch
 __all__ = [
     "Family", "Stack", "build", "config_of", "convert", "count", "deferred", "families", "load", "load_deferred",
     "load_start", "load_weights", "locate",
-    "lookup", "register", "save", "to_config_json", "weights",
+    "lookup", "register", "save", "to_config_json", "trainable", "weights",
 ]  # fmt: skip
 
 
@@ -90,6 +90,12 @@ def count(config: schema.ModelConfig) -> dict[str, int]:
     the last norm's output (pooler, classifier, an untied output projection).
     """
     return dict(_counted(config))
+
+
+@functools.lru_cache(maxsize=64)
+def trainable(config: schema.ModelConfig) -> int:
+    """The number of parameters that are trained, each shared one once. Allocates nothing."""
+    return sum(p.numel() for p in build(config, "meta").parameters() if p.requires_grad)
 
 
 COMPONENTS = "embeddings", "attention", "feedforward", "norms", "head"

@@ -43,7 +43,7 @@ def parameters(config: ModelConfig) -> list[Row]:
     counts, inputs = models.count(config), sizes(config)
     more = {"source": " ".join((type(config).__doc__ or "the module").split()), "method": "counted from the module"}
     rows = [known_figure(f"parameters/{name}", n, inputs, **more) for name, n in counts.items()]
-    rows.append(known_figure("parameters/trainable", counts["total"], inputs, **more))
+    rows.append(known_figure("parameters/trainable", models.trainable(config), inputs, **more))
     if getattr(config, "n_experts", None):
         rows.append(known_figure("parameters/active", active(config), inputs, **more))
     return rows
@@ -146,7 +146,7 @@ def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
 
     lengths = {"samples": samples, "s": shape.source, "t": shape.target or None, "m": shape.selected or None}
     inputs = {k: v for k, v in {**sizes(config), **lengths}.items() if v is not None}
-    if not shape.target and not shape.selected:
+    if not shape.target and not shape.selected and models.trainable(config) == models.count(config)["total"]:
         inputs["N_mm"] = round((one.model - one.attention) / (6 * shape.source))
     rows = [known_figure("flops/model", model, inputs, convention=FULL, **how)]
     if causal:

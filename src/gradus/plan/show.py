@@ -22,7 +22,7 @@ from gradus.plan.keys import computed_in
 from gradus.plan.roofline import fitted
 from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
-from gradus.text import DAY, UNITS, WIDTH, duration, fold, in_unit, money, rate, size
+from gradus.text import DAY, UNITS, WIDTH, duration, fold, in_unit, money, parameters, rate, size
 
 if TYPE_CHECKING:
     from gradus.hardware import Device
@@ -80,8 +80,8 @@ def _what(answer: Answer, request: Request) -> str:
         f"checkpointing {layout.checkpointing}" * (layout.checkpointing != "none"),
     ]
     active = f" ({active:,} active)" if (active := answer.value("parameters/active")) else ""
-    parameters = f"{answer.value('parameters/total'):,} parameters{active}"
-    return f"{request.recipe}: {parameters}, on {on} ({', '.join(filter(None, how))})"
+    of = f"{parameters(answer.value('parameters/total'), answer.value('parameters/trainable'))}{active}"
+    return f"{request.recipe}: {of}, on {on} ({', '.join(filter(None, how))})"
 
 
 def _memory(answer: Answer) -> str:

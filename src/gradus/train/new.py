@@ -20,7 +20,7 @@ from gradus.data.splits import Part, find_pairs, find_split
 from gradus.errors import UserError, not_written
 from gradus.recipe import presets
 from gradus.recipe.check import learners
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.recipe.schema import Adapter, ModelConfig, Recipe
 from gradus.train import resolve
 from gradus.train.inspect_data import WHAT, DataSummary, look
 from gradus.train.schedule import fine_tuning_rate
@@ -37,17 +37,21 @@ HELD_OUT = {**dict.fromkeys(("labelled", "images"), "A tenth of each class"), "t
 
 def new(
     file: str, paths: Sequence[str], init: str | None = None, text_column: str | None = None,
-    label: str | bool | None = None,
+    label: str | bool | None = None, lora: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text). Yields what was found.
 
-    init: a folder or hub name to fine-tune from. text_column, label: columns of a table, which are chosen where only
-    one is possible; label=False: none. Raises UserError where `file` is there already or cannot be written, for data
+    init: a folder or hub name to fine-tune from; lora: by an adapter beside its weights. text_column, label: columns of
+    a table, which are chosen where only one is possible; label=False: none. Raises UserError where `file` is there already or cannot be written, for data
     that no reader knows, that are ambiguous or that cannot be trained on, and for an init of another kind.
     """
     target = _target(file)
     summary = look(paths, text_column, label)
+    if lora and init is None:
+        raise UserError("--lora: an adapter stands beside weights that are trained already. Give them: --init FOLDER.")
     config = _weights(init, summary) if init else None
+    if config is not None and lora:
+        config = config.trained(Adapter(rank=8))
     yield from map(printable, summary.lines)
     if init and expanded(init).exists():
         init = str(expanded(init).absolute())
@@ -180,6 +184,8 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
     elif kind != "images":
         lowercase = {"lowercase": True} if kind == "labelled" else {}
         sections["tokenizer"] = {"kind": "bpe", "vocab_size": 4_000, **lowercase}
+    if config is not None and config.adapter:
+        sections["adapter"] = {"rank": config.adapter.rank, "alpha": config.adapter.alpha}
     rate = fine_tuning_rate(config) if config else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
@@ -275,10 +281,12 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
+    usual = "2e-4 to 1e-3 with an adapter" if "adapter" in sections else "2e-5 to 1e-4"
     return comments | ({} if init is None else {
         "model": "Fine-tuned from these weights, with their configuration; a head for other classes is new.",
         "tokenizer": "The one beside the weights.",
-        "optimizer": "A small learning rate, since the weights are trained already: 2e-5 to 1e-4 for published sizes.",
+        "adapter": "LoRA: small matrices beside every Linear are trained in place of the weights. More: rank=32.",
+        "optimizer": f"A small learning rate, since the weights are trained already: {usual} for published sizes.",
     })  # fmt: skip
 
 

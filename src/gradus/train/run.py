@@ -33,7 +33,7 @@ from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
-from gradus.train.schedule import too_high
+from gradus.train.schedule import unusual
 from gradus.train.session import Session, derive, describe, open_session
 from gradus.train.signals import Stopped
 
@@ -202,7 +202,7 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
 
 def _print_run(session: Session, extended: str | None, new: bool) -> None:
     """Print what the run will do, and what its settings may cost."""
-    warning = too_high(session.recipe, session.steps.total) if new else None
+    warning = unusual(session.recipe, session.steps.total) if new else None
     slow = emulated(session.recipe.layout, session.device)
     lines = (describe(derive(session)), extended, warning, slow)
     if session.mesh.world.first:
@@ -265,6 +265,7 @@ def summary_of(trainer: Trainer, session: Session) -> dict[str, Any]:
         "recipe": r.name,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
         "parameters": models.count(r.model)["total"],
+        "trained_parameters": models.trainable(r.model),
         "processes": session.mesh.world.size,
         "layout": session.mesh.describe(),
         **{f"memory_{MEASURES[name]}_per_rank": worlds.gathered(value) for name, value in memory.items()},

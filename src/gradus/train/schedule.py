@@ -36,17 +36,26 @@ def rate_of(recipe: Recipe, step: int, last_step: int) -> float:
 
 
 def fine_tuning_rate(config: ModelConfig) -> float:
-    """The usual learning rate of Adam for weights that are trained already, rounded to one digit."""
-    return float(f"{models.lookup(config.family).fine_tuning_rate * (1 if config.d_model >= SMALL else 6):.1g}")
+    """The usual learning rate of Adam for weights that are trained already, rounded to one digit; for an adapter ten
+    times that (Schulman & Thinking Machines Lab 2025, "LoRA Without Regret")."""
+    times = (1 if config.d_model >= SMALL else 6) * (10 if config.adapter else 1)
+    return float(f"{models.lookup(config.family).fine_tuning_rate * times:.1g}")
 
 
-def too_high(recipe: Recipe, last_step: int) -> str | None:
+def unusual(recipe: Recipe, last_step: int) -> str | None:
     """A warning where the weights of model.init would be trained at a learning rate for new ones: of Adam, ten times
-    the usual one for trained ones."""
+    the usual one for trained ones; and an adapter at one for whole weights."""
     schedule, usual = recipe.schedule, fine_tuning_rate(recipe.model)
     peak = min(max(1, schedule.warmup_steps), last_step)
     rate = rate_of(recipe, peak, last_step)
-    if recipe.model.init is None or recipe.optimizer.name == "sgd" or rate < 10 * usual:
+    if recipe.model.init is None or recipe.optimizer.name == "sgd":
+        return None
+    if recipe.adapter and rate <= usual / 5:
+        return (
+            f"note: a learning rate of {rate:.1e} is for training all weights; an adapter takes about ten times that: "
+            f"optimizer.lr={usual:.0e}, say."
+        )
+    if rate < 10 * usual:
         return None
     fix = f"optimizer.lr={usual:.0e}" + (" schedule.name=linear" if schedule.name == "noam" else "")
     return (

@@ -26,6 +26,7 @@ from gradus.parallel.world import World
 from gradus.recipe.check import with_warmup_below
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
+from gradus.text import parameters
 from gradus.train.schedule import rate_of
 
 
@@ -169,6 +170,7 @@ def derive(session: Session) -> dict[str, Any]:
     of_all = Loader(task.splits["train"], steps.order, task.collate, prepare=task.prepare)
     return {
         "parameters": counts["total"],
+        "trained_parameters": models.trainable(r.model),
         "parameters_by_component": {k: v for k, v in counts.items() if k != "total" and v},
         "train_samples": steps.order.n,
         "valid_samples": len(task.splits["valid"]) if "valid" in task.splits else None,
@@ -198,7 +200,7 @@ def describe(derived: dict[str, Any]) -> str:
 
     rate, several = d["learning_rate"], f"; {d['processes']} processes: {d['layout']}" if d["processes"] > 1 else ""
     return (
-        f"{d['parameters']:,} parameters; {count(d['train_samples'], 'training sample')}, "
+        f"{parameters(d['parameters'], d['trained_parameters'])}; {count(d['train_samples'], 'training sample')}, "
         f"{count(d['steps_per_epoch'], 'step')} per epoch\n"
         f"{count(d['steps'], 'step')} ({count(d['epochs'], 'epoch')}) of {d['samples_per_step']} samples "
         f"({count(d['tokens_first_step'], 'token')} in the first); micro-batch {d['micro_batch']} × accumulation "
