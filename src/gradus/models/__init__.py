@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from gradus import files, hub, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
-from gradus.models.weights import checksums
+from gradus.models.weights import checksums, peft
 from gradus.patch import replaced
 from gradus.recipe import schema
 
@@ -27,9 +28,9 @@ if TYPE_CHECKING:  # a configuration is read without torch
     from gradus.models.values import Deferred
 
 __all__ = [
-    "Family", "Stack", "build", "config_of", "convert", "count", "deferred", "families", "load", "load_deferred",
-    "load_start", "load_weights", "locate",
-    "lookup", "register", "save", "to_config_json", "trainable", "weights",
+    "Family", "Stack", "adapter_config", "build", "config_of", "convert", "count", "deferred", "families", "load",
+    "load_deferred", "load_start", "load_weights", "locate", "lookup", "register", "save", "tensors_of",
+    "to_config_json", "trainable", "weights",
 ]  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
         raise UserError(f"{path}: no such file or folder.{did_you_mean(path.name, siblings) if siblings else ''}")
     runs = path / "checkpoints"
     for folder in (path, runs / "best", *reversed(files.numbered(runs, "step-"))):
-        if (folder / "config.json").is_file() or (folder / "params.json").is_file():
+        if any((folder / file).is_file() for file in ("config.json", "params.json", peft.CONFIG)):
             return folder
     if runs.is_dir():
         raise UserError(
@@ -213,7 +214,11 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if path.is_dir():
         small = (".json", ".txt", ".model")
         checksums.verify(path, lambda name: not name.startswith("training.") and (weights_too or name.endswith(small)))
+        if (path / peft.CONFIG).is_file():
+            return _open_adapter(path, weights_too)
         hf = limits.read_object(path / "config.json")
+        if "adapter" in (hf.get("gradus") or {}):  # a checkpoint of several processes
+            return _open_adapter(path, weights_too)
     if path.is_file() or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
         from gradus.models.weights import vit_names
 
@@ -228,18 +233,103 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     return config, weights.read_tensors(path) if weights_too else {}
 
 
+def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
+    """The same of an adapter's folder: the configuration names the base in `init`, and the tensors are the base's with
+    the adapter's in their place. Ours has a config.json with all that the recipe said; PEFT's own its sizes alone."""
+    hf = limits.read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    own = hf.get("gradus", {}) if isinstance(hf.get("gradus"), dict) else {}
+    about = {} if "adapter" in own else peft.read_config(path)
+    named = own.get("base") or about["base_model_name_or_path"]
+    beside = path / str(named)
+    base = locate(beside if beside.exists() else str(named), weights_too)
+    stored, tensors = _open(base, weights_too)
+    if stored.adapter:
+        raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
+    if "adapter" in own:
+        config = _from_config_json(hf, path / "config.json")
+        if weights_too and own.get("base_digest") not in (None, digest(base)):
+            raise UserError(f"{base}: not the weights that the adapter in {path} was trained on (their digest differs)")
+    if (path / "sharded").is_dir():
+        if not weights_too:
+            return config.model_copy(update={"init": str(base)}), {}
+        from gradus.models.weights import sharded
+
+        trained = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
+        adapter = weights.theirs(build(config, "meta"), trained)
+    else:
+        adapter = peft.read_tensors(path, stored)
+    if "adapter" not in own:
+        with one_line(path / peft.CONFIG):
+            config, adapter = _of_peft(stored, about, adapter)
+    config = config.model_copy(update={"init": str(base)})
+    if not weights_too:
+        return config, {}
+    prefixes = getattr(weights.rules_of(config.family), "PREFIXES", ())
+
+    def bare(name: str) -> str:
+        return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+
+    model, taken = build(config, "meta"), {bare(name) for name in adapter}
+    used, _ = weights.match(model, tensors, False, base)
+    return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
+
+
+def _of_peft(
+    base: schema.ModelConfig, about: dict[str, Any], tensors: dict[str, weights.Stored]
+) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
+    """(configuration, tensors) of an adapter that PEFT wrote."""
+    whole = {name: stored for name, stored in tensors.items() if ".lora_" not in name}
+    heads = [t for n, t in whole.items() if n.rpartition(".")[0].endswith("classifier") and len(t.shape) == 2]
+    config = base
+    if heads and hasattr(base, "n_classes"):
+        head = {"head": "classification", "pooler": True} if hasattr(base, "head") else {}
+        config = type(base)(**{**base.model_dump(), **head, "n_classes": heads[0].shape[0]}).named(base.classes)
+    model, table = build(config, "meta"), weights.rules_of(config.family).rules(config)
+    targets, tensors = peft.targets(model, about, tensors)
+    adapter = schema.Adapter(
+        rank=about.get("r", 8), alpha=about.get("lora_alpha", 8), rslora=bool(about.get("use_rslora")),
+        dropout=about.get("lora_dropout", 0.0), targets=targets,
+    )  # fmt: skip
+    saved = {name for rule in table if rule.theirs in whole for name in rule.names}
+    names = sorted({name.rpartition(".")[0] for name in saved if not weights.in_head(name)})
+    return config.trained(adapter, [f"-{name}" for name in names]), tensors
+
+
+def digest(base: Path) -> str:
+    """SHA-256 of the files of weights in a folder, or of one file."""
+    files_ = [base] if base.is_file() else sorted(f for f in base.rglob("*") if f.suffix in WEIGHTS and f.is_file())
+    return _digest(tuple((f, f.stat().st_size, f.stat().st_mtime_ns) for f in files_ if "training" not in f.name))
+
+
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(known: tuple[tuple[Path, int, int], ...]) -> str:
+    whole = hashlib.sha256()
+    for path, *_ in known:
+        with open(path, "rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
+
+
 # ---------------------------------------------------------------- config.json
 
 
+ABOUT_ADAPTER = ("adapter", "freeze", "base", "base_digest")  # beside fields of the configuration
+
+
 def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
-    ours = hf.pop("gradus", {})
+    ours = hf.get("gradus", {})
     if not isinstance(ours, dict):
         raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
     with one_line(file):
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
-        if ours:
-            config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **ours})
+        adapter, freeze = ours.get("adapter"), ours.get("freeze", ())
+        if fields := {key: value for key, value in ours.items() if key not in ABOUT_ADAPTER}:
+            config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **fields})
+        config = config.trained(adapter and schema.Adapter(**adapter), freeze)
     if any(name != f"LABEL_{i}" for i, name in names.items()):  # transformers writes LABEL_i where nobody named a class
         config = config.named([names[i] for i in sorted(names)])
     return config
@@ -262,8 +352,31 @@ def _write_config(config: schema.ModelConfig) -> dict:
 
 
 def to_config_json(config: schema.ModelConfig, dtype: torch.dtype) -> dict:
-    """What config.json says beside weights of this dtype."""
-    return {**_write_config(config), "dtype": str(dtype).removeprefix("torch.")}
+    """What config.json says beside weights of this dtype; of an adapter also what it is and its base."""
+    hf = {**_write_config(config), "dtype": str(dtype).removeprefix("torch.")}
+    if config.adapter:
+        base = base_of(config)
+        about = {"adapter": config.adapter.model_dump(mode="json"), "freeze": list(config.freeze), "base": str(base)}
+        hf["gradus"] = {**hf.get("gradus", {}), **about, "base_digest": digest(base)}
+    return hf
+
+
+def base_of(config: schema.ModelConfig) -> Path:
+    """Where the weights beside an adapter are. Raises UserError where it has none."""
+    if config.init is None:
+        raise UserError("adapter: it is kept without the weights beside it, and these are new. Set model.init=FOLDER.")
+    return locate(config.init).absolute()
+
+
+def adapter_config(model: nn.Module) -> dict[str, Any] | None:
+    """adapter_config.json of an adapted model; None for another."""
+    config = model.config
+    if not config.adapter:
+        return None
+    kinds = {"causal": "CAUSAL_LM", "cross": "SEQ_2_SEQ_LM", "both": None}
+    text = config.reads == "text" and getattr(config, "n_classes", None)
+    task = "SEQ_CLS" if text else kinds[lookup(config.family).attention]
+    return peft.described(model, str(base_of(config)), task)
 
 
 def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object) -> schema.ModelConfig:
@@ -301,6 +414,11 @@ def one_line(where: object) -> Iterator[None]:
 def config_of(name_or_path: str | Path) -> schema.ModelConfig:
     """The configuration that lies beside weights; the weights are not read. Raises UserError as `load`."""
     return _open(locate(name_or_path, weights_too=False), weights_too=False)[0]
+
+
+def tensors_of(name_or_path: str | Path) -> dict[str, weights.Stored]:
+    """The weights under Hugging Face's names, read on demand. Raises UserError as `load`."""
+    return _open(locate(name_or_path), weights_too=True)[1]
 
 
 # ---------------------------------------------------------------- load and save
@@ -343,7 +461,21 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
         return deferred(config, seed)
     path = locate(config.init)
     stored, tensors = _open(path, weights_too=True)
-    return _fitted(config.model_copy(update={"preset": None, "init": None}), stored, tensors, path, False, seed)
+    if stored.adapter:
+        raise UserError(
+            f"model.init={config.init}: an adapter beside other weights. Merge it (gradus export {config.init} --merge "
+            "--to FOLDER) and give that folder."
+        )
+    start = {"preset": None, "init": str(path.absolute()) if config.adapter else None}
+    fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
+    frozen = {name for name, p in fitted.model.named_parameters() if not p.requires_grad}
+    if left := [name for name in fitted.report.new if name in frozen]:
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in left))
+        raise UserError(
+            f"model.init={config.init}: {weights.some(left)} not in it, and frozen, so never trained. "
+            f"Set train.freeze=[{', '.join([*config.freeze, *(f'-{name}' for name in modules)])}]."
+        )
+    return fitted
 
 
 def _fitted(
@@ -386,13 +518,14 @@ def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadRepo
 
 
 def save(model: nn.Module, folder: str | Path, max_shard_bytes: float = weights.SHARD) -> None:
-    """Write config.json and safetensors as Hugging Face does, in shards above max_shard_bytes, each stored tensor once.
+    """Write config.json and safetensors as Hugging Face does, in shards above max_shard_bytes, each stored tensor once;
+    of an adapted model the adapter, as PEFT does.
 
     Memory holds one shard at a time; a kill at any instant leaves no folder that looks whole and is not. Raises
     UserError where the disk refuses.
     """
     config = to_config_json(model.config, next(model.parameters()).dtype)
-    weights.write(weights.to_hf(model), config, folder, max_shard_bytes)
+    weights.write(weights.to_hf(model), config, folder, max_shard_bytes, adapter_config(model))
 
 
 def convert(
@@ -406,7 +539,11 @@ def convert(
     config, tensors = _open(path, weights_too=True)
     model = build(config, device="meta")
     rules, _ = weights.match(model, tensors, True, path)
-    stored = weights.theirs(model, weights.ours(model, rules, tensors, path))
+    values = weights.ours(model, rules, tensors, path)
+    if config.adapter:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        values = {name: value for name, value in values.items() if name in trained}
+    stored = weights.theirs(model, values)
     dtype, as_stored = dtype or tensors[next(iter(rules))].read().dtype, dtype is None
     written = ((name, tensor.read() if as_stored else tensor.read().to(dtype)) for name, tensor in stored.items())
-    weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes)
+    weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes, adapter_config(model))

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
+from gradus import models
 from gradus.errors import UserError, did_you_mean
 from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts
 from gradus.models.family import Family
+from gradus.models.values import materialise
 from gradus.models.weights import first_names, in_head
 from gradus.recipe.schema import Adapter, ModelConfig
 
@@ -38,6 +41,26 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
         parameter.requires_grad_(name not in frozen)
     if frozen.issuperset(names):
         raise UserError("train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -head] does")
+
+
+@torch.no_grad()
+def merged(model: nn.Module) -> nn.Module:
+    """A model of its own in which the adapter's product is added to the weights, in fp32: it computes the same to
+    rounding, and is saved as any other. One without an adapter comes back as it is."""
+    config = model.config
+    if not config.adapter:
+        return model
+    own = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    plain = models.build(config.trained(None).model_copy(update={"init": None}), "meta")
+    materialise(plain, next(model.parameters()).device, None)
+    plain.to(next(model.parameters()).dtype)
+    theirs = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        weight, linear = theirs[name], own.get(name.removesuffix(".weight"))
+        if linear is not None:
+            weight = weight.float() + linear.scale * linear.b.weight.float() @ linear.a.weight.float()
+        parameter.copy_(weight)
+    return plain.train(model.training)
 
 
 def trained_whole(config: ModelConfig, name: str) -> bool:

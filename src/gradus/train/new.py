@@ -42,8 +42,9 @@ def new(
     """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text). Yields what was found.
 
     init: a folder or hub name to fine-tune from; lora: by an adapter beside its weights. text_column, label: columns of
-    a table, which are chosen where only one is possible; label=False: none. Raises UserError where `file` is there already or cannot be written, for data
-    that no reader knows, that are ambiguous or that cannot be trained on, and for an init of another kind.
+    a table, which are chosen where only one is possible; label=False: none. Raises UserError where `file` is there
+    already or cannot be written, for data that no reader knows, that are ambiguous or that cannot be trained on, and
+    for an init of another kind.
     """
     target = _target(file)
     summary = look(paths, text_column, label)

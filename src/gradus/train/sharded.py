@@ -242,7 +242,7 @@ def read(checkpoint: Path) -> dict[str, Stored]:
     if (checkpoint / stored_sharded.FOLDER).is_dir():
         return dict(stored_sharded.read(checkpoint))
     config = models.config_of(checkpoint)
-    model, theirs = models.build(config, device="meta"), weights.read_tensors(checkpoint)
+    model, theirs = models.build(config, device="meta"), models.tensors_of(checkpoint)
     rules, _ = weights.match(model, theirs, True, checkpoint)
     file = checkpoint / "training.safetensors"  # none beside weights from elsewhere
     training = weights.read_files([file]) if file.is_file() else {}
@@ -308,12 +308,15 @@ def export(
     """
     names = stored_names(config)
     # in the order in which the rules of the family ask for them
-    order = dict.fromkeys(names[our] for rule in weights.rules_of(config.family).rules(config) for our in rule.names)
+    model = models.build(config, "meta")
+    rules = _rules(model)
+    order = dict.fromkeys(names[our] for rule in rules for our in rule.names)
     parts, error = gathered(parameters, config, order, group), None
 
     def fill(aside: Path) -> None:
         dtype = next(iter(parameters.values())).dtype
-        weights.write(_theirs(parts, config), models.to_config_json(config, dtype), aside)
+        described = models.to_config_json(config, dtype)
+        weights.write(_theirs(parts, rules, names), described, aside, adapter=models.adapter_config(model))
         tasks.save_tokenizers(aside, tokenizers)
         fill_more(aside)
 
@@ -327,11 +330,18 @@ def export(
     _agree(error, None)
 
 
-def _theirs(parts: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _rules(model: torch.nn.Module) -> list[weights.Rule]:
+    """Of what a folder of weights holds: with an adapter, of what is trained."""
+    held = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return [rule for rule in weights.rules(model) if not model.config.adapter or held.issuperset(rule.names)]
+
+
+def _theirs(
+    parts: Iterator[tuple[str, Tensor]], table: list[weights.Rule], names: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
     """The gathered tensors as Hugging Face calls and stores them."""
-    names = stored_names(config)
     rules: dict[tuple, weights.Rule] = {}  # each stored tensor once
-    for rule in weights.rules_of(config.family).rules(config):
+    for rule in table:
         rules.setdefault(tuple((names[our], rule.index) for our in rule.names), rule)
     last = {name: i for i, keys in enumerate(rules) for name, _ in keys}
     gathered: dict[str, Tensor] = {}

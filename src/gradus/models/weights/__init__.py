@@ -8,6 +8,8 @@
     PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
                            removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
+    MODULES                optional: pattern → replacement, in turn, of tensors' names, where transformers calls its
+                           modules otherwise than its files do; adapters are named after modules
     unknown_to_transformers(config)
                            of a family that config_to_hf may give a model_type "gradus-...": why, and what to set
 
@@ -199,6 +201,14 @@ def unpickle(file: Path) -> dict[str, Tensor]:
     return state
 
 
+def rules(model: nn.Module) -> list[Rule]:
+    """Those of a model's family, and of its adapter. Raises UserError for an adapter that PEFT's layout cannot hold."""
+    from gradus.models.weights import peft
+
+    table = rules_of(model.config.family).rules(model.config)
+    return [*table, *peft.rules(model)] if model.config.adapter else table
+
+
 # ---------------------------------------------------------------- theirs → ours
 
 
@@ -210,16 +220,15 @@ def match(
     strict: every tensor of the model must be there, and no others. Otherwise the report says which were not. Raises
     UserError that names missing, extra and misshapen tensors (misshapen ones always, except a head's when not strict).
     """
-    table = rules_of(model.config.family)
-    rules = table.rules(model.config)
+    table, known = rules_of(model.config.family), rules(model)
     ours, first = model.state_dict(keep_vars=True), first_names(model)
     prefixes = getattr(table, "PREFIXES", ())
     rule_prefix, stored_prefix = (
         next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), "")
-        for names in ([rule.theirs for rule in rules], tensors)
+        for names in ([rule.theirs for rule in known], tensors)
     )
-    by_name = {rule.theirs.removeprefix(rule_prefix): rule for rule in rules}
-    assert len(by_name) == len(rules), "two rules for one tensor"
+    by_name = {rule.theirs.removeprefix(rule_prefix): rule for rule in known}
+    assert len(by_name) == len(known), "two rules for one tensor"
 
     matched: dict[str, Rule] = {}
     unused, misshapen, reshaped = [], [], []
@@ -241,7 +250,7 @@ def match(
             misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
         there.update(rule.keys(first))
     absent: dict[tuple[str, int | None], str] = {}  # each under the first of its names
-    for rule in rules:
+    for rule in known:
         for key in rule.keys(first):
             if key not in there:
                 absent.setdefault(key, rule.theirs)
@@ -338,7 +347,7 @@ def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
     first = first_names(model)
     renamed: dict[str, Stored] = {}
     taken: set[tuple[str, int | None]] = set()
-    for rule in rules_of(model.config.family).rules(model.config):
+    for rule in rules(model):
         keys = rule.keys(first)
         if taken.issuperset(keys) or not all(name in ours for name, _ in keys):
             continue
@@ -354,8 +363,10 @@ def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors under Hugging Face's names, one at a time, each stored tensor once."""
-    ours = {name: Stored(tuple(p.shape), partial(identity, p.detach())) for name, p in model.named_parameters()}
+    """The model's tensors under Hugging Face's names, one at a time, each stored tensor once; with an adapter what is
+    trained alone."""
+    held = {name: p for name, p in model.named_parameters() if p.requires_grad or not model.config.adapter}
+    ours = {name: Stored(tuple(p.shape), partial(identity, p.detach())) for name, p in held.items()}
     return ((name, stored.read()) for name, stored in theirs(model, ours).items())
 
 
@@ -366,15 +377,19 @@ SHARD = 5e9  # bytes of a file of weights, at most
 
 
 def write(
-    tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = SHARD
-) -> None:
+    tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = SHARD,
+    adapter: dict | None = None,
+) -> None:  # fmt: skip
     """Write config.json and the tensors, in shards of at most max_shard_bytes (a larger tensor has its own shard).
+    adapter: adapter_config.json, where the tensors are an adapter's: PEFT's layout then, one file.
 
     Memory holds one shard at a time. Everything is written aside first; then old weights go, the new ones are renamed
     into place, and config.json comes last. Raises UserError where the disk refuses.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
+
+    from gradus.models.weights import peft
 
     folder = Path(folder)
     aside = folder / ".writing"
@@ -392,26 +407,30 @@ def write(
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
         for name, tensor in tensors:
-            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
+            name = name if adapter is None or name.startswith(peft.PREFIX) else f"{peft.PREFIX}{name}"
+            if adapter is None and shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
                 flush()
             shard[name] = tensor.cpu().contiguous()
             total += tensor.nbytes
         flush()
         n = len(shards)
         numbered = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
-        names = numbered if n > 1 else ["model.safetensors"]
+        names = numbered if n > 1 else ["model.safetensors" if adapter is None else peft.WEIGHTS]
         moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
         if n > 1:
             weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (aside / "index").write_text(json.dumps(index, indent=2) + "\n")
             moves.append((aside / "index", folder / "model.safetensors.index.json"))
+        if adapter is not None:
+            (aside / "adapter").write_text(json.dumps(adapter, indent=2) + "\n")
+            moves.append((aside / "adapter", folder / peft.CONFIG))
         (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
         moves.append((aside / "config", folder / "config.json"))
         (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
-            if WEIGHT_FILES.fullmatch(old.name):
+            if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS):
                 old.unlink()
         for source, target in moves:
             files.appear(source, target)

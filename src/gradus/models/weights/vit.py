@@ -17,6 +17,12 @@ IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the cl
 
 NAMES = fields.names()["vit"]
 ARCHITECTURES = NAMES["architectures"]
+MODULES = {
+    r"\bencoder\.layer\.": "layers.", r"attention\.attention\.(query|key|value)": r"attention.\1",
+    r"attention\.output\.dense": "attention.o_proj", r"intermediate\.dense": "mlp.fc1", r"output\.dense": "mlp.fc2",
+    r"attention\.query": "attention.q_proj", r"attention\.key": "attention.k_proj",
+    r"attention\.value": "attention.v_proj",
+}  # fmt: skip
 
 
 def config_from_hf(hf: dict) -> ViTConfig:

@@ -1,0 +1,238 @@
+"""Adapters in PEFT's layout (LoRA): adapter_config.json, which names the base, and adapter_model.safetensors.
+
+Keys: `base_model.model.<module>.lora_A.weight` (rank, in), `.lora_B.weight` (out, rank); what is trained whole
+(`modules_to_save`) under its own name behind the same prefix.
+
+A fused projection of theirs, of which ours are several, has A stacked and B block-diagonal: the same sum exactly, at
+the sum of the ranks. Read, one A for all of them becomes a copy for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradus import limits
+from gradus.errors import UserError, some
+from gradus.models.family import rules_of
+from gradus.models.weights import Rule, Stored
+from gradus.models.weights.stored import read_files
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from gradus.layers import LoRALinear
+    from gradus.recipe.schema import ModelConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# what a LoRA of PEFT can have and ours has not: key → the values that leave it out
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None), "bias": ("none", None), "layer_replication": (None,), "target_parameters": (None, []),
+    "trainable_token_indices": (None,), "lora_bias": (False, None), "megatron_config": (None,), "eva_config": (None,),
+    "use_qalora": (False, None), "alora_invocation_tokens": (None,), "corda_config": (None,),
+}  # fmt: skip
+
+
+def adapted(model: nn.Module) -> dict[str, LoRALinear]:
+    from gradus.layers import LoRALinear
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def rules(model: nn.Module) -> Iterator[Rule]:
+    """Of the two matrices of each adapted Linear. Raises UserError where theirs would be one module and only some of
+    ours are adapted, or not alike."""
+    own = adapted(model)
+    for rule, names in _matrices(model.config):
+        mine = [own[name] for name in names if name in own]
+        if not mine:
+            continue
+        theirs = PREFIX + module_of(rule.theirs, model.config)
+        if len(names) == 1:
+            yield Rule(f"{names[0]}.a.weight", f"{theirs}.lora_A.weight")
+            yield Rule(f"{names[0]}.b.weight", f"{theirs}.lora_B.weight")
+            continue
+        if len(mine) < len(names) or len({linear.scale for linear in mine}) > 1:
+            raise UserError(
+                f"adapter.targets: PEFT has {', '.join(names)} as one module ({rule.theirs.removesuffix('.weight')}): "
+                "give all of them, with one rank and alpha, or none"
+            )
+        ranks, outs = [linear.a.out_features for linear in mine], [linear.out_features for linear in mine]
+        a, b = (tuple(f"{name}.{x}.weight" for name in names) for x in "ab")
+        yield Rule(a, f"{theirs}.lora_A.weight", partial(_split, ranks), _stack)
+        yield Rule(b, f"{theirs}.lora_B.weight", partial(_blocks, outs, ranks), _diagonal)
+
+
+def _table(config: ModelConfig) -> list[Rule]:
+    return rules_of(config.family).rules(config)
+
+
+def _matrices(config: ModelConfig) -> Iterator[tuple[Rule, list[str]]]:
+    """The base's rules of weights, each with the names of our modules; of a module with several the first."""
+    seen: set[tuple[str, ...]] = set()
+    for rule in _table(config):
+        if rule.names in seen:
+            continue
+        seen.add(rule.names)
+        if rule.index is None and all(name.endswith(".weight") for name in rule.names):
+            yield rule, [name.removesuffix(".weight") for name in rule.names]
+
+
+def _split(sizes: list[int], whole: Tensor) -> tuple[Tensor, ...]:
+    return whole.split(sizes)
+
+
+def _stack(*parts: Tensor) -> Tensor:
+    import torch
+
+    return torch.cat(parts)
+
+
+def _blocks(rows: list[int], columns: list[int], whole: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.split(columns, 1)[i] for i, part in enumerate(whole.split(rows)))
+
+
+def _diagonal(*parts: Tensor) -> Tensor:
+    import torch
+
+    return torch.block_diag(*parts)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def described(model: nn.Module, base: str, task: str | None) -> dict[str, Any]:
+    """adapter_config.json of an adapted model. base: what names its base. task: PEFT's task_type."""
+    config, own, table = model.config.adapter, adapted(model), _table(model.config)
+    modules, ranks, alphas, transposed = [], {}, {}, False
+    for rule, names in _matrices(model.config):
+        if names[0] not in own:
+            continue
+        module, rank = module_of(rule.theirs, model.config), sum(own[name].a.out_features for name in names)
+        alpha = own[names[0]].scale * (rank**0.5 if config.rslora else rank)
+        modules.append(module)
+        transposed |= _transposed(rule)
+        ranks |= {module: rank} if rank != config.rank else {}
+        alphas |= {module: alpha} if abs(alpha - config.alpha) > 1e-9 * alpha else {}
+    every = {module_of(rule.theirs, model.config) for rule in table}
+    whole = {n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".a.weight", ".b.weight"))}
+    saved = sorted({module_of(rule.theirs, model.config) for rule in table if whole.issuperset(rule.names)})
+    return {
+        "peft_type": "LORA", "task_type": task, "base_model_name_or_path": base, "inference_mode": True,
+        "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout, "use_rslora": config.rslora,
+        "use_dora": False, "bias": "none", "fan_in_fan_out": transposed, "init_lora_weights": True,
+        "target_modules": short(modules, every), "rank_pattern": ranks, "alpha_pattern": alphas,
+        "modules_to_save": saved or None,
+    }  # fmt: skip
+
+
+def _transposed(rule: Rule) -> bool:
+    """Whether theirs is stored (in, out)."""
+    import torch
+
+    return rule.to_theirs(*(torch.empty(1, 7, device="meta") for _ in rule.names)).shape[0] == 7
+
+
+def short(names: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The shortest ends of names that end none of the others of `every`."""
+    names, others = list(names), {f".{name}" for name in every} - {f".{name}" for name in names}
+    out = {}
+    for name in names:
+        parts = name.split(".")
+        ends = (".".join(parts[i:]) for i in reversed(range(len(parts))))
+        out[next(end for end in ends if not any(other.endswith(f".{end}") for other in others))] = None
+    return list(out)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Raises UserError for another kind of adapter, or a LoRA with what ours has not."""
+    about, file = limits.read_object(folder / CONFIG), folder / CONFIG
+    if about.get("peft_type") != "LORA":
+        raise UserError(f"{file}: an adapter of type {about.get('peft_type')!r:.40}; only LORA is read")
+    if lacks := [f"{key}={about[key]!r:.40}" for key, none in REFUSED.items() if about.get(key) not in none]:
+        raise UserError(f"{file}: {some(lacks)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
+    if not isinstance(about.get("base_model_name_or_path"), str):
+        raise UserError(f"{file}: base_model_name_or_path: expected the folder or name of the base")
+    return about
+
+
+def module_of(theirs: str, config: ModelConfig) -> str:
+    """The module of a tensor of theirs, as transformers calls it."""
+    name = theirs.rpartition(".")[0]
+    for pattern, replacement in getattr(rules_of(config.family), "MODULES", {}).items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def read_tensors(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+    """Those of A and B under their names, the whole ones under the base's. config: the base's. Raises UserError for
+    adapters of embeddings."""
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder}: {CONFIG} without {WEIGHTS}. Copy the folder again")
+    stored = read_files([folder / WEIGHTS])
+    if others := [name for name in stored if "lora_embedding" in name or "lora_magnitude" in name]:
+        raise UserError(f"{folder}: {some(others)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
+    whole = {f"{module_of(r.theirs, config)}.{r.theirs.rpartition('.')[2]}": r.theirs for r in _table(config)}
+    out = {}
+    for name, tensor in stored.items():
+        module, dot, matrix = name.removeprefix(PREFIX).rpartition(".lora_")
+        bare = name.removeprefix(PREFIX)
+        out[f"{PREFIX}{module_of(f'{module}.', config)}{dot}{matrix}" if dot else whole.get(bare, bare)] = tensor
+    return out
+
+
+def targets(
+    model: nn.Module, about: Mapping[str, Any], tensors: dict[str, Stored]
+) -> tuple[list[str], dict[str, Stored]]:
+    """(adapter.targets, tensors as `rules` has them) of a file of PEFT's own. model: the base. Raises UserError for
+    what the base has not."""
+    found: dict[str, tuple[int, float]] = {}
+    tensors, rslora = dict(tensors), bool(about.get("use_rslora"))
+    for rule, names in _matrices(model.config):
+        module = module_of(rule.theirs, model.config)
+        a, b = (tensors.get(f"{PREFIX}{module}.lora_{x}.weight") for x in "AB")
+        if a is None or b is None or names[0] in found:
+            continue
+        rank, alpha = a.shape[0], float(_own(about.get("alpha_pattern"), module, about.get("lora_alpha", 8)))
+        scale = alpha / (rank**0.5 if rslora else rank)
+        each = rank
+        if len(names) > 1:
+            outs = [model.get_submodule(name).out_features for name in names]
+            whole, n = b.read(), len(names)
+            if rank % n == 0 and whole.equal(_diagonal(*_blocks(outs, [rank // n] * n, whole))):
+                each = rank // n
+            else:  # one A for all
+                copies = Stored((n * rank, a.shape[1]), partial(_copies, a, n), dtype=a.dtype)
+                spread = Stored((sum(outs), n * rank), partial(_spread, b, outs), dtype=b.dtype)
+                tensors |= {f"{PREFIX}{module}.lora_A.weight": copies, f"{PREFIX}{module}.lora_B.weight": spread}
+        own = scale * (each**0.5 if rslora else each)
+        found |= dict.fromkeys(names, (each, own))
+    matrices = ((rule.theirs, names) for rule, names in _matrices(model.config))
+    known = {PREFIX + module_of(theirs, model.config) for theirs, names in matrices if names[0] in found}
+    if extra := [name for name in tensors if ".lora_" in name and name.rpartition(".lora_")[0] not in known]:
+        raise UserError(f"{some(extra)}: the base has no Linear there that can be adapted")
+    usual = int(about.get("r", 8)), float(about.get("lora_alpha", 8))
+    linears = [name for name, module in model.named_modules() if hasattr(module, "out_features")]
+    if set(found.values()) == {usual}:
+        return short(found, linears), tensors
+    return [f"{name}:{rank}:{alpha!r}" for name, (rank, alpha) in found.items()], tensors
+
+
+def _copies(a: Stored, n: int) -> Tensor:
+    return a.read().repeat(n, 1)
+
+
+def _spread(b: Stored, outs: list[int]) -> Tensor:
+    return _diagonal(*b.read().split(outs))
+
+
+def _own(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
+    """The value of the first pattern that ends the module's name, as PEFT reads them."""
+    return next((v for k, v in (patterns or {}).items() if re.match(rf"(.*\.)?({k})$", module)), usual)

@@ -1,0 +1,219 @@
+"""Adapters against PEFT's: its files read and ours read by it, with equal logits and gradients."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.models import weights
+from gradus.models.adapt import merged
+from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+
+SIZES = {"n_layers": 2, "d_model": 32, "n_heads": 4, "dropout": 0.0}
+CONFIGS = {
+    "gpt": GPTConfig(**SIZES, vocab_size=48, seq_len=16),
+    "llama": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16),
+    "bert": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3),
+    "t5": T5Config(**SIZES, vocab_size=48, d_head=8, d_ff=64, n_buckets=8, max_distance=16),
+    "vit": ViTConfig(**SIZES, d_ff=64, image_size=8, patch_size=4, n_classes=5),
+}
+IDS = torch.randint(1, 48, (3, 9), generator=torch.Generator().manual_seed(5))
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+INPUTS = {
+    "gpt": ((IDS,), {"input_ids": IDS, "use_cache": False}),
+    "llama": ((IDS,), {"input_ids": IDS, "use_cache": False}),
+    "bert": ((IDS,), {"input_ids": IDS}),
+    "t5": ((IDS, IDS[:, :5]), {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}),
+    "vit": ((IMAGES,), {"pixel_values": IMAGES}),
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def shaken(model: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter away from what an initialisation leaves equal, B from 0."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Family → a folder with a random model of it."""
+    folders = {}
+    for family, config in CONFIGS.items():
+        folders[family] = tmp_path_factory.mktemp(family)
+        models.save(shaken(models.build(config, seed=1)), folders[family])
+    return folders
+
+
+def adapted(family: str, base, freeze=(), **adapter) -> torch.nn.Module:
+    config = models.config_of(base).model_copy(update={"init": str(base)}).trained(Adapter(**{"rank": 4, **adapter}), freeze)
+    return shaken_adapter(models.load_start(config, seed=2).on("cpu"))
+
+
+def shaken_adapter(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+def their_base(family: str, base):
+    name, _ = weights.loads_in_transformers(CONFIGS[family])
+    return getattr(transformers, name).from_pretrained(base)
+
+
+def in_peft(family: str, base, folder):
+    """PEFT's model of our folder; any missing or unexpected key is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = their_base(family, base)
+        theirs = peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+        result = peft.set_peft_model_state_dict(theirs, peft.load_peft_weights(str(folder)))
+    assert not result.unexpected_keys
+    assert not [key for key in result.missing_keys if "lora_" in key or "modules_to_save.default" in key]
+    return theirs
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def compare(family: str, ours, theirs, tolerance: float = 1e-5) -> None:
+    """Logits, and the gradients of all that is trained under the names of the files."""
+    args, kwargs = INPUTS[family]
+    found, expected = ours.eval()(*args), theirs.eval()(**kwargs).logits
+    assert far(found, expected) < tolerance
+    probe = torch.randn_like(found)
+    (found * probe).sum().backward()
+    (expected * probe).sum().backward()
+    wanted = {}
+    for name, p in theirs.named_parameters():
+        if p.grad is not None:
+            wanted[name.replace(".default", "").replace(".modules_to_save", "")] = p.grad
+    grads = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    seen = set()
+    for rule in weights.rules(ours):
+        if not grads.keys() >= set(rule.names):
+            continue
+        name = rule.theirs if ".lora_" in rule.theirs else f"base_model.model.{rule.theirs}"
+        expected = wanted[name]
+        got = rule.to_theirs(*(grads[our] for our in rule.names))
+        if len(rule.names) > 1 and name.endswith("lora_B.weight"):  # a block-diagonal B's zeros are no parameters of ours
+            expected = expected * rule.to_theirs(*(torch.ones_like(grads[our]) for our in rule.names))
+        assert far(got, expected) < tolerance, name
+        seen.add(name)
+    assert seen == wanted.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_reads_ours(family, rslora, bases, tmp_path):
+    ours = adapted(family, bases[family], rslora=rslora, targets=["all-linear", "down:2:3"])
+    models.save(ours, tmp_path)
+    compare(family, ours, in_peft(family, bases[family], tmp_path))
+
+
+THEIRS = {
+    "gpt": {"target_modules": ["c_attn"]}, "llama": {"target_modules": ["q_proj", "v_proj"]},
+    "bert": {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}, "t5": {"target_modules": ["q", "v"]},
+    "vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},
+}  # fmt: skip
+KINDS = {
+    "plain": {}, "rslora": {"use_rslora": True}, "all": {"target_modules": "all-linear"},
+    "pattern": {"target_modules": "all-linear", "rank_pattern": {"^.*0.*(q|query|q_proj|c_attn)$": 6}, "alpha_pattern": {"v|value|v_proj|c_attn": 5}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_we_read_pefts(family, kind, bases, tmp_path):
+    settings = peft.LoraConfig(**{"r": 4, "lora_alpha": 7, **THEIRS[family], **KINDS[kind]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(their_base(family, bases[family]), settings)
+    shaken_adapter(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = models.load(tmp_path)
+    args, kwargs = INPUTS[family]
+    assert far(ours.eval()(*args), theirs.eval()(**kwargs).logits) < 1e-5
+    if family != "gpt":  # whose one A for q, k, v we have three times
+        compare(family, ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_is_loaded_and_merged(family, bases, tmp_path):
+    ours = adapted(family, bases[family], dropout=0.1, targets=["attention"]).eval()
+    models.save(ours, tmp_path / "adapter")
+    names = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert len(names) < 8, "short names where they are unambiguous"
+    loaded = models.load(tmp_path / "adapter").eval()
+    assert loaded.config == ours.config
+    args, _ = INPUTS[family]
+    expected = ours(*args)
+    assert loaded(*args).equal(expected)
+    models.save(merged(loaded), tmp_path / "merged")
+    plain = models.load(tmp_path / "merged").eval()
+    assert plain.config.adapter is None and far(plain(*args), expected) < 1e-5
+
+
+def test_of_a_family_that_transformers_does_not_have(tmp_path):
+    config = Seq2SeqConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16)
+    models.save(shaken(models.build(config, seed=1)), tmp_path / "base")
+    ours = adapted("seq2seq", tmp_path / "base", targets=["all-linear", "-cross"]).eval()
+    models.save(ours, tmp_path / "adapter")
+    assert models.load(tmp_path / "adapter").eval()(IDS, IDS).equal(ours(IDS, IDS))
+    assert far(merged(ours).eval()(IDS, IDS), ours(IDS, IDS)) < 1e-5
+
+
+def test_other_ways_to_load_ours(bases, tmp_path):
+    ours = adapted("llama", bases["llama"], freeze=["-norm"]).eval()
+    models.save(ours, tmp_path)
+    expected = ours(IDS)
+    by_itself = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert far(by_itself(input_ids=IDS).logits, expected) < 1e-5
+    plain = adapted("llama", bases["llama"])
+    models.save(plain, tmp_path / "plain")
+    model = their_base("llama", bases["llama"])
+    model.load_adapter(str(tmp_path / "plain"))
+    assert far(model.eval()(input_ids=IDS).logits, plain.eval()(IDS)) < 1e-5
+
+
+def test_what_does_not_fit_is_told(bases, tmp_path):
+    models.save(adapted("gpt", bases["gpt"]), tmp_path / "a")
+    with pytest.raises(UserError, match="Merge it"):
+        models.load_start(CONFIGS["gpt"].model_copy(update={"init": str(tmp_path / "a")}), 0)
+    with pytest.raises(UserError, match="PEFT has blocks.0.attention.to_q, blocks.0.attention.to_k"):
+        models.save(adapted("gpt", bases["gpt"], targets=["to_q"]), tmp_path / "b")
+    about = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    for key, value in (("use_dora", True), ("bias", "all"), ("peft_type", "LOHA")):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about | {key: value}))
+        (tmp_path / "a" / "config.json").unlink(missing_ok=True)
+        with pytest.raises(UserError, match=str(value)):
+            models.load(tmp_path / "a")
+
+
+def test_another_base_is_refused(bases, tmp_path):
+    models.save(shaken(models.build(CONFIGS["llama"], seed=3)), tmp_path / "base")
+    models.save(adapted("llama", tmp_path / "base"), tmp_path / "adapter")
+    models.save(shaken(models.build(CONFIGS["llama"], seed=4)), tmp_path / "base")
+    with pytest.raises(UserError, match="digest"):
+        models.load(tmp_path / "adapter")
+
+
+def test_a_frozen_part_that_the_base_lacks_is_refused(tmp_path):
+    body = CONFIGS["bert"].model_copy(update={"head": "none", "n_classes": None, "pooler": False})
+    models.save(models.build(body, seed=1), tmp_path)
+    config = CONFIGS["bert"].model_copy(update={"init": str(tmp_path)})
+    with pytest.raises(UserError, match=r"train\.freeze=\[-pooler\]"):
+        models.load_start(config.trained(Adapter(rank=4)), 0)
+    assert models.load_start(config.trained(Adapter(rank=4), ["-pooler"]), 0)
