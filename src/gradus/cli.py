@@ -277,6 +277,9 @@ def _preparing(verb: Verb) -> None:
     add("--to", metavar="DIR", help="folder for page, rows and traces (default: profile/RECIPE)")
 
 
+ADAPTER = "of this model, in turn if there are several: they share its weights (the folder alone also names its base)"
+
+
 def _using(verb: Verb) -> None:
     add = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split").add_argument
     add("--split", default="valid", choices=["valid", "test", "train"])
@@ -291,6 +294,7 @@ def _using(verb: Verb) -> None:
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
     add("--to", metavar="FILE", help="the predictions as .jsonl")
+    add("--adapter", action="append", metavar="DIR", help=ADAPTER)
     _engine(add)
     text = "what a model does with a text or an image, as one page: attention, positions, patches, nearest words"
     add = verb("look", lambda a: room("report.look").look(a), text, "inputs").add_argument
@@ -312,6 +316,7 @@ def _using(verb: Verb) -> None:
     add("--sliding-window", **FLAG, help="continue beyond the context length, reading only the latest tokens")
     add("--no-cache", **FLAG, help="recompute everything for every token (slower, same text)")
     add("--beams", **whole(1_000), default=1, help="beam width; 1 (default): no beam search")
+    add("--adapter", action="append", metavar="DIR", help=ADAPTER)
     _engine(add)
 
 
@@ -402,7 +407,7 @@ def _elsewhere(verb: Verb) -> None:
         module.options(q)
     text = "write a checkpoint, of any layout, as files that other engines load, and check them"
     export = lambda a: room("infer.export").export(  # noqa: E731
-        a.model, Path(a.to), a.shard_gb, a.kind, a.precision, a.opset
+        a.model, Path(a.to), a.shard_gb, a.kind, a.precision, a.opset, a.merge
     )
     add = verb("export", export, text, "").add_argument
     add("model", metavar="RUN_OR_CHECKPOINT", help="a run folder (its best, else newest checkpoint) or a checkpoint")
@@ -411,6 +416,8 @@ def _elsewhere(verb: Verb) -> None:
     add("--as", dest="kind", default="hf", choices=formats, help="Hugging Face's layout (default), or graphs")
     text = "of weights and arithmetic (default: hf as stored, else fp32); norms of graphs stay in fp32"
     add("--precision", choices=["fp32", "bf16", "fp16"], help=text)
+    text = "of a run with an adapter: whole weights, merged in fp32 (default for hf: the adapter alone, as PEFT does)"
+    add("--merge", **FLAG, help=text)
     add("--opset", **whole(99), help="ONNX opset (default: what the exporter writes)")
     add("--shard-gb", type=limits.real(above=0, most=1e6), default=5.0, metavar="GB", help="largest file (default 5)")
 

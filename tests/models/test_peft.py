@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_told(bases, tmp_path):
     models.save(adapted("gpt", bases["gpt"]), tmp_path / "a")
     with pytest.raises(UserError, match="Merge it"):
         models.load_start(CONFIGS["gpt"].model_copy(update={"init": str(tmp_path / "a")}), 0)
-    with pytest.raises(UserError, match="PEFT has blocks.0.attention.to_q, blocks.0.attention.to_k"):
+    with pytest.raises(UserError, match="PEFT has blocks"):
         models.save(adapted("gpt", bases["gpt"], targets=["to_q"]), tmp_path / "b")
     about = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     for key, value in (("use_dora", True), ("bias", "all"), ("peft_type", "LOHA")):

@@ -97,7 +97,7 @@ class ModelSource:
         if self.model is None:
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
-            self.model = models.load(self.path, dtype=numbers.dtype, device=device)
+            self.model = models.load_plain(self.path, dtype=numbers.dtype, device=device)
         return self.model.eval()
 
 
@@ -111,7 +111,31 @@ def find(name: str) -> ModelSource:
     export_info = read_export_info(path)
     folder = path.absolute().parent
     run = folder.parent if folder.name == "checkpoints" and (folder.parent / "recipe.yaml").is_file() else None
-    return ModelSource(name, path, models.config_of(path), run and recipes.load(run, configure=None), export_info)
+    config = models.config_of(path).trained(None)  # an adapter is merged
+    return ModelSource(name, path, config, run and recipes.load(run, configure=None), export_info)
+
+
+def sources(
+    name: str, adapters: list[str] | None, engine: str = "torch", precision: str | None = None
+) -> list[ModelSource]:
+    """The model of that name, or for each of its adapters (folders) that model with it: they share the weights.
+
+    Raises UserError as `find`, for an adapter of another base, and for an engine that has weights of its own."""
+    if not adapters:
+        return [dataclasses.replace(find(name), engine=engine, precision=precision)]
+    if (engine, precision or "fp32") != ("torch", "fp32"):
+        what = f"--engine {engine} --precision {precision or 'fp32'}"
+        raise UserError(f"--adapter: {what} has no weights to share. Give the adapter's folder as the model.")
+    base = find(name)
+    model, digest = base.load(), models.digest(base.path)
+    out = [find(adapter) for adapter in adapters]
+    for source in out:
+        of = models.config_of(source.path).init
+        if of is None or models.digest(models.locate(of)) != digest:
+            whose = f"an adapter of {of}, not of {name}" if of else "no adapter"
+            raise UserError(f"--adapter {source.name}: {whose}. Give an adapter of {name}.")
+        source.model = models.beside(model, source.path)
+    return out
 
 
 KEYS = {EXPORTED: {"format", "precision", "graphs", "told"}, QUANTIZED: {"as", "precision", "computes", "told"}}

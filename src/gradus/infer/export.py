@@ -8,21 +8,27 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from gradus import files, models
 from gradus.errors import UserError
 from gradus.infer import ModelSource, engines, exported, find, sidecar
 from gradus.infer.graphs import DTYPES
 from gradus.models import weights
+from gradus.models.adapt import merged
 
 
 def export(
-    name: str, to: Path, shard_gb: float = 5.0, kind: str = "hf", precision: str | None = None, opset: int | None = None
-) -> Iterator[str]:
+    name: str, to: Path, shard_gb: float = 5.0, kind: str = "hf", precision: str | None = None,
+    opset: int | None = None, merge: bool = False,
+) -> Iterator[str]:  # fmt: skip
     """Write a model to the folder `to`: in Hugging Face's layout, or as graphs (infer.exported), with its configuration
     and its tokenizer or normalisation.
 
     name: as `infer.find`; of a run, its best checkpoint or else its newest. precision: None: for hf as stored, else
-    fp32. shard_gb: hf's largest file, in 10^9 bytes. Yields lines for the user.
+    fp32. shard_gb: hf's largest file, in 10^9 bytes. merge: of an adapter the whole weights with its product added;
+    else hf writes the adapter alone, as PEFT does, and graphs are of the merged weights. Yields lines for the user.
     Raises UserError where there is no model, where a format or an option does not fit it, or where `to` is the folder
     that is read or holds something else.
     """
@@ -33,8 +39,11 @@ def export(
         raise UserError(f"{name}: an exported or quantized folder. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
+    adapted = models.config_of(source.path).adapter is not None
+    if merge and not adapted:
+        raise UserError(f"--merge: {name} has no adapter. Leave it out.")
     if not graphs:
-        yield from in_hugging_face_layout(source, to, shard_gb, precision)
+        yield from in_hugging_face_layout(source, to, shard_gb, precision, merge, adapted)
         return
     engine, precision = engines.kind(kind), precision or "fp32"
     if source.family.attention not in engine.PRECISIONS["fp32"]:
@@ -55,18 +64,43 @@ def free(source: ModelSource, to: Path, file: str, what: str) -> None:
             raise UserError(f"--to={to}: {why}. Give a new folder, or an empty one.")
 
 
-def in_hugging_face_layout(source: ModelSource, to: Path, shard_gb: float, precision: str | None) -> Iterator[str]:
+def in_hugging_face_layout(
+    source: ModelSource, to: Path, shard_gb: float, precision: str | None, merge: bool, adapted: bool
+) -> Iterator[str]:
     """config.json, model.safetensors (in shards above shard_gb) and what lies beside. One stored tensor is read at a
-    time, and memory holds one shard of the result, never the model."""
+    time, and memory holds one shard of the result, never the model, unless it is merged."""
     dtype = None if precision is None else DTYPES[precision]
     new = not (to.is_dir() and os.listdir(to))  # else the weights alone are replaced, as a whole
     with sidecar.writing(to), files.aside(to) if new else contextlib.nullcontext(to) as folder:
-        models.convert(source.path, folder, shard_gb * 1e9, dtype)
+        if merge:
+            model = models.load(source.path).eval()
+            models.save(merged(model).to(dtype), folder, shard_gb * 1e9)
+        else:
+            models.convert(source.path, folder, shard_gb * 1e9, dtype)
         with_tokenizer = sidecar.write(source, folder)
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     n = len(list(to.glob("*.safetensors")))
     tokenizer = ", tokenizer" if with_tokenizer else ""
     yield f"{source.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file(s){tokenizer}"
+    if merge:
+        yield merged_line(source, model, models.load(to).eval(), precision or "fp32")
+    elif adapted:
+        yield f"an adapter: PEFT and transformers load it beside {models.base_of(models.config_of(source.path))}"
+        return
     known, why = weights.loads_in_transformers(source.config)
     unknown = f"transformers does not know this architecture ({why}); gradus loads it"
     yield f"transformers loads this as {known}" if known else unknown
+
+
+@torch.no_grad()
+def merged_line(source: ModelSource, adapted: nn.Module, plain: nn.Module, precision: str) -> str:
+    """How far the outputs of merged weights, as they were written, are from those of the adapted model, in fp32."""
+    worst, largest = 0.0, 0.0
+    for _, inputs in exported.drawn_inputs(source):
+        pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (adapted(**inputs), plain(**inputs))))
+        for one, other in pairs:
+            worst, largest = max(worst, float((one - other).abs().max())), max(largest, float(one.abs().max()))
+    return (
+        f"merged in fp32, written in {precision}: largest difference of outputs {worst:.1e} where they reach "
+        f"{largest:.3g} ({worst / largest:.1e} of it)"
+    )

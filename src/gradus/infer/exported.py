@@ -177,7 +177,7 @@ def fill(
 ) -> tuple[dict[str, Any], int, bool]:
     """Write the graphs of a model into a folder, with its configuration and tokenizer or normalisation, check them, and
     keep the check in export.json. Returns what that says, the bytes of the graphs, whether there is a tokenizer."""
-    reference = models.load(source.path).eval().requires_grad_(False)
+    reference = models.load_plain(source.path).eval().requires_grad_(False)
     lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
     about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
     for graph in graphs(lowered):
@@ -258,27 +258,33 @@ def cases(source: ModelSource) -> Iterator[dict[str, int]]:
             yield from ({"batch": batch, "seq": seq, "past": past} for past in (0, 1, n) for seq in (1, 3))
 
 
+def drawn_inputs(source: ModelSource) -> Iterator[tuple[dict[str, int], dict[str, Tensor]]]:
+    """Random arguments of the model's forward for each of `cases`; in batches of several, rows of an encoder are of
+    unequal length."""
+    config, attention, draw = source.config, source.family.attention, torch.Generator().manual_seed(0)
+    for case in cases(source):
+        batch, lengths = case["batch"], (case.get("past", 0) + case.get("seq", 0), 6)
+        if config.reads == "images":
+            yield case, {"images": torch.randn(batch, config.n_channels, *2 * (config.image_size,), generator=draw)}
+            continue
+        ids, read = (torch.randint(config.vocab_size, (batch, n), generator=draw) for n in lengths)
+        keep, read_keep = (
+            torch.arange(x.shape[1]) < torch.tensor([x.shape[1], 1, 4])[:batch, None] for x in (ids, read)
+        )
+        if attention == "cross":
+            ids = ids % (getattr(config, "target_vocab_size", None) or config.vocab_size)
+            yield case, {"source": read, "target": ids, "source_keep": read_keep}
+        else:
+            yield case, {"ids": ids, "keep": keep} if attention == "both" else {"ids": ids}
+
+
 @torch.no_grad()
 def differences(engine: GraphEngine, model: nn.Module) -> Iterator[dict[str, float]]:
     """How far an engine's outputs are from the model's, which is in fp32: for each case the largest difference and the
-    model's largest absolute value. In batches of several, rows of an encoder are of unequal length."""
-    config, attention = model.config, engine.source.family.attention
-    draw = torch.Generator().manual_seed(0)
-    for case in cases(engine.source):
+    model's largest absolute value."""
+    attention = engine.source.family.attention
+    for case, inputs in drawn_inputs(engine.source):
         batch, past = case["batch"], case.get("past", 0)
-        if config.reads == "images":
-            inputs = {"images": torch.randn(batch, config.n_channels, *2 * (config.image_size,), generator=draw)}
-        else:
-            lengths = past + case["seq"], 6
-            ids, source = (torch.randint(config.vocab_size, (batch, n), generator=draw) for n in lengths)
-            keep, source_keep = (
-                torch.arange(x.shape[1]) < torch.tensor([x.shape[1], 1, 4])[:batch, None] for x in (ids, source)
-            )
-            if attention == "cross":
-                ids = ids % (getattr(config, "target_vocab_size", None) or config.vocab_size)
-                inputs = {"source": source, "target": ids, "source_keep": source_keep}
-            else:
-                inputs = {"ids": ids, "keep": keep} if attention == "both" else {"ids": ids}
         expected, inputs = model(**inputs), {name: value.to(engine.device) for name, value in inputs.items()}
         if attention == "both":
             outputs = engine.forward(**inputs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import ModelSource, encode, find, note
+from gradus.infer import ModelSource, encode, note, sources
 from gradus.infer.checked import checked
 from gradus.models.decoding import Choose, beam_search, sampler
 from gradus.models.decoding import generate as decode
@@ -92,8 +92,15 @@ def generate(args: Any) -> None:
     if args.beams > 1 and (args.temperature or args.no_cache):
         other = "--temperature" if args.temperature else "--no-cache"
         raise UserError(f"--beams={args.beams}: not with {other}. Leave one out.")
+    for source in sources(args.model, args.adapter, args.engine, args.precision):
+        if args.adapter and len(args.adapter) > 1:
+            print(f"── {source.name} ──", flush=True)
+        _generate(args, source, choose)
+
+
+def _generate(args: Any, source: ModelSource, choose: Any) -> None:
     continuation = Continuation(
-        find(args.model), args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
+        source, args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
         sliding=args.sliding_window, engine=args.engine, beams=args.beams,
     )
     stream = Stream(continuation.tokenizer, sys.stdout.write) if len(continuation.prompts) == 1 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -27,13 +26,13 @@ from gradus.infer import (
     ModelSource,
     encode,
     engines,
-    find,
     fits,
     note,
     read_export_info,
     readable,
     special,
 )
+from gradus.infer import sources as sources_of
 from gradus.infer.checked import LazyEngine
 from gradus.limits import read_json
 from gradus.models.decoding import complete
@@ -68,17 +67,22 @@ def predict(args: Any) -> Iterator[str]:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
     if args.to and Path(args.to).suffix != ".jsonl":
         raise UserError(f"--to={args.to}: this is saved as .jsonl. Give a name with that ending.")
-    source = dataclasses.replace(find(args.model), engine=args.engine, precision=args.precision)
+    sources = sources_of(args.model, args.adapter, args.engine, args.precision)
+    if len(sources) > 1 and (args.inputs in ([], ["-"]) or args.split):
+        raise UserError("several of --adapter answer the same inputs: give these as arguments.")
     records: list[Record] = []
     if "-" in args.inputs and len(args.inputs) > 1:
         raise UserError('"-" stands for the lines of standard input, so it is given alone. Leave the other inputs out.')
-    if args.inputs == ["-"]:  # each line is answered before the next is read
-        answered = records_by_line(source, args.top)
-    else:
-        answered = split_records(source, args) if args.split else records_of(source, inputs_of(args), args.top)
-    for record in answered:
-        records.append(record)
-        yield line_of(record)
+    for source in sources:
+        if len(sources) > 1:
+            yield f"{source.name}:"
+        if args.inputs == ["-"]:  # each line is answered before the next is read
+            answered = records_by_line(source, args.top)
+        else:
+            answered = split_records(source, args) if args.split else records_of(source, inputs_of(args), args.top)
+        for record in answered:
+            records.append(record | ({"adapter": source.name} if len(sources) > 1 else {}))
+            yield line_of(record)
     if known := [r["right"] for r in records if "right" in r]:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:

@@ -445,6 +445,46 @@ def load(
     return loaded.on(device)
 
 
+def load_plain(
+    name_or_path: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> nn.Module:
+    """As `load`, of an adapter its base with the product of its matrices added, in fp32 whatever the dtype."""
+    from gradus.models.adapt import merged
+
+    if config_of(name_or_path).adapter:
+        return merged(load(name_or_path)).to(device, dtype)
+    return load(name_or_path, dtype=dtype, device=device)
+
+
+def beside(base: nn.Module, folder: str | Path) -> nn.Module:
+    """The adapted model of an adapter's folder, around the parameters of a loaded base, which it shares: several
+    adapters of one base take little more memory than one. Raises UserError as `load`, and where it is another base's.
+    """
+    import torch
+
+    from gradus.models.values import fill
+
+    path = locate(folder)
+    config, tensors = _open(path, weights_too=True)
+    if not config.adapter:
+        raise UserError(f"{path}: no adapter: it has no {peft.CONFIG}")
+    model, own = build(config, "meta"), dict(base.named_parameters(remove_duplicate=False))
+    rules, _ = weights.match(model, tensors, True, path)
+    values, like = weights.ours(model, rules, tensors, path), next(base.parameters())
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{module_name}.{name}".lstrip(".")
+            if parameter.requires_grad:
+                new = torch.nn.Parameter(torch.empty_like(parameter, device=like.device, dtype=like.dtype))
+                fill({full: new}, values)
+            elif full not in own or own[full].shape != parameter.shape:
+                raise UserError(f"{path}: an adapter of another base: {full} is not in the one given")
+            else:
+                new = own[full]
+            setattr(module, name, new)
+    return model
+
+
 def load_deferred(
     name_or_path: str | Path, *, strict: bool = True, seed: int | None = None, **overrides: Any
 ) -> Deferred:
