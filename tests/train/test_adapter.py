@@ -1,0 +1,93 @@
+"""Runs that train an adapter, or a part of the parameters: what is kept of them, and that they go on to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from run_parts import TINY, losses
+from safetensors.torch import load_file
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from distributed import run  # noqa: E402
+from test_processes import many, same  # noqa: E402
+
+from gradus import models  # noqa: E402
+from gradus import recipe as recipes  # noqa: E402
+from gradus.errors import UserError  # noqa: E402
+from gradus.train.run import train  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_plan")
+SHORT = [word for word in TINY if not word.startswith("model.")] + ["train.steps=9", "optimizer.eps=1e-4", "train.keep=9"]
+LORA = ["adapter.rank=4", "adapter.dropout=0.1"]
+PROBE = ["train.freeze=[all,-target_embedding,-head]"]
+
+
+def words(base: Path, folder: Path, *more: str) -> list[str]:
+    return [*SHORT, f"model.init={base}", f"log.dir={folder}", *more]
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return {f"{file.name} {name}": tensor for file in sorted(last.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("what", [LORA, PROBE], ids=["adapter", "frozen"])
+def test_a_run_that_stopped_goes_on_to_the_bit(what, undisturbed, tmp_path):
+    train(recipes.load("copy-task", words(undisturbed, tmp_path / "whole", *what)))
+    shutil.copytree(tmp_path / "whole", tmp_path / "part", symlinks=True)
+    for later in ("00000006", "00000009"):
+        shutil.rmtree(tmp_path / "part" / "checkpoints" / f"step-{later}")
+    train(recipes.load(tmp_path / "part", [f"log.dir={tmp_path / 'part'}"]), resume=tmp_path / "part")
+    whole, part = state(tmp_path / "whole"), state(tmp_path / "part")
+    assert whole.keys() == part.keys() and all(whole[name].equal(part[name]) for name in whole)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "part")
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(undisturbed, tmp_path):
+    train(recipes.load("copy-task", words(undisturbed, tmp_path / "run", *LORA)))
+    base, kept = models.load(undisturbed), state(tmp_path / "run")
+    weights = [name for name in kept if name.startswith("adapter_model")]
+    assert weights and all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in weights)
+    assert not [name for name in kept if "exp_avg" in name and not name.endswith((".a.weight", ".b.weight"))]
+    adapted = dict(models.load(tmp_path / "run").named_parameters())
+    assert all(adapted[name].equal(p) for name, p in base.named_parameters())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["trained_parameters"] == sum(p.numel() for p in adapted.values() if p.requires_grad) < summary["parameters"]
+
+
+def test_what_is_frozen_stays_and_the_checkpoint_is_whole(undisturbed, tmp_path):
+    train(recipes.load("copy-task", words(undisturbed, tmp_path / "run", *PROBE)))
+    before = dict(models.load(undisturbed).named_parameters())
+    after = dict(models.load(tmp_path / "run").named_parameters())
+    changed = {name.split(".")[0] for name in before if not before[name].equal(after[name])}
+    assert changed == {"target_embedding", "head"}
+    assert all(p.requires_grad for p in after.values()), "an ordinary model again"
+
+
+def test_new_weights_have_nothing_to_adapt(tmp_path):
+    with pytest.raises(UserError, match=r"adapter: .*model\.init"):
+        train(recipes.load("copy-task", [*TINY, *LORA, f"log.dir={tmp_path}"]))
+
+
+@pytest.mark.slow
+def test_two_processes_and_back(undisturbed, tmp_path):
+    plain = [word for word in LORA if "dropout" not in word] + ["model.dropout=0.0"]
+    one = words(undisturbed, tmp_path / "one", *plain)
+    train(recipes.load("copy-task", one))
+    runs = [("copy-task", words(undisturbed, tmp_path / name, *plain, *more)) for name, more in (
+        ("ddp", []), ("shard", ["layout.shard=2"]), ("tensor", ["layout.tensor=2"]), ("pipeline", ["layout.pipeline=2"]),
+    )]  # fmt: skip
+    assert run(2, many, runs) == [["done"] * len(runs)] * 2
+    for name in ("ddp", "shard", "tensor", "pipeline"):
+        same(tmp_path / "one", tmp_path / name)
+        last = tmp_path / name / "checkpoints"
+        shutil.rmtree(last / "step-00000009")
+        alone = ["layout.shard=1", "layout.tensor=1", "layout.pipeline=1", f"log.dir={tmp_path / name}"]
+        train(recipes.load(tmp_path / name, alone), resume=tmp_path / name)
+        same(tmp_path / "one", tmp_path / name)
