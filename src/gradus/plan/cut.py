@@ -185,8 +185,8 @@ class _Cut:
         profile = dataclasses.replace(self.whole, units=units, frozen=frozen, stacks=stacks)
         adding = [_adding(piece, profile) for piece in first["backward"]]
         later = {"forward": first["forward"][:], "backward": adding}
-        self._leave_nothing(first)
-        self._leave_nothing(later)
+        self._leave_nothing(first, GRADIENTS)
+        self._leave_nothing(later)  # nor a gradient that the forward pass made, of a loss by chunks
         for runs in (first, later) if split else ():
             _keep_for_weights(runs)
         is_first, is_last = self.has_gap(0), self.has_gap(len(self.whole.stacks))
@@ -239,14 +239,14 @@ class _Cut:
         passes = (self.passes[kind].blocks.get((name, number), ()) for kind in ("forward", "backward"))
         return max(0.0, sum(piece.stretch.net[TRANSIENT] for pieces in passes for piece in pieces))
 
-    def _leave_nothing(self, run: dict[str, list[Piece]]) -> None:
-        """What autocast forgets at the end of the forward pass, and all else that was taken and no gradient, is given
-        back: in the whole model by an end that the part may not have."""
+    def _leave_nothing(self, run: dict[str, list[Piece]], *but: int) -> None:
+        """What autocast forgets at the end of the forward pass, and all else that was taken `but` these components, is
+        given back: in the whole model by an end that the part may not have."""
         total = sum((piece.stretch.net for pieces in run.values() for piece in pieces), np.zeros(ROW))
         casts = np.zeros(ROW)
         casts[GATHERED] = casts[LARGE] = total[GATHERED]
         rest = total - casts
-        rest[GRADIENTS] = 0.0
+        rest[list(but)] = 0.0
         rest[N:] = 0, 0, rest[:N].sum()
         for kind, by in (("forward", casts), ("backward", rest)):
             last = run[kind][-1]

@@ -271,7 +271,7 @@ class Space:
     def _key(self, layout: Layout) -> tuple:
         """What changes a block."""
         axes = layout.tensor, layout.context, layout.context_method, layout.expert
-        return *axes, layout.precision, _in_half(layout), layout.checkpointing
+        return *axes, layout.precision, _in_half(layout), layout.checkpointing, layout.loss
 
     def cut(self, layout: Layout, places: int) -> Cuts:
         """Of micro-batches of so many tokens."""
@@ -733,9 +733,13 @@ def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, stat
 
 
 def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candidate | None:
-    """What fits instead of the recipe's layout, the nearest: a smaller micro-batch, more checkpointing, both; the best
-    of all layouts on as many devices; then on the fewest more of them."""
+    """What fits instead of the recipe's layout, the nearest: the loss by chunks, which takes no more time; a smaller
+    micro-batch, more checkpointing, both; the best of all layouts on as many devices; then on the fewest more of
+    them."""
     space, own = Space(recipe, cluster, task), recipe.layout
+    chunked = own.model_copy(update={"loss": "chunked"})
+    if own.loss != "chunked" and space.allowed(chunked) and (c := space.evaluate(chunked)).fits:
+        return c
     now = min(own.micro_batch or math.inf, max(space.micro_batch_sizes(own)))
     ways: tuple[str, ...] = (own.checkpointing,)
     if own.checkpointing in CHECKPOINTING and own.schedule != "zero_bubble":

@@ -1,0 +1,169 @@
+"""The cross entropy of a head over words; by chunks of rows its logits are never whole in memory, neither is their
+gradient: a chunk's gradients are made with its loss, while its logits are there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradus.layers.kernels import no_autocast
+
+IGNORE = -100  # a target that does not count
+ROWS = 1024  # of a chunk: a weight's gradient is read and written once a chunk, beside products over so many rows
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
+    targets (n,)."""
+    return F.cross_entropy(
+        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORE
+    )
+
+
+@dataclasses.dataclass
+class Targets:
+    """What a model is to predict, known to its head while the model is called in `given`. A head that computes by chunks
+    (layout.loss) then gives their summed loss in place of logits.
+
+    ids: IGNORE where there is none; shaped as the logits without their last dimension. count_right: whether right
+    predictions are counted.
+    """
+
+    ids: Tensor
+    label_smoothing: float = 0.0
+    count_right: bool = False
+    answered: bool = False
+    right: Tensor | None = None
+    now: ClassVar[Targets | None] = None
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        Targets.now = self
+        try:
+            yield
+        finally:
+            Targets.now = None
+
+    def loss(self, output: Tensor) -> Tensor:
+        """The summed loss, a fp32 scalar, of what the model gave: logits (..., vocab), or that loss."""
+        if self.answered:
+            return output
+        return summed_cross_entropy(output.flatten(0, -2), self.ids.flatten(), self.label_smoothing)
+
+    def sums(self, output: Tensor, n: int) -> dict[str, tuple[Tensor, int]]:
+        """Loss and accuracy as (sum, count) over n targets. Needs `count_right`."""
+        right = self.right if self.answered else (output.argmax(-1) == self.ids).sum()
+        return {"loss": (self.loss(output), n), "accuracy": (right, n)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The words that a process has the logits of: from number `first` on. group: the processes that have the others."""
+
+    vocabulary: int
+    first: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def reduce(self, x: Tensor, how: Any) -> Tensor:
+        """Over the processes, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, how, self.group)
+        return x
+
+
+def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words) -> Tensor:
+    """The summed loss, a fp32 scalar, of hidden states x (..., d_model). weight (words, d_model), bias (words,): of the
+    process's own words. The gradient of x is that of these words alone."""
+    targets.answered = True
+    return _ChunkedLoss.apply(x, weight, bias, targets, own, torch.is_grad_enabled())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss is a sum, so its gradients are known but for one factor, which the backward pass brings."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words,
+                train: bool) -> Tensor:  # fmt: skip
+        wanted = tuple(train and needed for needed in ctx.needs_input_grad[:3])
+        loss, ctx.gradients = summed_by_chunks(x, weight, bias, targets, own, wanted)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # they become the parameters' own
+        of_inputs = (g if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
+        return *of_inputs, None, None, None
+
+
+def summed_by_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words, wanted: tuple[bool, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(summed loss, its gradients by x, weight and bias; None of what is not wanted). Gradients of parameters are added
+    up in fp32. Matrix products are computed as autocast would."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    with no_autocast(x.device):
+        w, b = weight.to(dtype), bias if bias is None else bias.to(dtype)
+        by_x, by_weight, by_bias = (
+            torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, least), device=t.device) if want else None
+            for t, want, least in zip((x, weight, bias), wanted, (x.dtype, torch.float32, torch.float32))
+        )
+        loss = torch.zeros((), device=x.device)
+        right = torch.zeros((), dtype=torch.int64, device=x.device)
+        states, words = x.flatten(0, -2), targets.ids.flatten()
+        for rows in (slice(at, at + ROWS) for at in range(0, len(words), ROWS)):
+            chunk = states[rows].to(dtype)  # (rows, d_model)
+            logits = F.linear(chunk, w, b).float()  # (rows, words)
+            if targets.count_right:
+                right += _right(logits, words[rows], own)
+            loss += _into_gradient(logits, words[rows], targets.label_smoothing, own)
+            gradient = logits.to(dtype)
+            del logits
+            if by_x is not None:
+                by_x.view(states.shape)[rows] = gradient @ w
+            if by_bias is not None:
+                by_bias += gradient.sum(0)
+            if by_weight is not None and by_weight.dtype == dtype:
+                torch.addmm(by_weight, gradient.T, chunk, out=by_weight)
+            elif by_weight is not None:
+                by_weight += gradient.T @ chunk
+            del gradient  # or it would be there beside the next chunk's logits
+    targets.right = right if targets.count_right else None
+    return loss, [by_x, by_weight, by_bias]
+
+
+def _right(logits: Tensor, words: Tensor, own: Words) -> Tensor:
+    """How many of the words are the likeliest, the first of those that are equally likely. logits: (rows, words)."""
+    highest, place = logits.max(-1)
+    of_all = own.reduce(highest.clone(), dist.ReduceOp.MAX)
+    place = (place + own.first).masked_fill(highest != of_all, own.vocabulary)
+    return (own.reduce(place, dist.ReduceOp.MIN) == words).sum()
+
+
+def _into_gradient(logits: Tensor, words: Tensor, smoothing: float, own: Words) -> Tensor:
+    """The summed loss; `logits` (rows, words) become its gradient: softmax - (1 - smoothing) · one-hot - smoothing /
+    vocabulary in the rows that count, 0 in the others (label smoothing: Szegedy et al. 2016, section 7; over processes:
+    Shoeybi et al. 2019, section 3)."""
+    counts = words != IGNORE
+    index = words - own.first
+    here = counts & (index >= 0) & (index < logits.shape[1])
+    index = index.masked_fill(~here, 0)[:, None]
+    logits -= own.reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)
+    target = logits.gather(1, index)[:, 0].masked_fill(~here, 0.0)  # (rows,)
+    mean = logits.sum(-1) / own.vocabulary if smoothing else torch.zeros_like(target)
+    total, target, mean = own.reduce(torch.stack([logits.exp_().sum(-1), target, mean]), dist.ReduceOp.SUM)
+    losses = total.log() - (1 - smoothing) * target - smoothing * mean
+    logits *= (counts / total)[:, None]
+    if smoothing:
+        logits -= (smoothing / own.vocabulary * counts)[:, None]
+    logits.scatter_add_(1, index, ((smoothing - 1) * here)[:, None].to(logits.dtype))
+    return losses.masked_fill(~counts, 0.0).sum()
