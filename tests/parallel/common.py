@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from gradus import models
+from gradus.layers import Targets, summed_cross_entropy
 from gradus.models.values import Deferred
 from gradus.models.weights import Stored
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
-from gradus.layers import Targets, summed_cross_entropy
 
 VOCAB, PAD, IGNORE = 48, 0, -100
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "dropout": 0.0}

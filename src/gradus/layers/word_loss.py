@@ -16,7 +16,7 @@ from torch import Tensor
 from gradus.layers.kernels import no_autocast
 
 IGNORE = -100  # a target that does not count
-ROWS = 1024  # of a chunk: a weight's gradient is read and written once a chunk, beside products over so many rows
+ROWS = 2048  # of a chunk: the weight's gradient is read and written once a chunk, beside products over so many rows
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -29,8 +29,8 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float
 
 @dataclasses.dataclass
 class Targets:
-    """What a model is to predict, known to its head while the model is called in `given`. A head that computes by chunks
-    (layout.loss) then gives their summed loss in place of logits.
+    """What a model is to predict, known to its head while the model is called in `given`. A head that computes by
+    chunks (layout.loss) then gives their summed loss in place of logits.
 
     ids: IGNORE where there is none; shaped as the logits without their last dimension. count_right: whether right
     predictions are counted.
@@ -122,12 +122,8 @@ def summed_by_chunks(
         states, words = x.flatten(0, -2), targets.ids.flatten()
         for rows in (slice(at, at + ROWS) for at in range(0, len(words), ROWS)):
             chunk = states[rows].to(dtype)  # (rows, d_model)
-            logits = F.linear(chunk, w, b).float()  # (rows, words)
-            if targets.count_right:
-                right += _right(logits, words[rows], own)
-            loss += _into_gradient(logits, words[rows], targets.label_smoothing, own)
-            gradient = logits.to(dtype)
-            del logits
+            of_chunk, n_right, gradient = _of_chunk(F.linear(chunk, w, b), words[rows], targets, own)
+            loss, right = loss + of_chunk, right + n_right
             if by_x is not None:
                 by_x.view(states.shape)[rows] = gradient @ w
             if by_bias is not None:
@@ -141,29 +137,37 @@ def summed_by_chunks(
     return loss, [by_x, by_weight, by_bias]
 
 
+def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tuple[Tensor, Tensor | int, Tensor]:
+    """(summed loss, right predictions, gradient) of logits (rows, words), which are not kept: in fp32 the gradient
+    takes their memory.
+
+    It is softmax - (1 - smoothing) · one-hot - smoothing / vocabulary in the rows that count, 0 in the others (label
+    smoothing: Szegedy et al. 2016, section 7; over processes: Shoeybi et al. 2019, section 3).
+    """
+    smoothing, dtype = targets.label_smoothing, logits.dtype
+    right = _right(logits, words, own) if targets.count_right else 0
+    counts, index = words != IGNORE, words - own.first
+    here = counts & (index >= 0) & (index < logits.shape[1])
+    index = index.masked_fill(~here, 0)[:, None]
+    highest = own.reduce(logits.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
+    p = logits.sub_(highest) if dtype == highest.dtype else logits - highest
+    del logits
+    local = p.gather(1, index)[:, 0]  # (rows,)
+    target = local.masked_fill(~here, 0.0)
+    mean = p.sum(-1) / own.vocabulary if smoothing else torch.zeros_like(target)
+    total, target, mean = own.reduce(torch.stack([p.exp_().sum(-1), target, mean]), dist.ReduceOp.SUM)
+    losses = total.log() - (1 - smoothing) * target - smoothing * mean
+    factor, shift = counts / total, counts * (-smoothing / own.vocabulary)
+    of_target = local.exp() * factor + shift - (1 - smoothing) * here
+    gradient = p if dtype == p.dtype else torch.empty_like(p, dtype=dtype)
+    torch.addcmul(shift[:, None], p, factor[:, None], out=gradient)  # rounded once
+    gradient.scatter_(1, index, of_target[:, None].to(dtype))
+    return losses.masked_fill(~counts, 0.0).sum(), right, gradient
+
+
 def _right(logits: Tensor, words: Tensor, own: Words) -> Tensor:
     """How many of the words are the likeliest, the first of those that are equally likely. logits: (rows, words)."""
     highest, place = logits.max(-1)
     of_all = own.reduce(highest.clone(), dist.ReduceOp.MAX)
     place = (place + own.first).masked_fill(highest != of_all, own.vocabulary)
     return (own.reduce(place, dist.ReduceOp.MIN) == words).sum()
-
-
-def _into_gradient(logits: Tensor, words: Tensor, smoothing: float, own: Words) -> Tensor:
-    """The summed loss; `logits` (rows, words) become its gradient: softmax - (1 - smoothing) · one-hot - smoothing /
-    vocabulary in the rows that count, 0 in the others (label smoothing: Szegedy et al. 2016, section 7; over processes:
-    Shoeybi et al. 2019, section 3)."""
-    counts = words != IGNORE
-    index = words - own.first
-    here = counts & (index >= 0) & (index < logits.shape[1])
-    index = index.masked_fill(~here, 0)[:, None]
-    logits -= own.reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-    target = logits.gather(1, index)[:, 0].masked_fill(~here, 0.0)  # (rows,)
-    mean = logits.sum(-1) / own.vocabulary if smoothing else torch.zeros_like(target)
-    total, target, mean = own.reduce(torch.stack([logits.exp_().sum(-1), target, mean]), dist.ReduceOp.SUM)
-    losses = total.log() - (1 - smoothing) * target - smoothing * mean
-    logits *= (counts / total)[:, None]
-    if smoothing:
-        logits -= (smoothing / own.vocabulary * counts)[:, None]
-    logits.scatter_add_(1, index, ((smoothing - 1) * here)[:, None].to(logits.dtype))
-    return losses.masked_fill(~counts, 0.0).sum()

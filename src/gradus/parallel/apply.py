@@ -1,5 +1,6 @@
 """Speed and memory techniques, one function each, applied from outside in one order: attention kernel, rounding and
-context → experts → tensor → loss by chunks → pipeline → checkpointing → compile → shard → memory and values → replicate.
+context → experts → tensor → loss by chunks → pipeline → checkpointing → compile → shard → memory and values →
+replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
 """
