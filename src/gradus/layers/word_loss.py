@@ -93,15 +93,20 @@ class _ChunkedLoss(torch.autograd.Function):
                 train: bool) -> Tensor:  # fmt: skip
         wanted = tuple(train and needed for needed in ctx.needs_input_grad[:3])
         loss, ctx.gradients = summed_by_chunks(x, weight, bias, targets, own, wanted)
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # they become the parameters' own
-        of_inputs = (g if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes))
-        return *of_inputs, None, None, None
+        (by_x, *by_parameters), ctx.gradients = ctx.gradients, None
+        if by_x is not None:
+            by_x *= factor
+        scaled = (
+            None if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
+            for g, dtype in zip(by_parameters, ctx.dtypes)
+        )
+        return by_x, *scaled, None, None, None
 
 
 def summed_by_chunks(

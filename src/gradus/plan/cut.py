@@ -29,8 +29,9 @@ LARGE = N + 2  # the caching allocator's pool of large tensors
 # ---------------------------------------------------------------- other micro-batches
 
 
-def with_samples(profile: Profile, factor: float) -> Profile:
-    """Of a micro-batch with so many times the samples."""
+def with_samples(profile: Profile, factor: float, chunked: bool = False) -> Profile:
+    """Of a micro-batch with so many times the samples. chunked: logits take as much of any number (layout.loss)."""
+    growing = [i for i in GROWING if not (chunked and i == INDEX["logits"])]
     sizes: dict[tuple, set[int]] = {}  # block, as of `Profile.block_of` → elements of each of its parameters
     for unit, weights in profile.units.items():
         sizes.setdefault(profile.block_of(unit), set()).update(w.size for w in weights.values())
@@ -40,7 +41,7 @@ def with_samples(profile: Profile, factor: float) -> Profile:
 
     def grown(row: np.ndarray) -> np.ndarray:
         row = row.copy()
-        row[GROWING] *= factor
+        row[growing] *= factor
         row[N:] = 0.0
         row[LARGE] = row[:N].sum()
         return row
@@ -185,8 +186,8 @@ class _Cut:
         profile = dataclasses.replace(self.whole, units=units, frozen=frozen, stacks=stacks)
         adding = [_adding(piece, profile) for piece in first["backward"]]
         later = {"forward": first["forward"][:], "backward": adding}
-        self._leave_nothing(first, GRADIENTS)
-        self._leave_nothing(later)  # nor a gradient that the forward pass made, of a loss by chunks
+        self._leave_nothing(first)
+        self._leave_nothing(later)
         for runs in (first, later) if split else ():
             _keep_for_weights(runs)
         is_first, is_last = self.has_gap(0), self.has_gap(len(self.whole.stacks))
@@ -239,14 +240,14 @@ class _Cut:
         passes = (self.passes[kind].blocks.get((name, number), ()) for kind in ("forward", "backward"))
         return max(0.0, sum(piece.stretch.net[TRANSIENT] for pieces in passes for piece in pieces))
 
-    def _leave_nothing(self, run: dict[str, list[Piece]], *but: int) -> None:
-        """What autocast forgets at the end of the forward pass, and all else that was taken `but` these components, is
-        given back: in the whole model by an end that the part may not have."""
+    def _leave_nothing(self, run: dict[str, list[Piece]]) -> None:
+        """What autocast forgets at the end of the forward pass, and all else that was taken and no gradient, is given
+        back: in the whole model by an end that the part may not have."""
         total = sum((piece.stretch.net for pieces in run.values() for piece in pieces), np.zeros(ROW))
         casts = np.zeros(ROW)
         casts[GATHERED] = casts[LARGE] = total[GATHERED]
         rest = total - casts
-        rest[list(but)] = 0.0
+        rest[GRADIENTS] = 0.0
         rest[N:] = 0, 0, rest[:N].sum()
         for kind, by in (("forward", casts), ("backward", rest)):
             last = run[kind][-1]

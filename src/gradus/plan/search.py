@@ -289,7 +289,7 @@ class Space:
             fewer = making.size_of(few)
             line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
             profile, size = (line, places) if line else (profile, size)
-        return _scaled(profile, places / size)
+        return _scaled(profile, places / size, layout)
 
     def _nearest(self, layout: Layout, places: int) -> tuple[Profile, int, bool]:
         """(profile of one sample or of the larger of `SAMPLES`, its tokens, whether it is of the latter)."""
@@ -322,7 +322,7 @@ class Space:
         key = self._key(layout), places
         if key not in self.stages:
             profile, size, _ = self._nearest(layout, places)
-            self.stages[key] = Stage(self.part, _scaled(profile, places / size))
+            self.stages[key] = Stage(self.part, _scaled(profile, places / size, layout))
         return self.stages[key]
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
@@ -436,8 +436,8 @@ def _in_half(layout: Layout) -> bool:
     return layout.shard > 1 and bool(layout.param_dtype)
 
 
-def _scaled(profile: Profile, factor: float) -> Profile:
-    return profile if factor == 1 else with_samples(profile, factor)
+def _scaled(profile: Profile, factor: float, layout: Layout) -> Profile:
+    return profile if factor == 1 else with_samples(profile, factor, layout.loss == "chunked")
 
 
 def evaluated(space: Space, stop: Callable[[float], bool]) -> Iterator[Candidate]:

@@ -975,14 +975,15 @@ def _ignoring_dtensor_trials(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recording_chunked_loss(recorder: Recorder) -> Iterator[None]:
-    """A loss by chunks arises in the head: what it takes there are logits, what it leaves gradients."""
+    """A loss by chunks arises in the head: what it takes there are logits. What it leaves grows with the samples, or is
+    as large as a weight."""
     inner = word_loss.summed_by_chunks
 
     def summed(*args: Any) -> Any:
         recorder.in_loss = True
         loss, gradients = inner(*args)
         recorder.in_loss = False
-        for gradient, tag in zip(gradients, ("activations", "gradients", "gradients")):  # of states, weight, bias
+        for gradient, tag in zip(gradients, ("activations", "gathered", "gathered")):  # of states, weight, bias
             if gradient is not None:
                 recorder.timeline.record(gradient, "gradient", tag)
         return loss, gradients
