@@ -100,7 +100,6 @@ def _stated(keys: str, others: str, text: str) -> Row:
 SPLITS = "layout.pipeline, layout.expert, layout.shard, layout.context, layout.tensor"
 WORKERS = "layout.local_sgd, layout.diloco"
 TWO_PASSES = "it computes the gradients of inputs and of weights in two passes"
-NO_WORDS = "a classifier has no logits over words. Leave layout.loss out"
 
 LAYOUT: tuple[Row, ...] = (
     _clash("layout.tensor", "model.n_experts", "experts' matrices are not split by rows and columns. "
@@ -115,7 +114,8 @@ LAYOUT: tuple[Row, ...] = (
     _clash("layout.attention=naive", "layout.context layout.context_method=ring",
            "the ring has its own kernel. Leave layout.attention out, or set layout.context_method=ulysses"),
     # loss by chunks
-    _clash("layout.loss=chunked", "model.head=classification", NO_WORDS),
+    _clash("layout.loss=chunked", "model.head=classification",
+           "a classifier has no logits over words. Leave layout.loss out"),
     _clash("layout.loss=chunked", "layout.tensor layout.vocab_parallel=false",
            "chunks stay split along the vocabulary. Leave layout.vocab_parallel out"),
     _clash("layout.loss=chunked", "layout.pipeline layout.schedule=zero_bubble",
@@ -184,7 +184,6 @@ def _of_kinds(section: str, stated: bool) -> Iterator[Row]:
 
 
 OTHER: tuple[Row, ...] = (
-    _clash("layout.loss=chunked", "task.name=classification", NO_WORDS),
     _clash("train.qat", f"{SPLITS}, {WORKERS}, layout.replicate=data_parallel",
            "one process sees the ranges of inputs. Leave the axis out, or train.qat"),
     _clash("train.qat", "layout.checkpointing", "ranges move between a forward pass and its recomputation. "
