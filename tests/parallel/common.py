@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from gradus import models
+from gradus.layers import Targets, summed_cross_entropy
 from gradus.models.values import Deferred
 from gradus.models.weights import Stored
 from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
-from gradus.tasks.base import summed_cross_entropy
 
 VOCAB, PAD, IGNORE = 48, 0, -100
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "dropout": 0.0}
@@ -60,16 +60,20 @@ def batch(family: str, step: int, rows: int = 8) -> dict:
     return {"source": ids, "keep": keep, "target": target, "labels": labels, "counts": {"tokens": int((labels != IGNORE).sum())}, "n_tokens": n}
 
 
-def losses(family: str, model: nn.Module, b: dict) -> dict[str, Tensor]:
+def losses(family: str, model: nn.Module, b: dict, label_smoothing: float = 0.0) -> dict[str, Tensor]:
     """Kind of target → summed loss, called as the tasks call the models."""
     if family == "vit":
         return {"samples": summed_cross_entropy(model(b["images"]), b["labels"])}
     if family in ("gpt", "llama"):
-        logits = model(b["ids"], segments=b.get("segments"), positions=b.get("positions"))
-        return {"tokens": summed_cross_entropy(logits.flatten(0, 1), b["labels"].flatten())}
-    if family == "bert":
-        return {"tokens": summed_cross_entropy(model(b["ids"], token_types=None, keep=b.get("keep"), select=b["select"]), b["targets"])}
-    return {"tokens": summed_cross_entropy(model(b["source"], b["target"], source_keep=b.get("keep")).flatten(0, 1), b["labels"].flatten())}
+        arguments, more = (b["ids"],), {"segments": b.get("segments"), "positions": b.get("positions")}
+    elif family == "bert":
+        arguments, more = (b["ids"],), {"token_types": None, "keep": b.get("keep"), "select": b["select"]}
+    else:
+        arguments, more = (b["source"], b["target"]), {"source_keep": b.get("keep")}
+    targets = Targets(b["targets" if family == "bert" else "labels"], label_smoothing)
+    with targets.given():
+        output = model(*arguments, **more)
+    return {"tokens": targets.loss(output)}
 
 
 def rows_of(family: str, b: dict, lo: int, hi: int) -> dict:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from gradus.layers import summed_cross_entropy
 from gradus.models.decoding import complete
 from gradus.parallel.apply import use_checkpointing
 from gradus.parallel.check import fits
 from gradus.parallel.shard import shard
 from gradus.parallel.tensor import loss_context, sum_partial_gradients, tensor_parallel
 from gradus.recipe.schema import Layout
-from gradus.tasks.base import summed_cross_entropy
 from gradus.torch_private import FakeTensorMode, join_fake
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradus.errors import UserError
+from gradus.layers import word_loss
 from gradus.parallel import check
 from gradus.plan import batches as making
 from gradus.plan import engine, peak, tracing
@@ -150,7 +151,24 @@ PIPELINE = [
     setting(8, pipeline=2, shard=2, tensor=2, **SEVERAL),
     setting(4, pipeline=2, shard_optimizer=True, replicate="manual", **SEVERAL),
 ]
-SETTINGS = [*ALONE, *REPLICAS, *SHARDS, *TENSOR, *CONTEXT, *EXPERTS, *PIPELINE]
+BY_CHUNKS = [
+    setting(loss="chunked"),
+    setting(loss="chunked", **SEVERAL),
+    setting(loss="chunked", optimizer="momentum", **UNEVEN),
+    setting(loss="chunked", experts=4, **SEVERAL),
+    setting(2, loss="chunked", bucket_mb=0.02, **SEVERAL),
+    setting(2, loss="chunked", replicate="manual", **UNEVEN),
+    setting(2, loss="chunked", shard=2, **SEVERAL),
+    setting(2, loss="chunked", shard=2, **HALF, **SEVERAL),
+    setting(4, loss="chunked", shard=2, reshard=False, **UNEVEN),
+    setting(2, loss="chunked", tensor=2, **SEVERAL),
+    setting(4, loss="chunked", tensor=2, shard=2, **SEVERAL),
+    setting(2, loss="chunked", context=2, **SEVERAL),
+    *(setting(2, layers=5, loss="chunked", pipeline=2, schedule=s, **SEVERAL) for s in SCHEDULES[:3]),
+    setting(4, loss="chunked", pipeline=2, tensor=2, **SEVERAL),
+    setting(4, loss="chunked", pipeline=2, shard=2, **SEVERAL),
+]
+SETTINGS = [*ALONE, *REPLICAS, *SHARDS, *TENSOR, *CONTEXT, *EXPERTS, *PIPELINE, *BY_CHUNKS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +299,7 @@ def _cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADUS_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(engine, "_kept", {})
+        patch.setattr(word_loss, "ROWS", 10)  # a micro-batch has some chunks
         yield
 
 

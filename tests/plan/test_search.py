@@ -143,12 +143,21 @@ def test_what_does_not_fit_has_a_remedy():
     assert c.fits and c.n == 1 and c.layout.micro_batch <= 64 and c.layout.tensor == 1
 
 
-def test_a_smaller_micro_batch_is_offered_before_checkpointing():
+def test_the_loss_by_chunks_is_offered_before_all_else():
     recipe = recipe_of("gpt2-small", **{**SMALL, "layout.micro_batch": 32})
+    assert not Space(recipe, hardware.cluster("L4")).evaluate(recipe.layout).fits
+    c = remedy(recipe, hardware.cluster("L4"))
+    assert c.fits and c.layout == recipe.layout.model_copy(update={"loss": "chunked"})
+    images = remedy(recipe_of("vit-l16", samples=512, **{"layout.micro_batch": 512}), hardware.cluster("L4"))
+    assert images.fits and images.layout.loss == "whole"
+
+
+def test_a_smaller_micro_batch_is_offered_before_checkpointing():
+    recipe = recipe_of("gpt2-small", samples=256, **{**SMALL, "layout.micro_batch": 256, "layout.loss": "chunked"})
     space = Space(recipe, hardware.cluster("L4"))
     assert not space.evaluate(recipe.layout).fits and space.evaluate(recipe.layout.model_copy(update={"checkpointing": "full"})).fits
     c = remedy(recipe, hardware.cluster("L4"))
-    assert c.fits and c.layout.micro_batch < 32 and c.layout.checkpointing == "none"
+    assert c.fits and c.layout.micro_batch < 256 and c.layout.checkpointing == "none"
 
 
 def test_time_falls_with_devices():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from gradus import models
 from gradus.errors import UserError
+from gradus.layers import word_loss
 from gradus.measure.flops import count_flops
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
@@ -108,6 +110,25 @@ def test_peak_of_a_real_step(family, precision, checkpointing):
         assert abs(traced.peak - peak) <= 64
     else:
         assert 0 <= (peak - traced.peak) / peak < 0.06
+
+
+@pytest.mark.parametrize("family", ["gpt", pytest.param("bert", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)])
+def test_logits_by_chunks_take_a_chunk(family, monkeypatch):
+    """Planned; and measured, to a few bytes, at the peak. Beside them there is the head's gradient, one buffer."""
+    rows, vocab, most = 8, 1024, {}
+    monkeypatch.setattr(word_loss, "ROWS", rows)
+    for loss in ("whole", "chunked"):
+        r = making.complete(recipe(family, vocab=vocab, loss=loss))
+        traced = trace_recipe(r)
+        _, peak = measured(r)
+        assert abs(traced.peak - peak) <= 64, loss
+        changes = [change * (a.tag == "logits") for a, change in traced.timeline.events]
+        most[loss] = max(itertools.accumulate(changes))
+    targets = making.micro_batches(r, 1)[0]["counts"]["tokens"]
+    assert targets >= 4 * rows  # so many chunks
+    chunk = 4 * rows * vocab
+    assert most["whole"] >= 2 * 4 * targets * vocab
+    assert chunk <= most["chunked"] <= chunk + 4 * (rows * (64 + 16) + vocab)  # and its states' gradients, a bias's, a few numbers a row
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Speed and memory techniques, one function each, applied from outside in one order: attention kernel, rounding and
-context → experts → tensor → pipeline → checkpointing → compile → shard → memory and values → replicate.
+context → experts → tensor → loss by chunks → pipeline → checkpointing → compile → shard → memory and values →
+replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
 """
@@ -13,11 +14,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gradus import models
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, get_kernel
+from gradus.layers import Attention, Block, Targets, get_kernel
+from gradus.layers.word_loss import Words, chunked_loss
 from gradus.models.values import Values, materialise
 from gradus.parallel.check import fits
 from gradus.parallel.engine import Parallel
@@ -61,6 +65,8 @@ def apply(
 
         tensor_parallel(model, mesh.sub("tensor"), layout)
         p.around = functools.partial(loss_context, layout)
+    if layout.loss == "chunked":
+        use_chunked_loss(model, mesh.sub("tensor") if mesh.size("tensor") > 1 else None)
     if mesh.size("pipeline") > 1:
         from gradus.parallel.pipeline import Pipeline
 
@@ -130,6 +136,27 @@ def use_kernel(model: nn.Module, name: str, chunk: int) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.kernel = kernel
+
+
+def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Where a task gives its targets, the head over words gives their loss in place of logits: `layers.word_loss`.
+
+    mesh: that of tensor parallelism, which splits the head's rows.
+    """
+    head = model.get_submodule(models.lookup(model.config.family).head)
+    plain, n, words = head.forward, len(head.weight), Words(len(head.weight))
+    if mesh:
+        words = Words(n, mesh.get_local_rank() * -(-n // mesh.size()), mesh.get_group())
+
+    @functools.wraps(plain)
+    def forward(x: Tensor) -> Tensor:
+        if Targets.now is None:
+            return plain(x)
+        weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (head.weight, head.bias))
+        x = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
+        return chunked_loss(x, weight, bias, Targets.now, words)
+
+    head.forward = forward
 
 
 # what selective checkpointing keeps: the results of matrix products and of attention, which cost most to compute again

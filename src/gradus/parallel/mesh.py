@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def single_process(layout: Layout) -> Layout:
     """The layout without what concerns several processes: as one that evaluates a run of many has it."""
-    one = {"device", "threads", "precision", "tf32", "micro_batch", "attention", "chunk", "checkpointing", "compile"}
+    one = {
+        "device", "threads", "precision", "tf32", "micro_batch", "attention", "chunk", "checkpointing", "loss",
+        "compile",
+    }  # fmt: skip
     return layout.model_copy(
         update={key: field.default for key, field in type(layout).model_fields.items() if key not in one}
     )

@@ -93,8 +93,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
             cut = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream, use_local_output=False)
         parallelize_module(module, mesh, cut)
     if head is not None:
-        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
-        head.register_forward_hook(_logits)
+        _split_rows(head, mesh)
     if tied is not None:
         head.weight = tied.weight
     for module in list(model.modules()):
@@ -179,19 +178,31 @@ def _lookup(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[DTensor], DTens
     return forward
 
 
+def _split_rows(head: nn.Linear, mesh: DeviceMesh) -> None:
+    """As `ColwiseParallel`, which takes no output but logits: with layout.loss=chunked it is their loss."""
+
+    def split(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, p in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)]), p.requires_grad))
+
+    distribute_module(head, mesh, split, _as_dtensors)
+    head.register_forward_hook(_logits)
+
+
+def _as_dtensors(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
+    return tuple(x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),)) for x in inputs)
+
+
 def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """What no other rule has made a DTensor is whole on every process. A module without children computes with
     DTensors, of plain inputs too; a projection's result is a plain tensor."""
-
-    def enter(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
-        return tuple(x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),)) for x in inputs)
 
     def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
         return output.to_local() if isinstance(module, nn.Linear) else output
 
     rest = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
     if rest and next(module.children(), None) is None:
-        distribute_module(module, mesh, None, enter, leave)
+        distribute_module(module, mesh, None, _as_dtensors, leave)
     else:  # a model's own parameters: ViT's class token and positions
         for name, p in rest.items():
             module.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Replicate()]), p.requires_grad))
@@ -283,8 +294,10 @@ def loss_context(layout: Layout) -> contextlib.AbstractContextManager:
     return stack
 
 
-def _logits(module: nn.Module, inputs: tuple, logits: DTensor) -> Tensor:
-    return logits if _SplitLoss.active else logits.redistribute(placements=[Replicate()]).to_local()
+def _logits(module: nn.Module, inputs: tuple, logits: Tensor) -> Tensor:
+    if _SplitLoss.active or not isinstance(logits, DTensor):  # a loss by chunks is plain
+        return logits
+    return logits.redistribute(placements=[Replicate()]).to_local()
 
 
 def _cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:

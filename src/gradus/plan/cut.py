@@ -29,8 +29,9 @@ LARGE = N + 2  # the caching allocator's pool of large tensors
 # ---------------------------------------------------------------- other micro-batches
 
 
-def with_samples(profile: Profile, factor: float) -> Profile:
-    """Of a micro-batch with so many times the samples."""
+def with_samples(profile: Profile, factor: float, chunked: bool = False) -> Profile:
+    """Of a micro-batch with so many times the samples. chunked: logits take as much of any number (layout.loss)."""
+    growing = [i for i in GROWING if not (chunked and i == INDEX["logits"])]
     sizes: dict[tuple, set[int]] = {}  # block, as of `Profile.block_of` → elements of each of its parameters
     for unit, weights in profile.units.items():
         sizes.setdefault(profile.block_of(unit), set()).update(w.size for w in weights.values())
@@ -40,7 +41,7 @@ def with_samples(profile: Profile, factor: float) -> Profile:
 
     def grown(row: np.ndarray) -> np.ndarray:
         row = row.copy()
-        row[GROWING] *= factor
+        row[growing] *= factor
         row[N:] = 0.0
         row[LARGE] = row[:N].sum()
         return row

@@ -216,7 +216,7 @@ class Profile:
 
 BLOCK_KEYS = {  # of a layout, what splits a block or changes what it computes
     "device", "precision", "tensor", "sequence_parallel", "vocab_parallel", "context", "context_method", "expert",
-    "checkpointing", "attention", "chunk", "tf32",
+    "checkpointing", "attention", "chunk", "loss", "tf32",
 }  # fmt: skip
 
 

@@ -271,7 +271,7 @@ class Space:
     def _key(self, layout: Layout) -> tuple:
         """What changes a block."""
         axes = layout.tensor, layout.context, layout.context_method, layout.expert
-        return *axes, layout.precision, _in_half(layout), layout.checkpointing
+        return *axes, layout.precision, _in_half(layout), layout.checkpointing, layout.loss
 
     def cut(self, layout: Layout, places: int) -> Cuts:
         """Of micro-batches of so many tokens."""
@@ -289,7 +289,7 @@ class Space:
             fewer = making.size_of(few)
             line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
             profile, size = (line, places) if line else (profile, size)
-        return _scaled(profile, places / size)
+        return _scaled(profile, places / size, layout)
 
     def _nearest(self, layout: Layout, places: int) -> tuple[Profile, int, bool]:
         """(profile of one sample or of the larger of `SAMPLES`, its tokens, whether it is of the latter)."""
@@ -322,7 +322,7 @@ class Space:
         key = self._key(layout), places
         if key not in self.stages:
             profile, size, _ = self._nearest(layout, places)
-            self.stages[key] = Stage(self.part, _scaled(profile, places / size))
+            self.stages[key] = Stage(self.part, _scaled(profile, places / size, layout))
         return self.stages[key]
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
@@ -436,8 +436,8 @@ def _in_half(layout: Layout) -> bool:
     return layout.shard > 1 and bool(layout.param_dtype)
 
 
-def _scaled(profile: Profile, factor: float) -> Profile:
-    return profile if factor == 1 else with_samples(profile, factor)
+def _scaled(profile: Profile, factor: float, layout: Layout) -> Profile:
+    return profile if factor == 1 else with_samples(profile, factor, layout.loss == "chunked")
 
 
 def evaluated(space: Space, stop: Callable[[float], bool]) -> Iterator[Candidate]:
@@ -733,9 +733,13 @@ def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, stat
 
 
 def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candidate | None:
-    """What fits instead of the recipe's layout, the nearest: a smaller micro-batch, more checkpointing, both; the best
-    of all layouts on as many devices; then on the fewest more of them."""
+    """What fits instead of the recipe's layout, the nearest: the loss by chunks, which takes no more time; a smaller
+    micro-batch, more checkpointing, both; the best of all layouts on as many devices; then on the fewest more of
+    them."""
     space, own = Space(recipe, cluster, task), recipe.layout
+    chunked = own.model_copy(update={"loss": "chunked"})
+    if own.loss != "chunked" and space.allowed(chunked) and (c := space.evaluate(chunked)).fits:
+        return c
     now = min(own.micro_batch or math.inf, max(space.micro_batch_sizes(own)))
     ways: tuple[str, ...] = (own.checkpointing,)
     if own.checkpointing in CHECKPOINTING and own.schedule != "zero_bubble":

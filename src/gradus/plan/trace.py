@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models, torch_private
 from gradus.errors import UserError
-from gradus.layers import kernels, masks
+from gradus.layers import kernels, masks, word_loss
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
@@ -523,10 +523,10 @@ class Recorder(TorchDispatchMode):
         return args
 
     def _tag(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> str:
-        if self.in_loss and self.scope == "micro":
-            return "logits"
         if name == "_to_copy" and inputs and memory_id(inputs[0]) in self.weights:
             return "gathered"  # autocast's copy of a weight
+        if self.in_loss and self.scope == "micro":
+            return "logits"
         return ""
 
     # ------------------------------------------------------------ counts
@@ -723,6 +723,7 @@ def _recording(recorder: Recorder, target: Target) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording_resizes(recorder.timeline))
         stack.enter_context(_ignoring_dtensor_trials(recorder))
+        stack.enter_context(_recording_chunked_loss(recorder))
         if target == "cpu":  # a GPU's generator keeps its state, 16 bytes, on the host
             stack.enter_context(_recording_rng_states(recorder.timeline))
         if target == "cuda":
@@ -969,6 +970,25 @@ def _ignoring_dtensor_trials(recorder: Recorder) -> Iterator[None]:
             recorder.paused = before
 
     with replaced(owner, name, unrecorded):
+        yield
+
+
+@contextlib.contextmanager
+def _recording_chunked_loss(recorder: Recorder) -> Iterator[None]:
+    """A loss by chunks arises in the head: what it takes there are logits. What it leaves grows with the samples, or is
+    as large as a weight."""
+    inner = word_loss.summed_by_chunks
+
+    def summed(*args: Any) -> Any:
+        recorder.in_loss = True
+        loss, gradients = inner(*args)
+        recorder.in_loss = False
+        for gradient, tag in zip(gradients, ("activations", "gathered", "gathered")):  # of states, weight, bias
+            if gradient is not None:
+                recorder.timeline.record(gradient, "gradient", tag)
+        return loss, gradients
+
+    with replaced(word_loss, "summed_by_chunks", summed):
         yield
 
 

@@ -19,7 +19,7 @@ COMPONENTS = {
     "optimizer": "the optimizer's state",
     "activations": "what the forward pass keeps for the backward pass",
     "logits": "logits and what the loss makes of them",
-    "gathered": "weights gathered temporarily (FSDP), casts of weights kept by autocast",
+    "gathered": "weights gathered temporarily (FSDP), casts kept by autocast, a head's gradient (layout.loss=chunked)",
     "communication": "buffers of collectives",
     "transient": "everything else alive at the peak: intermediate results, the optimizer's temporaries",
 }

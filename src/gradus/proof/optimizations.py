@@ -106,7 +106,7 @@ def first_rung(recipe: Recipe) -> Keys:
     """The keys with which nothing is made faster or smaller."""
     keys: Keys = {
         "layout.attention": "naive", "layout.precision": "fp32", "layout.tf32": False, "layout.checkpointing": "none",
-        "layout.compile": "none", "layout.micro_batch": None, "data.workers": 0,
+        "layout.loss": "whole", "layout.compile": "none", "layout.micro_batch": None, "data.workers": 0,
     }  # fmt: skip
     return keys | ({"data.pad": "max_length"} if has_padding(recipe) else {})
 
@@ -174,6 +174,10 @@ def _checkpointing(best: Recipe, context: LadderContext) -> Candidates:
     return Candidates(options, [])
 
 
+def _chunked_loss(best: Recipe, context: LadderContext) -> Candidates:
+    return Candidates([{"layout.loss": "chunked"}], [])
+
+
 def _largest(recipe: Recipe, context: LadderContext) -> int | None:
     return largest_micro_batch(changed(recipe, layout={"micro_batch": None}), context.budget, context.share)
 
@@ -211,6 +215,7 @@ OPTIMIZATIONS = (
     Optimization("padding to the longest", _padding("longest")),
     Optimization("length buckets", _padding("bucket"), changes="the same samples in other batches"),
     Optimization("checkpointing", _checkpointing),
+    Optimization("chunked loss", _chunked_loss),
     Optimization("micro-batch", _micro_batch),
     Optimization("compile", _compile),
     Optimization("shorter sequences", _shorter, changes="longer texts are cut", keep=False),

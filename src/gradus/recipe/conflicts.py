@@ -113,6 +113,15 @@ LAYOUT: tuple[Row, ...] = (
     _clash("layout.pipeline", "layout.context", "stages pass on whole sequences. Use one of them"),
     _clash("layout.attention=naive", "layout.context layout.context_method=ring",
            "the ring has its own kernel. Leave layout.attention out, or set layout.context_method=ulysses"),
+    # loss by chunks
+    _clash("layout.loss=chunked", "model.head=classification",
+           "a classifier has no logits over words. Leave layout.loss out"),
+    _clash("layout.loss=chunked", "layout.tensor layout.vocab_parallel=false",
+           "chunks stay split along the vocabulary. Leave layout.vocab_parallel out"),
+    _clash("layout.loss=chunked", "layout.pipeline layout.schedule=zero_bubble",
+           f"{TWO_PASSES}, and chunks make both in one. Use layout.schedule=1f1b"),
+    _clash("layout.loss=chunked", "layout.replicate=data_parallel",
+           "its copies of the model see parts of the batch, and the loss is of one. Use layout.replicate=ddp"),
     # pipelines
     _clash("layout.stages!=1|null", "layout.pipeline layout.schedule=gpipe|1f1b",
            "it has 1 stage per process. Use layout.schedule=interleaved or zero_bubble"),
@@ -179,6 +188,8 @@ OTHER: tuple[Row, ...] = (
            "one process sees the ranges of inputs. Leave the axis out, or train.qat"),
     _clash("train.qat", "layout.checkpointing", "ranges move between a forward pass and its recomputation. "
            "Set layout.checkpointing=none"),
+    _clash("train.qat", "layout.loss=chunked", "chunks are computed without the head's rounding. "
+           "Set layout.loss=whole"),
     _clash("train.qat", "layout.compile", "compiled blocks keep the ranges that they were compiled with. "
            "Set layout.compile=none"),
     _clash("train.qat", "layout.precision!=fp32", "the rounding is that of fp32 inputs. Set layout.precision=fp32"),

@@ -635,6 +635,7 @@ class Layout(Section):
     attention: Literal["sdpa", "chunked", "naive"] = "sdpa"  # kernel: PyTorch's, in chunks of queries, or written out
     chunk: Length = 256  # query rows at a time, for chunked
     checkpointing: Literal["none", "attention", "selective", "full"] = "none"  # activations recomputed
+    loss: Literal["whole", "chunked"] = "whole"  # all logits over words at once, or 2,048 rows of them at a time
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"  # mode of torch.compile
     # several processes
     replicate: Literal[

@@ -101,20 +101,6 @@ class Task:
         return []
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
-    targets (n,)."""
-    return nn.functional.cross_entropy(
-        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=-100
-    )
-
-
-def loss_and_accuracy(logits: Tensor, targets: Tensor, n: int) -> dict[str, tuple[float | Tensor, int]]:
-    """Both as (sum, count) over n targets that count. logits (targets, classes), targets (targets,)."""
-    right = (logits.argmax(-1) == targets).sum()  # padding is IGNORE, which no class equals
-    return {"loss": (summed_cross_entropy(logits, targets), n), "accuracy": (right, n)}
-
-
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:
     """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer lacks
     one of these, a padding token, or one of `more` (name → id), which `what` needs."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradus.data.collate import IGNORE, pad_sequences
-from gradus.layers import keep_balance
+from gradus.layers import Targets, keep_balance
 from gradus.models.decoding import complete, sampler
 from gradus.recipe.schema import Recipe
-from gradus.tasks.base import Batch, Task, loss_and_accuracy, perplexity, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, perplexity
 from gradus.tasks.sources import open_running_text
 
 
@@ -50,20 +50,22 @@ class CausalLM(Task):
             counts["balance"] = len(samples)
         return {**batch, "counts": counts, "n_tokens": sum(len(row) - 1 for row in ids)}
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions"))
-        return logits.flatten(0, 1)  # (batch · seq, vocab)
+    def _predict(self, model: nn.Module, batch: Batch, targets: Targets) -> Tensor:
+        with targets.given():
+            return model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions"))
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        targets = Targets(batch["labels"], self.label_smoothing)
         with keep_balance(model) as balance:
-            logits = self._logits(model, batch)
-        sums = {"tokens": summed_cross_entropy(logits, batch["labels"].flatten(), self.label_smoothing)}
+            output = self._predict(model, batch, targets)
+        sums = {"tokens": targets.loss(output)}
         if balance:  # the mean over the layers, of each sequence
             sums["balance"] = self.recipe.model.balance * torch.stack(balance).mean(0).sum()
         return sums
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        return loss_and_accuracy(self._logits(model, batch), batch["labels"].flatten(), batch["counts"]["tokens"])
+        targets = Targets(batch["labels"], count_right=True)
+        return targets.sums(self._predict(model, batch, targets), batch["counts"]["tokens"])
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         """Add perplexity per token, for a character tokenizer also bits per character; where the text's size is known,

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
+from gradus.layers import Targets, summed_cross_entropy
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, around, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_labelled
 
 
@@ -64,7 +65,8 @@ class Classification(Task):
         return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        return loss_and_accuracy(self.logits(model, batch), batch["labels"], len(batch["labels"]))
+        labels = batch["labels"]
+        return Targets(labels, count_right=True).sums(self.logits(model, batch), len(labels))
 
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
+from gradus.layers import Targets, summed_cross_entropy
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, around, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_documents
 
 
@@ -98,20 +99,23 @@ class MaskedLM(Task):
             batch["counts"]["pairs"] = len(samples)
         return batch
 
-    def _forward(self, model: nn.Module, batch: Batch):
-        out = model(batch["ids"], token_types=batch.get("types"), keep=batch.get("keep"), select=batch["select"])
+    def _predict(self, model: nn.Module, batch: Batch, targets: Targets):
+        with targets.given():
+            out = model(batch["ids"], token_types=batch.get("types"), keep=batch.get("keep"), select=batch["select"])
         return out if self.next_sentence else (out, None)
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        logits, follows = self._forward(model, batch)  # (n_masked, vocab), (batch, 2)
-        sums = {"tokens": summed_cross_entropy(logits, batch["targets"])}
+        targets = Targets(batch["targets"])
+        words, follows = self._predict(model, batch, targets)  # (n_masked, vocab) or their loss, (batch, 2)
+        sums = {"tokens": targets.loss(words)}
         if self.next_sentence:
             sums["pairs"] = summed_cross_entropy(follows, batch["follows"])
         return sums
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        logits, follows = self._forward(model, batch)
-        sums = loss_and_accuracy(logits, batch["targets"], len(batch["targets"]))
+        targets = Targets(batch["targets"], count_right=True)
+        words, follows = self._predict(model, batch, targets)
+        sums: dict[str, tuple[float | Tensor, int]] = {**targets.sums(words, len(batch["targets"]))}
         if self.next_sentence:
             sums["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
         return sums

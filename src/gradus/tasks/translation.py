@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
+from gradus.layers import Targets
 from gradus.models.decoding import beam_search, complete
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, fit_vocabulary, loss_and_accuracy, summed_cross_entropy
+from gradus.tasks.base import Batch, Task, fit_vocabulary
 from gradus.tasks.sources import open_pairs
 
 
@@ -42,16 +43,17 @@ class SequenceToSequence(Task):
             batch["keep"] = keep
         return batch
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(batch["source"], batch["target"], source_keep=batch.get("keep"))
-        return logits.flatten(0, 1)  # (batch · target, vocab)
+    def _predict(self, model: nn.Module, batch: Batch, targets: Targets) -> Tensor:
+        with targets.given():
+            return model(batch["source"], batch["target"], source_keep=batch.get("keep"))
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        labels = batch["labels"].flatten()
-        return {"tokens": summed_cross_entropy(self._logits(model, batch), labels, self.label_smoothing)}
+        targets = Targets(batch["labels"], self.label_smoothing)
+        return {"tokens": targets.loss(self._predict(model, batch, targets))}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        return loss_and_accuracy(self._logits(model, batch), batch["labels"].flatten(), batch["counts"]["tokens"])
+        targets = Targets(batch["labels"], count_right=True)
+        return targets.sums(self._predict(model, batch, targets), batch["counts"]["tokens"])
 
 
 def _fit_vocabularies(model: ModelConfig, source: int, target: int, separate: bool) -> ModelConfig:

@@ -1,0 +1,178 @@
+"""The cross entropy of a head over words; by chunks of rows its logits are never whole in memory, neither is their
+gradient: a chunk's gradients are made with its loss, while its logits are there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradus.layers.kernels import no_autocast
+
+IGNORE = -100  # a target that does not count
+ROWS = 2048  # of a chunk: the weight's gradient is read and written once a chunk, beside products over so many rows
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
+    targets (n,)."""
+    return F.cross_entropy(
+        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORE
+    )
+
+
+@dataclasses.dataclass
+class Targets:
+    """What a model is to predict, known to its head while the model is called in `given`. A head that computes by
+    chunks (layout.loss) then gives their summed loss in place of logits.
+
+    ids: IGNORE where there is none; shaped as the logits without their last dimension. count_right: whether right
+    predictions are counted.
+    """
+
+    ids: Tensor
+    label_smoothing: float = 0.0
+    count_right: bool = False
+    answered: bool = False
+    right: Tensor | None = None
+    now: ClassVar[Targets | None] = None
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        Targets.now = self
+        try:
+            yield
+        finally:
+            Targets.now = None
+
+    def loss(self, output: Tensor) -> Tensor:
+        """The summed loss, a fp32 scalar, of what the model gave: logits (..., vocab), or that loss."""
+        if self.answered:
+            return output
+        return summed_cross_entropy(output.flatten(0, -2), self.ids.flatten(), self.label_smoothing)
+
+    def sums(self, output: Tensor, n: int) -> dict[str, tuple[Tensor, int]]:
+        """Loss and accuracy as (sum, count) over n targets. Needs `count_right`."""
+        right = self.right if self.answered else (output.argmax(-1) == self.ids).sum()
+        return {"loss": (self.loss(output), n), "accuracy": (right, n)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The words that a process has the logits of: from number `first` on. group: the processes that have the others."""
+
+    vocabulary: int
+    first: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def reduce(self, x: Tensor, how: Any) -> Tensor:
+        """Over the processes, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, how, self.group)
+        return x
+
+
+def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words) -> Tensor:
+    """The summed loss, a fp32 scalar, of hidden states x (..., d_model). weight (words, d_model), bias (words,): of the
+    process's own words. The gradient of x is that of these words alone."""
+    targets.answered = True
+    return _ChunkedLoss.apply(x, weight, bias, targets, own, torch.is_grad_enabled())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss is a sum, so its gradients are known but for one factor, which the backward pass brings."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words,
+                train: bool) -> Tensor:  # fmt: skip
+        wanted = tuple(train and needed for needed in ctx.needs_input_grad[:3])
+        loss, ctx.gradients = summed_by_chunks(x, weight, bias, targets, own, wanted)
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        (by_x, *by_parameters), ctx.gradients = ctx.gradients, None
+        if by_x is not None:
+            by_x *= factor
+        scaled = (
+            None if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
+            for g, dtype in zip(by_parameters, ctx.dtypes)
+        )
+        return by_x, *scaled, None, None, None
+
+
+def summed_by_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words, wanted: tuple[bool, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(summed loss, its gradients by x, weight and bias; None of what is not wanted). Gradients of parameters are added
+    up in fp32. Matrix products are computed as autocast would."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    with no_autocast(x.device):
+        w, b = weight.to(dtype), bias if bias is None else bias.to(dtype)
+        by_x, by_weight, by_bias = (
+            torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, least), device=t.device) if want else None
+            for t, want, least in zip((x, weight, bias), wanted, (x.dtype, torch.float32, torch.float32))
+        )
+        loss = torch.zeros((), device=x.device)
+        right = torch.zeros((), dtype=torch.int64, device=x.device)
+        states, words = x.flatten(0, -2), targets.ids.flatten()
+        for rows in (slice(at, at + ROWS) for at in range(0, len(words), ROWS)):
+            chunk = states[rows].to(dtype)  # (rows, d_model)
+            of_chunk, n_right, gradient = _of_chunk(F.linear(chunk, w, b), words[rows], targets, own)
+            loss, right = loss + of_chunk, right + n_right
+            if by_x is not None:
+                by_x.view(states.shape)[rows] = gradient @ w
+            if by_bias is not None:
+                by_bias += gradient.sum(0)
+            if by_weight is not None and by_weight.dtype == dtype:
+                torch.addmm(by_weight, gradient.T, chunk, out=by_weight)
+            elif by_weight is not None:
+                by_weight += gradient.T @ chunk
+            del gradient  # or it would be there beside the next chunk's logits
+    targets.right = right if targets.count_right else None
+    return loss, [by_x, by_weight, by_bias]
+
+
+def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tuple[Tensor, Tensor | int, Tensor]:
+    """(summed loss, right predictions, gradient) of logits (rows, words), which are not kept: in fp32 the gradient
+    takes their memory.
+
+    It is softmax - (1 - smoothing) · one-hot - smoothing / vocabulary in the rows that count, 0 in the others (label
+    smoothing: Szegedy et al. 2016, section 7; over processes: Shoeybi et al. 2019, section 3).
+    """
+    smoothing, dtype = targets.label_smoothing, logits.dtype
+    right = _right(logits, words, own) if targets.count_right else 0
+    counts, index = words != IGNORE, words - own.first
+    here = counts & (index >= 0) & (index < logits.shape[1])
+    index = index.masked_fill(~here, 0)[:, None]
+    highest = own.reduce(logits.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
+    p = logits.sub_(highest) if dtype == highest.dtype else logits - highest
+    del logits
+    local = p.gather(1, index)[:, 0]  # (rows,)
+    target = local.masked_fill(~here, 0.0)
+    mean = p.sum(-1) / own.vocabulary if smoothing else torch.zeros_like(target)
+    total, target, mean = own.reduce(torch.stack([p.exp_().sum(-1), target, mean]), dist.ReduceOp.SUM)
+    losses = total.log() - (1 - smoothing) * target - smoothing * mean
+    factor, shift = counts / total, counts * (-smoothing / own.vocabulary)
+    of_target = local.exp() * factor + shift - (1 - smoothing) * here
+    gradient = p if dtype == p.dtype else torch.empty_like(p, dtype=dtype)
+    torch.addcmul(shift[:, None], p, factor[:, None], out=gradient)  # rounded once
+    gradient.scatter_(1, index, of_target[:, None].to(dtype))
+    return losses.masked_fill(~counts, 0.0).sum(), right, gradient
+
+
+def _right(logits: Tensor, words: Tensor, own: Words) -> Tensor:
+    """How many of the words are the likeliest, the first of those that are equally likely. logits: (rows, words)."""
+    highest, place = logits.max(-1)
+    of_all = own.reduce(highest.clone(), dist.ReduceOp.MAX)
+    place = (place + own.first).masked_fill(highest != of_all, own.vocabulary)
+    return (own.reduce(place, dist.ReduceOp.MIN) == words).sum()
