@@ -15,7 +15,7 @@ from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.plan.engine import Memory, plan_memory
 from gradus.recipe.axes import data_parallel_size
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import Adapter, Recipe
 from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
 from gradus.text import size
@@ -101,8 +101,10 @@ def local_batch(recipe: Recipe, processes: int, task: Task | None) -> int:
 
 def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
     """The recipe with other values of these keys in these sections."""
-    copies = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
-    return recipe.model_copy(update=copies)
+    there = {name: getattr(recipe, name) or Adapter(**sections[name]) for name in sections}  # it alone may be missing
+    copies = {name: there[name].model_copy(update=values) for name, values in sections.items()}
+    recipe = recipe.model_copy(update=copies)
+    return recipe.model_copy(update={"model": recipe.model.trained(recipe.adapter, recipe.train.freeze)})
 
 
 def with_micro_batch(recipe: Recipe, k: int, processes: int, share: int) -> Recipe:

@@ -77,7 +77,7 @@ class Optimization:
 
 def value_of(recipe: Recipe, key: str) -> Any:
     section, name = key.split(".")
-    return getattr(getattr(recipe, section), name)
+    return getattr(getattr(recipe, section), name, None)  # a recipe may have no adapter
 
 
 def has_keys(recipe: Recipe, keys: Keys) -> bool:
@@ -201,6 +201,12 @@ def _compile(best: Recipe, context: LadderContext) -> Candidates:
     return Candidates([{"layout.compile": mode} for mode in modes], [])
 
 
+def _adapter(best: Recipe, context: LadderContext) -> Candidates:
+    if best.model.init is None:
+        return Candidates([], ["adapter.rank=8: it stands beside trained weights (model.init)"])
+    return Candidates([{"adapter.rank": 8}] if best.adapter is None else [], [])
+
+
 def _shorter(best: Recipe, context: LadderContext) -> Candidates:
     if best.data.kind not in ("labelled", "pairs"):
         return Candidates([], ["the samples would change" if best.data.kind == "text" else ONE_LENGTH])
@@ -218,6 +224,7 @@ OPTIMIZATIONS = (
     Optimization("chunked loss", _chunked_loss),
     Optimization("micro-batch", _micro_batch),
     Optimization("compile", _compile),
+    Optimization("an adapter", _adapter, changes="small matrices are trained in place of the weights", keep=False),
     Optimization("shorter sequences", _shorter, changes="longer texts are cut", keep=False),
 )
 
