@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from gradus import models
 from gradus.errors import UserError
@@ -217,3 +218,134 @@ def test_a_frozen_part_that_the_base_lacks_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"train\.freeze=\[-pooler\]"):
         models.load_start(config.trained(Adapter(rank=4)), 0)
     assert models.load_start(config.trained(Adapter(rank=4), ["-pooler"]), 0)
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["marian", "pegasus"])
+def test_matrices_are_in_the_order_of_the_bases_features(norm_first, tmp_path):
+    """Sin and cos alternate in our positions and not in theirs, so theirs has the features in another order."""
+    config = Seq2SeqConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, norm_first=norm_first)
+    models.save(shaken(models.build(config, seed=1)), tmp_path / "base")
+    ours = adapted("seq2seq", tmp_path / "base").eval()
+    models.save(ours, tmp_path / "adapter")
+    name, _ = weights.loads_in_transformers(config)
+    theirs = peft.PeftModel.from_pretrained(getattr(transformers, name).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    expected = theirs.eval()(input_ids=IDS, decoder_input_ids=IDS[:, :5]).logits
+    assert far(ours(IDS, IDS[:, :5]), expected) < 1e-5
+    theirs.save_pretrained(tmp_path / "again")
+    assert far(models.load(tmp_path / "again").eval()(IDS, IDS[:, :5]), expected) < 1e-5
+
+
+def test_a_module_trained_whole_has_the_name_that_it_has_in_memory(bases, tmp_path):
+    ours = adapted("vit", bases["vit"], freeze=["-attention_norm"])
+    models.save(ours, tmp_path)
+    theirs = in_peft("vit", bases["vit"], tmp_path).eval()
+    assert far(ours.eval()(IMAGES), theirs(pixel_values=IMAGES).logits) < 1e-5
+    assert models.load(tmp_path).eval()(IMAGES).equal(ours(IMAGES))
+
+
+@pytest.mark.parametrize(("family", "freeze", "named"), [
+    ("gpt", "-token_embedding", "shared"), ("bert", "-to_q.bias", "to_q.weight adapted"),
+    ("bert", "-attention_norm.bias", "attention_norm.weight is not"), ("vit", "-positions", "class_token is not"),
+])  # fmt: skip
+def test_what_peft_cannot_hold_is_refused_before_training(family, freeze, named, bases):
+    with pytest.raises(UserError, match=named):
+        adapted(family, bases[family], freeze=[freeze])
+
+
+def test_an_adapter_of_other_images_is_read_with_positions_resized_again(bases, tmp_path):
+    config = CONFIGS["vit"].model_copy(update={"image_size": 16, "init": str(bases["vit"])}).trained(Adapter(rank=4))
+    ours = shaken_adapter(models.load_start(config, 0).on("cpu")).eval()
+    models.save(ours, tmp_path)
+    images = torch.randn(2, 3, 16, 16)
+    assert models.load(tmp_path).eval()(images).equal(ours(images))
+
+
+def written_by_peft(family: str, base, folder, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(their_base(family, base), peft.LoraConfig(**{"r": 4, **THEIRS[family], **settings}))
+    shaken_adapter(theirs).save_pretrained(folder)
+    return theirs.eval()
+
+
+def change(folder, tensors=lambda tensors: tensors, **about) -> None:
+    """Of a folder that PEFT wrote."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    save_file(tensors(load_file(file)), file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | about))
+
+
+OTHER_FILES = {
+    "expression": {"target_modules": r".*layers\.1\..*(q|o)_proj"}, "layers": {"layers_to_transform": [1]},
+    "without": {"exclude_modules": ["layers.0.self_attn.q_proj"]}, "norm whole": {"modules_to_save": ["norm"]},
+    "gaussian": {"init_lora_weights": "gaussian"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_other_files_of_pefts(kind, bases, tmp_path):
+    theirs = written_by_peft("llama", bases["llama"], tmp_path, **OTHER_FILES[kind])
+    compare("llama", models.load(tmp_path), theirs)
+
+
+def test_pickled_weights_and_a_base_beside_the_adapter(bases, tmp_path):
+    theirs = written_by_peft("llama", bases["llama"], tmp_path / "adapter")
+    (tmp_path / "base").symlink_to(bases["llama"])
+    change(tmp_path / "adapter", base_model_name_or_path="../base")
+    torch.save(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), tmp_path / "adapter" / "adapter_model.bin")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    compare("llama", models.load(tmp_path / "adapter"), theirs)
+
+
+def test_names_of_an_older_transformers(bases, tmp_path):
+    theirs = written_by_peft("vit", bases["vit"], tmp_path)
+    older = (("layers.", "encoder.layer."), ("attention.q_proj", "attention.attention.query"), ("attention.v_proj", "attention.attention.value"))
+
+    def named(tensors):
+        for new, old in older:
+            tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+        return tensors
+
+    change(tmp_path, named, target_modules=["query", "value"])
+    assert far(models.load(tmp_path).eval()(IMAGES), theirs(pixel_values=IMAGES).logits) < 1e-5
+
+
+FAULTS = {
+    "a targeted Linear": ("llama", lambda ts: {n: t for n, t in ts.items() if "layers.1" not in n}, {}, "layers.1.*missing"),
+    "a module saved whole": ("bert", lambda ts: {n: t for n, t in ts.items() if "classifier" not in n}, {}, "classifier.*missing"),
+    "another rank": ("llama", lambda ts: ts, {"r": 8}, "rank 4, and adapter_config.json says 8"),
+    "an extra tensor": ("llama", lambda ts: ts | {"base_model.model.model.x.weight": torch.zeros(2)}, {}, "extra model.x"),
+    "PiSSA": ("llama", lambda ts: ts, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+    "no base": ("llama", lambda ts: ts, {"base_model_name_or_path": None}, "base_model_name_or_path"),
+    "a base that is gone": ("llama", lambda ts: ts, {"base_model_name_or_path": "/nowhere/at/all"}, "its base: /nowhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_that_is_missing_or_foreign_is_passed_over(fault, bases, tmp_path):
+    family, tensors, about, named = FAULTS[fault]
+    written_by_peft(family, bases[family], tmp_path)
+    change(tmp_path, tensors, **about)
+    with pytest.raises(UserError, match=named) as e:
+        models.load(tmp_path)
+    assert str(tmp_path) in str(e.value)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_what_is_no_linear_of_the_body_are_refused(target, bases, tmp_path):
+    written_by_peft("llama", bases["llama"], tmp_path, target_modules=["q_proj", target])
+    with pytest.raises(UserError, match=r"cannot be adapted|not supported"):
+        models.load(tmp_path)
+
+
+@pytest.mark.shared_data
+def test_stories260k_adapted(shared_data, tmp_path):
+    models.save(models.load(shared_data / "stories260K" / "stories260K.bin"), tmp_path / "base")
+    # alpha 16 with such random matrices drowns the weights: fp32 is then 2e-5 from fp64 without any merging
+    ours = adapted("llama", tmp_path / "base", alpha=4).eval()
+    models.save(ours, tmp_path / "adapter")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids = torch.randint(512, (2, 50))
+    expected = theirs(input_ids=ids).logits
+    assert far(ours(ids), expected) < 1e-5 and far(merged(ours).eval()(ids), expected) < 1e-5

@@ -238,10 +238,13 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     the adapter's in their place. Ours has a config.json with all that the recipe said; PEFT's own its sizes alone."""
     hf = limits.read_object(path / "config.json") if (path / "config.json").is_file() else {}
     own = hf.get("gradus", {}) if isinstance(hf.get("gradus"), dict) else {}
-    about = {} if "adapter" in own else peft.read_config(path)
-    named = own.get("base") or about["base_model_name_or_path"]
-    beside = path / str(named)
-    base = locate(beside if beside.exists() else str(named), weights_too)
+    about = peft.read_config(path) if (path / peft.CONFIG).is_file() else {}  # none in one of several processes
+    named = str(about.get("base_model_name_or_path") or own["base"])
+    here = Path(os.path.expanduser(named)).exists()
+    try:
+        base = locate(path / named if not here and (path / named).exists() else named, weights_too)
+    except UserError as e:
+        raise UserError(f"{path}: its base: {e} Its place is base_model_name_or_path in {peft.CONFIG}.") from None
     stored, tensors = _open(base, weights_too)
     if stored.adapter:
         raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
@@ -259,8 +262,11 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     else:
         adapter = peft.read_tensors(path, stored)
     if "adapter" not in own:
-        with one_line(path / peft.CONFIG):
-            config, adapter = _of_peft(stored, about, adapter)
+        try:
+            with one_line(path / peft.CONFIG):
+                config, adapter = _of_peft(stored, about, adapter)
+        except UserError as e:
+            raise UserError(f"{path}: {str(e).removeprefix(f'{path}/')}") from None
     config = config.model_copy(update={"init": str(base)})
     if not weights_too:
         return config, {}
@@ -269,6 +275,10 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     def bare(name: str) -> str:
         return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
+    if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
+        from gradus.models.weights import vit_names
+
+        tensors = vit_names.resized(stored, config, tensors)
     model, taken = build(config, "meta"), {bare(name) for name in adapter}
     used, _ = weights.match(model, tensors, False, base)
     return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
@@ -515,6 +525,7 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
             f"model.init={config.init}: {weights.some(left)} not in it, and frozen, so never trained. "
             f"Set train.freeze=[{', '.join([*config.freeze, *(f'-{name}' for name in modules)])}]."
         )
+    adapter_config(fitted.model)  # raises for what could not be kept
     return fitted
 
 

@@ -407,7 +407,7 @@ def write(
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
         for name, tensor in tensors:
-            name = name if adapter is None or name.startswith(peft.PREFIX) else f"{peft.PREFIX}{name}"
+            name = name if adapter is None else peft.key(name, config)
             if adapter is None and shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
                 flush()
             shard[name] = tensor.cpu().contiguous()
@@ -430,7 +430,7 @@ def write(
         (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
-            if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS):
+            if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS, peft.PICKLED):
                 old.unlink()
         for source, target in moves:
             files.appear(source, target)

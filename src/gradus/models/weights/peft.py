@@ -10,7 +10,7 @@ the sum of the ranks. Read, one A for all of them becomes a copy for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from gradus import limits
 from gradus.errors import UserError, some
 from gradus.models.family import rules_of
-from gradus.models.weights import Rule, Stored
-from gradus.models.weights.stored import read_files
+from gradus.models.weights import Rule, Stored, family_of, first_names, identity, transpose
+from gradus.models.weights import read_tensors as read_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from gradus.layers import LoRALinear
     from gradus.recipe.schema import ModelConfig
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 # what a LoRA of PEFT can have and ours has not: key → the values that leave it out
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "bias": ("none", None), "layer_replication": (None,), "target_parameters": (None, []),
     "trainable_token_indices": (None,), "lora_bias": (False, None), "megatron_config": (None,), "eva_config": (None,),
     "use_qalora": (False, None), "alora_invocation_tokens": (None,), "corda_config": (None,),
+    "use_bdlora": (False, None), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
+    "velora_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),  # others take something from the base's weights
 }  # fmt: skip
 
 
@@ -53,8 +56,8 @@ def rules(model: nn.Module) -> Iterator[Rule]:
             continue
         theirs = PREFIX + module_of(rule.theirs, model.config)
         if len(names) == 1:
-            yield Rule(f"{names[0]}.a.weight", f"{theirs}.lora_A.weight")
-            yield Rule(f"{names[0]}.b.weight", f"{theirs}.lora_B.weight")
+            yield Rule(f"{names[0]}.a.weight", f"{theirs}.lora_A.weight", *_ordered(rule, 1))
+            yield Rule(f"{names[0]}.b.weight", f"{theirs}.lora_B.weight", *_ordered(rule, 0))
             continue
         if len(mine) < len(names) or len({linear.scale for linear in mine}) > 1:
             raise UserError(
@@ -65,6 +68,22 @@ def rules(model: nn.Module) -> Iterator[Rule]:
         a, b = (tuple(f"{name}.{x}.weight" for name in names) for x in "ab")
         yield Rule(a, f"{theirs}.lora_A.weight", partial(_split, ranks), _stack)
         yield Rule(b, f"{theirs}.lora_B.weight", partial(_blocks, outs, ranks), _diagonal)
+
+
+def _ordered(rule: Rule, axis: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """(to_ours, to_theirs) of the matrix that has the features of this axis of the weight, 0 out and 1 in, in the
+    order in which the base's rule has them."""
+    if rule.to_theirs in (identity, transpose):
+        return identity, identity
+    return partial(_reordered, rule, axis, True), partial(_reordered, rule, axis, False)
+
+
+def _reordered(rule: Rule, axis: int, back: bool, matrix: Tensor) -> Tensor:
+    import torch
+
+    numbers = torch.arange(matrix.shape[axis], device=matrix.device)
+    order = rule.to_theirs(numbers.view((-1, 1) if axis == 0 else (1, -1))).flatten()
+    return matrix.index_select(axis, order.argsort() if back else order)
 
 
 def _table(config: ModelConfig) -> list[Rule]:
@@ -119,15 +138,45 @@ def described(model: nn.Module, base: str, task: str | None) -> dict[str, Any]:
         ranks |= {module: rank} if rank != config.rank else {}
         alphas |= {module: alpha} if abs(alpha - config.alpha) > 1e-9 * alpha else {}
     every = {module_of(rule.theirs, model.config) for rule in table}
-    whole = {n for n, p in model.named_parameters() if p.requires_grad and not n.endswith((".a.weight", ".b.weight"))}
-    saved = sorted({module_of(rule.theirs, model.config) for rule in table if whole.issuperset(rule.names)})
     return {
         "peft_type": "LORA", "task_type": task, "base_model_name_or_path": base, "inference_mode": True,
         "r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout, "use_rslora": config.rslora,
         "use_dora": False, "bias": "none", "fan_in_fan_out": transposed, "init_lora_weights": True,
         "target_modules": short(modules, every), "rank_pattern": ranks, "alpha_pattern": alphas,
-        "modules_to_save": saved or None,
+        "modules_to_save": trained_whole(model) or None,
     }  # fmt: skip
+
+
+def trained_whole(model: nn.Module) -> list[str]:
+    """The modules of theirs that are trained beside the matrices. Raises UserError where PEFT, which keeps a module
+    with all that is in it, could not hold what is trained."""
+    first, parameters = first_names(model), dict(model.named_parameters())
+    trained = {name: parameters[one].requires_grad for name, one in first.items()}
+    shared = {one for name, one in first.items() if name != one}
+    table = [(f"{module_of(rule.theirs, model.config)}.", rule) for rule in _table(model.config)]
+    modules = sorted({module for module, rule in table if any(trained[name] for name in rule.names)})
+    own = adapted(model)
+    for module in modules:
+        inside = [name for other, rule in table if other.startswith(module) for name in rule.names]
+        one = next(name for name in inside if trained[name])
+        if first[one] in shared:
+            what = f"{one} is trained, but shared in the model, and PEFT would part it"
+        elif other := next((name for name in inside if name.removesuffix(".weight") in own), None):
+            what = f"{one} is trained and {other} adapted, and PEFT has one or the other of a module"
+        elif other := next((name for name in inside if not trained[name]), None):
+            what = f"{one} is trained and {other} is not, and PEFT keeps {module[:-1]} whole"
+        else:
+            continue
+        raise UserError(f"train.freeze: {what}. Leave it frozen, or train the whole module without an adapter in it")
+    return [m[:-1] for m in modules if not any(m != outer and m.startswith(outer) for outer in modules)]
+
+
+def key(name: str, hf: Mapping[str, Any]) -> str:
+    """The key of a tensor of the rules. hf: the model's config.json."""
+    if name.startswith(PREFIX):
+        return name
+    module, _, kind = name.rpartition(".")
+    return f"{PREFIX}{_in_memory(module, family_of(dict(hf), CONFIG))}.{kind}"
 
 
 def _transposed(rule: Rule) -> bool:
@@ -165,8 +214,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def module_of(theirs: str, config: ModelConfig) -> str:
     """The module of a tensor of theirs, as transformers calls it."""
-    name = theirs.rpartition(".")[0]
-    for pattern, replacement in getattr(rules_of(config.family), "MODULES", {}).items():
+    return _in_memory(theirs.rpartition(".")[0], config.family)
+
+
+def _in_memory(name: str, family: str) -> str:
+    for pattern, replacement in getattr(rules_of(family), "MODULES", {}).items():
         name = re.sub(pattern, replacement, name)
     return name
 
@@ -174,9 +226,10 @@ def module_of(theirs: str, config: ModelConfig) -> str:
 def read_tensors(folder: Path, config: ModelConfig) -> dict[str, Stored]:
     """Those of A and B under their names, the whole ones under the base's. config: the base's. Raises UserError for
     adapters of embeddings."""
-    if not (folder / WEIGHTS).is_file():
+    file = next((folder / name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()), None)
+    if file is None:
         raise UserError(f"{folder}: {CONFIG} without {WEIGHTS}. Copy the folder again")
-    stored = read_files([folder / WEIGHTS])
+    stored = read_file(file)
     if others := [name for name in stored if "lora_embedding" in name or "lora_magnitude" in name]:
         raise UserError(f"{folder}: {some(others)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
     whole = {f"{module_of(r.theirs, config)}.{r.theirs.rpartition('.')[2]}": r.theirs for r in _table(config)}
@@ -200,6 +253,9 @@ def targets(
         a, b = (tensors.get(f"{PREFIX}{module}.lora_{x}.weight") for x in "AB")
         if a is None or b is None or names[0] in found:
             continue
+        stated = _own(about.get("rank_pattern"), module, about.get("r", 8))
+        if a.shape[0] != stated:
+            raise UserError(f"{module} has rank {a.shape[0]}, and {CONFIG} says {stated}. Copy both files again")
         rank, alpha = a.shape[0], float(_own(about.get("alpha_pattern"), module, about.get("lora_alpha", 8)))
         scale = alpha / (rank**0.5 if rslora else rank)
         each = rank
@@ -218,11 +274,54 @@ def targets(
     known = {PREFIX + module_of(theirs, model.config) for theirs, names in matrices if names[0] in found}
     if extra := [name for name in tensors if ".lora_" in name and name.rpartition(".lora_")[0] not in known]:
         raise UserError(f"{some(extra)}: the base has no Linear there that can be adapted")
+    if lacks := list(_lacking(model, about, tensors, known)):
+        raise UserError(f"{some(lacks)} missing, which {CONFIG} names. Copy or save both files again")
     usual = int(about.get("r", 8)), float(about.get("lora_alpha", 8))
     linears = [name for name, module in model.named_modules() if hasattr(module, "out_features")]
     if set(found.values()) == {usual}:
         return short(found, linears), tensors
     return [f"{name}:{rank}:{alpha!r}" for name, (rank, alpha) in found.items()], tensors
+
+
+def _lacking(
+    model: nn.Module, about: Mapping[str, Any], tensors: Mapping[str, Stored], known: set[str]
+) -> Iterator[str]:
+    """What target_modules and modules_to_save name and the file has not. known: what it adapts."""
+    from torch import nn
+
+    modules, config = dict(model.named_modules()), model.config
+    for rule, names in _matrices(config):
+        module = module_of(rule.theirs, config)
+        linear = all(isinstance(modules.get(name), nn.Linear) for name in names)
+        asked = (_asked(about, name) for name in (module, rule.theirs.rpartition(".")[0]))  # an older name too
+        if linear and PREFIX + module not in known and any(asked) and not _saved(about, module):
+            yield f"{PREFIX}{module}.lora_A.weight"
+    seen: set[tuple] = set()
+    for rule in _table(config):
+        first = (rule.names, rule.index) not in seen
+        if first and rule.theirs not in tensors and _saved(about, module_of(rule.theirs, config)):
+            yield PREFIX + rule.theirs
+        seen.add((rule.names, rule.index))
+
+
+def _saved(about: Mapping[str, Any], module: str) -> bool:
+    """Whether modules_to_save has a module, or one around it."""
+    return any(f".{name}." in f".{module}." for name in about.get("modules_to_save") or ())
+
+
+def _asked(about: Mapping[str, Any], module: str) -> bool:
+    """Whether target_modules has a Linear, as PEFT reads them: names or their ends, or an expression for the whole."""
+
+    def named(by: str | list[str]) -> bool:
+        if isinstance(by, str):
+            return re.fullmatch(by, module) is not None
+        return any(f".{module}".endswith(f".{name}") for name in by)
+
+    layers, number = about.get("layers_to_transform"), re.match(r".*?\.[^.]*\.(\d+)\.", module)
+    layers = [layers] if isinstance(layers, int) else layers
+    if layers and not (number and int(number[1]) in layers):
+        return False
+    return named(about.get("target_modules") or []) and not named(about.get("exclude_modules") or [])
 
 
 def _copies(a: Stored, n: int) -> Tensor:
