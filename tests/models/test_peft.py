@@ -187,6 +187,8 @@ def test_other_ways_to_load_ours(bases, tmp_path):
     model = their_base("llama", bases["llama"])
     model.load_adapter(str(tmp_path / "plain"))
     assert far(model.eval()(input_ids=IDS).logits, plain.eval()(IDS)) < 1e-5
+    of_the_folder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert far(of_the_folder(input_ids=IDS).logits, plain(IDS)) < 1e-5
 
 
 def test_what_does_not_fit_is_told(bases, tmp_path):
@@ -198,7 +200,7 @@ def test_what_does_not_fit_is_told(bases, tmp_path):
     about = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     for key, value in (("use_dora", True), ("bias", "all"), ("peft_type", "LOHA")):
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about | {key: value}))
-        (tmp_path / "a" / "config.json").unlink(missing_ok=True)
+        (tmp_path / "a" / "gradus_config.json").unlink(missing_ok=True)
         with pytest.raises(UserError, match=str(value)):
             models.load(tmp_path / "a")
 

@@ -17,6 +17,7 @@ from gradus.infer import ModelSource, engines, exported, find, sidecar
 from gradus.infer.graphs import DTYPES
 from gradus.models import weights
 from gradus.models.adapt import merged
+from gradus.models.weights import peft
 
 
 def export(
@@ -34,12 +35,13 @@ def export(
     """
     source = find(name)
     graphs = kind != "hf"
-    free(source, to, exported.FILE if graphs else "config.json", "export" if graphs else "model")
+    adapted = models.config_of(source.path).adapter is not None
+    hf = peft.CONFIG if adapted and not merge else "config.json"
+    free(source, to, exported.FILE if graphs else hf, "export" if graphs else "model")
     if source.export_info:
         raise UserError(f"{name}: an exported or quantized folder. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
-    adapted = models.config_of(source.path).adapter is not None
     if merge and not adapted:
         raise UserError(f"--merge: {name} has no adapter. Leave it out.")
     if not graphs:

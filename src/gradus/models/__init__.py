@@ -235,8 +235,9 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 
 def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
     """The same of an adapter's folder: the configuration names the base in `init`, and the tensors are the base's with
-    the adapter's in their place. Ours has a config.json with all that the recipe said; PEFT's own its sizes alone."""
-    hf = limits.read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    the adapter's in their place. Ours has a file with all that the recipe said; PEFT's own its sizes alone."""
+    file = next((path / name for name in (peft.OURS, "config.json") if (path / name).is_file()), None)
+    hf = limits.read_object(file) if file else {}
     own = hf.get("gradus", {}) if isinstance(hf.get("gradus"), dict) else {}
     about = peft.read_config(path) if (path / peft.CONFIG).is_file() else {}  # none in one of several processes
     named = str(about.get("base_model_name_or_path") or own["base"])
@@ -249,7 +250,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     if stored.adapter:
         raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
     if "adapter" in own:
-        config = _from_config_json(hf, path / "config.json")
+        config = _from_config_json(hf, file)
         if weights_too and own.get("base_digest") not in (None, digest(base)):
             raise UserError(f"{base}: not the weights that the adapter in {path} was trained on (their digest differs)")
     if (path / "sharded").is_dir():

@@ -344,7 +344,7 @@ class SessionChecks:
             f"above {LARGE:g}": [name for name, norm in counted.items() if LARGE < norm < math.inf],
             "zero": [name for name, norm in counted.items() if norm == 0],
             "none": without,
-            "frozen": frozen,
+            "frozen": [] if self.recipe.adapter or self.recipe.train.freeze else frozen,
         }
         bad = {fault: names for fault, names in names_by_fault.items() if names}
         if bad:

@@ -79,6 +79,8 @@ def train(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_own_folder(recipe, resume, world))
         check.validate(recipe, world.size)
+        if recipe.adapter:
+            models.base_of(recipe.model)  # raises where there is none to keep it beside
         for place in (folder, folder / "checkpoints") if world.first else ():
             files.sweep(place, locked=True)
         status = stack.enter_context(Status(folder, world))
@@ -220,8 +222,10 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
 def weights_line(recipe: Recipe, report: LoadReport) -> str:
     """What of `model.init` is used, and what of the model is new."""
     line, theirs = f"weights from {recipe.model.init}", report.stored
-    for what, names in (("new", report.new), ("unused", report.unused), ("interpolated", report.resized)):
+    new = [name for name in report.new if not (recipe.adapter and name.endswith((".a.weight", ".b.weight")))]
+    for what, names in (("new", new), ("unused", report.unused), ("interpolated", report.resized)):
         line += f"; {what}: {', '.join(names)}" if names else ""
+    line += f"; an adapter of rank {recipe.adapter.rank} beside them" if recipe.adapter else ""
     ours = getattr(recipe.task, "classes", None)
     if report.reshaped:
         line += f"; a new head for {recipe.model.n_classes} classes: that of the weights has {theirs.n_classes}"

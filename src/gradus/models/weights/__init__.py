@@ -426,11 +426,11 @@ def write(
             (aside / "adapter").write_text(json.dumps(adapter, indent=2) + "\n")
             moves.append((aside / "adapter", folder / peft.CONFIG))
         (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
-        moves.append((aside / "config", folder / "config.json"))
+        moves.append((aside / "config", folder / ("config.json" if adapter is None else peft.OURS)))
         (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
-            if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS, peft.PICKLED):
+            if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS, peft.PICKLED, peft.OURS):
                 old.unlink()
         for source, target in moves:
             files.appear(source, target)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradus.recipe.schema import ModelConfig
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+OURS = "gradus_config.json"  # in place of config.json, by which transformers would look for whole weights
 PREFIX = "base_model.model."
 # what a LoRA of PEFT can have and ours has not: key → the values that leave it out
 REFUSED: dict[str, tuple[Any, ...]] = {
