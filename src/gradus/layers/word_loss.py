@@ -136,7 +136,9 @@ def summed_by_chunks(
             if by_weight is not None and by_weight.dtype == dtype:
                 torch.addmm(by_weight, gradient.T, chunk, out=by_weight)
             elif by_weight is not None:
-                by_weight += gradient.T @ chunk
+                step = ROWS if casts_first(x.device) else len(w)
+                for own_words in (slice(at, at + step) for at in range(0, len(w), step)):
+                    by_weight[own_words] += gradient[:, own_words].T @ chunk
             del gradient  # or it would be there beside the next chunk's logits
     targets.right = right if targets.count_right else None
     return loss, [by_x, by_weight, by_bias]
