@@ -67,9 +67,11 @@ def test_loss_and_gradients_are_those_of_whole_logits(family, changes, smoothing
     assert loss.dim() == 0 and float(loss.detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_under_autocast(dtype, tolerance):
-    """Products in half, sums in fp32, as with whole logits."""
+def test_under_autocast(dtype, tolerance, on_gpu, monkeypatch):
+    """Products in half, sums in fp32, as with whole logits; also as a GPU reads and writes two types at once."""
+    monkeypatch.setattr(word_loss, "casts_first", lambda device: not on_gpu)
     model, batch = common.build("gpt"), common.batch("gpt", 0)
     found = []
     for _ in range(2):

@@ -136,7 +136,9 @@ def summed_by_chunks(
             if by_weight is not None and by_weight.dtype == dtype:
                 torch.addmm(by_weight, gradient.T, chunk, out=by_weight)
             elif by_weight is not None:
-                by_weight += gradient.T @ chunk
+                step = ROWS if casts_first(x.device) else len(w)
+                for own_words in (slice(at, at + step) for at in range(0, len(w), step)):
+                    by_weight[own_words] += gradient[:, own_words].T @ chunk
             del gradient  # or it would be there beside the next chunk's logits
     targets.right = right if targets.count_right else None
     return loss, [by_x, by_weight, by_bias]
@@ -155,7 +157,8 @@ def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tu
     here = counts & (index >= 0) & (index < logits.shape[1])
     index = index.masked_fill(~here, 0)[:, None]
     highest = own.reduce(logits.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
-    p = logits.sub_(highest) if dtype == highest.dtype else logits - highest
+    in_fp32 = dtype == torch.float32 or casts_first(logits.device)
+    p = logits.float().sub_(highest) if in_fp32 else logits - highest
     del logits
     local = p.gather(1, index)[:, 0]  # (rows,)
     target = local.masked_fill(~here, 0.0)
@@ -164,10 +167,15 @@ def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tu
     losses = total.log() - (1 - smoothing) * target - smoothing * mean
     factor, shift = counts / total, counts * (-smoothing / own.vocabulary)
     of_target = local.exp() * factor + shift - (1 - smoothing) * here
-    gradient = p if dtype == p.dtype else torch.empty_like(p, dtype=dtype)
-    torch.addcmul(shift[:, None], p, factor[:, None], out=gradient)  # rounded once
-    gradient.scatter_(1, index, of_target[:, None].to(dtype))
-    return losses.masked_fill(~counts, 0.0).sum(), right, gradient
+    gradient = p if in_fp32 else torch.empty_like(p, dtype=dtype)
+    torch.addcmul(shift[:, None], p, factor[:, None], out=gradient)
+    gradient.scatter_(1, index, of_target[:, None].to(gradient.dtype))
+    return losses.masked_fill(~counts, 0.0).sum(), right, gradient.to(dtype)
+
+
+def casts_first(device: torch.device) -> bool:
+    """Whether an operation of two types takes a copy in one type; a GPU casts as it reads and writes."""
+    return device.type == "cpu"
 
 
 def _right(logits: Tensor, words: Tensor, own: Words) -> Tensor:

@@ -636,6 +636,7 @@ def _cuda_rules() -> Iterator[None]:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
         stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
         stack.enter_context(replaced(kernels, "naive_is_faster", lambda *_: False))
+        stack.enter_context(replaced(word_loss, "casts_first", lambda device: False))
         stack.enter_context(replaced(kernels, "flex", _cuda_documents))
         yield
 
