@@ -18,14 +18,15 @@ from gradus.layers.positions import (
     rotary_table,
     sinusoidal,
 )
+from gradus.layers.small import SmallLinear, small
 
 __all__ = [
     "ACTIVATIONS", "KERNELS",
     "Attention", "Block", "Cache", "ConvolutionalStem", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
-    "LoRALinear", "MixtureOfExperts", "Patches",
+    "LoRALinear", "MixtureOfExperts", "Patches", "SmallLinear",
     "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "observe_attention", "relative_buckets",
-    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal",
+    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "small",
 ]  # fmt: skip
 
 

@@ -43,7 +43,8 @@ def parameters(config: ModelConfig) -> list[Row]:
     counts, inputs = models.count(config), sizes(config)
     more = {"source": " ".join((type(config).__doc__ or "the module").split()), "method": "counted from the module"}
     rows = [known_figure(f"parameters/{name}", n, inputs, **more) for name, n in counts.items()]
-    rows.append(known_figure("parameters/trainable", counts["total"], inputs, **more))
+    trained = sum(p.numel() for p in models.whole(config).parameters() if p.requires_grad)
+    rows.append(known_figure("parameters/trainable", trained, inputs, **more))
     if getattr(config, "n_experts", None):
         rows.append(known_figure("parameters/active", active(config), inputs, **more))
     return rows
@@ -51,7 +52,7 @@ def parameters(config: ModelConfig) -> list[Row]:
 
 def active(config: ModelConfig) -> int:
     """The parameters that a token meets: all, but of the experts only top_k (Jiang et al. 2024, section 2.1)."""
-    return sum(active_elements(models.build(config, device="meta")).values())
+    return sum(active_elements(models.whole(config)).values())
 
 
 SYMBOLS = {

@@ -88,6 +88,7 @@ class Adapter(Section):
     rslora: bool = False  # multiplied by alpha / sqrt(rank) instead (Kalajdzievski 2023)
     dropout: Fraction = 0.0  # share of their input set to 0 in training
     targets: Annotated[list[str], BeforeValidator(_listed)] = ["all-linear"]  # which Linears; attention: those of it
+    base: Literal["int8", "nf4"] | None = None  # how the blocks' frozen Linears are stored; null: as they are
 
 
 class ModelConfig(Section):
@@ -137,6 +138,11 @@ class ModelConfig(Section):
     def freeze(self) -> tuple[str, ...]:
         """Patterns of parameters that are not trained. A recipe has them in train.freeze."""
         return self._freeze
+
+    def as_it_is(self) -> Self:
+        """The same configuration without what adapter.base says."""
+        adapter = self.adapter
+        return self.trained(adapter.model_copy(update={"base": None}), self.freeze) if adapter and adapter.base else self
 
     def trained(self, adapter: Adapter | None, freeze: Sequence[str] | None = None) -> Self:
         """The same configuration, of which this is trained."""
