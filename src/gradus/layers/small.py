@@ -4,7 +4,6 @@ need not hold its base in full (QLoRA: Dettmers et al. 2023)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import NormalDist
 from typing import Any, Literal
 
 import torch
@@ -33,22 +32,19 @@ def dequantize_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.flo
     return codes.to(dtype).mul_(scale.to(dtype)[:, None])
 
 
-def nf4_values() -> list[float]:
-    """The 16 values, ascending from -1 to 1: quantiles of the normal distribution, 8 equally probable steps above 0 and
-    7 below it, and 0 itself, over the largest (Dettmers et al. 2023, section 3, appendix E)."""
-    outermost = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))  # the probability below the largest: the infinite one is left out
-
-    def above(n: int) -> list[float]:
-        return [NormalDist().inv_cdf(outermost + (0.5 - outermost) * i / n) for i in range(n)]
-
-    values = [*(-x for x in above(7)), 0.0, *reversed(above(8))]
-    return [x / values[-1] for x in values]
+def nf4_values(device: torch.device | str = "cpu") -> Tensor:
+    """The 16 values (16,), ascending from -1 to 1: quantiles of the normal distribution, 8 equally probable steps above
+    0 and 7 below it, and 0 itself, over the largest (Dettmers et al. 2023, section 3, appendix E)."""
+    outermost = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))  # the probability below the largest: that of 1 is infinite
+    exact = {"device": device, "dtype": torch.float64}
+    below, above = (torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, **exact)[:-1]) for n in (7, 8))
+    return (torch.cat((-below, torch.zeros(1, **exact), above.flip(0))) / above[0]).float()
 
 
-def nf4_pairs() -> Tensor:
-    """The two values of every byte (256, 2), the higher four bits first."""
-    values = nf4_values()
-    return torch.tensor([(high, low) for high in values for low in values], dtype=torch.float32)
+def nf4_pairs(device: torch.device | str = "cpu") -> Tensor:
+    """The two values of every byte (256, 2), that of the higher four bits first."""
+    values = nf4_values(device)
+    return torch.stack((values.repeat_interleave(16), values.repeat(16)), 1)
 
 
 def quantize_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +54,7 @@ def quantize_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).unflatten(0, (-1, BLOCK))
     absmax = blocks.abs().amax(1)
-    values = torch.tensor(nf4_values(), device=weight.device)
+    values = nf4_values(weight.device)
     codes = torch.bucketize(blocks / absmax.clamp_min(1e-38)[:, None], (values[1:] + values[:-1]) / 2).byte()
     return codes[:, ::2] << 4 | codes[:, 1::2], absmax
 
@@ -68,7 +64,7 @@ def dequantize_nf4(
     pairs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What `quantize_nf4` stored, in this shape. pairs: `nf4_pairs()`, where they lie on the device already."""
-    pairs = nf4_pairs().to(codes.device) if pairs is None else pairs
+    pairs = nf4_pairs(codes.device) if pairs is None else pairs
     blocks = F.embedding(codes.int(), pairs.to(dtype)).flatten(1).mul_(absmax.to(dtype)[:, None])
     return blocks.flatten()[: torch.Size(shape).numel()].view(shape)
 
@@ -107,7 +103,7 @@ class SmallLinear(nn.Linear):
         """(out, in) -> the buffers that stand for it."""
         quantize = quantize_int8 if self.kind == "int8" else quantize_nf4
         kept = dict(zip(("codes", "scales"), quantize(weight)))
-        return kept if self.kind == "int8" else {**kept, "pairs": nf4_pairs().to(weight.device)}
+        return kept if self.kind == "int8" else {**kept, "pairs": nf4_pairs(weight.device)}
 
     def _computed(self, *stored: Tensor, dtype: torch.dtype) -> Tensor:
         if self.kind == "int8":
