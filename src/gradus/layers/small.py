@@ -85,7 +85,8 @@ class _Product(torch.autograd.Function):
 
 
 class SmallLinear(nn.Linear):
-    """A frozen Linear whose weight is stored as `kind` says. x: (..., in_features) -> (..., out_features).
+    """A frozen Linear whose weight is stored as `kind` says, on the meta device: `stored` gives the values. x: (...,
+    in_features) -> (..., out_features).
 
     int8: one step an output, symmetric. nf4: 16 values, one scale for 64 weights. What is stored are buffers: codes,
     scales and, of nf4, pairs. `weight` is computed from them, (out, in) fp32, whenever it is asked for. The product is
@@ -96,8 +97,16 @@ class SmallLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.kind = kind
-        for name, tensor in self.stored(linear.weight).items():
-            self.register_buffer(name, tensor, persistent=False)
+        blocks = -(-linear.weight.numel() // BLOCK)
+        stored = {
+            "int8": {"codes": (torch.int8, *linear.weight.shape), "scales": (torch.float32, self.out_features)},
+            "nf4": {
+                "codes": (torch.uint8, blocks, BLOCK // 2), "scales": (torch.float32, blocks),
+                "pairs": (torch.float32, 256, 2),
+            },
+        }  # fmt: skip
+        for name, (dtype, *shape) in stored[kind].items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
 
     def stored(self, weight: Tensor) -> dict[str, Tensor]:
         """(out, in) -> the buffers that stand for it."""
@@ -117,7 +126,7 @@ class SmallLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         y = _Product.apply(x, self._computed, *self.buffers(recurse=False))
         return y if self.bias is None else y + self.bias.to(y.dtype)
