@@ -48,8 +48,8 @@ def nf4_pairs(device: torch.device | str = "cpu") -> Tensor:
 
 
 def quantize_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight of any shape -> codes (blocks, 32) uint8, two a byte, and absmax (blocks,) fp32, the largest size in each
-    block of 64 consecutive weights; the last block is filled up with zeros. The scales themselves are not quantized
+    """A weight of any shape -> codes (blocks, 32) uint8, two a byte, and absmax (blocks,) fp32, the largest size in
+    each block of 64 consecutive weights; the last block is filled up with zeros. The scales are not quantized in turn
     (no double quantization)."""
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).unflatten(0, (-1, BLOCK))

@@ -40,10 +40,11 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
     if config.adapter and config.adapter.base:
         inside = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, Block))
         routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
+        own = {m for lora in model.modules() if isinstance(lora, LoRALinear) for m in (lora.a, lora.b)}
         for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and name.startswith(inside) and module not in routers:
-                if not module.weight.requires_grad:
-                    model.set_submodule(name, small(module, config.adapter.base))
+            base = isinstance(module, nn.Linear) and name.startswith(inside) and module not in routers | own
+            if base and not module.weight.requires_grad:
+                model.set_submodule(name, small(module, config.adapter.base))
     if frozen.issuperset(names):
         raise UserError("train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -head] does")
 

@@ -87,7 +87,8 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def materialise(model: nn.Module, device: str | torch.device, values: Values | None, *views: nn.Module) -> None:
-    """Give the parameters and buffers of a model on the meta device memory and values (None: memory alone). Shared ones stay so.
+    """Give the parameters and buffers of a model on the meta device memory and values (None: memory alone). Shared
+    parameters stay so.
 
     views: further modules around some of the same parameters.
     """

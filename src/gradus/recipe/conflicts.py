@@ -156,7 +156,7 @@ LAYOUT: tuple[Row, ...] = (
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
     # a base that is stored small
-    _clash("adapter.base", "layout.tensor", "codes and their scales are not split by rows and columns. Use layout.shard"),
+    _clash("adapter.base", "layout.tensor", "codes are not split by rows and columns. Use layout.shard"),
     _clash("adapter.base", "layout.pipeline", "stages keep parameters, and codes are none. Use layout.shard"),
     _clash("adapter.base", "layout.offload", "codes stay where they are computed with. Set layout.offload=false"),
     # what belongs to another key

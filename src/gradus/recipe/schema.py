@@ -81,7 +81,10 @@ def _listed(value: object) -> object:
 class Adapter(Section):
     """Low-rank matrices beside frozen ones: they alone are trained, and a classifier's head (LoRA, Hu et al. 2022).
     Targets are patterns of parts of a module's dotted name (to_q, blocks.0, blocks.*.feedforward), each with a rank and
-    an alpha of its own where it is to have them (up:32, up:32:64); the last that matches counts, and -up takes back."""
+    an alpha of its own where it is to have them (up:32, up:32:64); the last that matches counts, and -up takes back.
+    With `base` the frozen Linears of blocks are stored in 8 bits with one scale an output, or as NF4 (Dettmers et al.
+    2023) with one fp32 scale for 64 weights, without double quantization, and computed anew in both passes; with
+    layout.shard every process holds them whole."""
 
     rank: Width  # of the two matrices
     alpha: PositiveFloat = 16.0  # what they add is multiplied by alpha / rank
@@ -141,8 +144,9 @@ class ModelConfig(Section):
 
     def as_it_is(self) -> Self:
         """The same configuration without what adapter.base says."""
-        adapter = self.adapter
-        return self.trained(adapter.model_copy(update={"base": None}), self.freeze) if adapter and adapter.base else self
+        if not (self.adapter and self.adapter.base):
+            return self
+        return self.trained(self.adapter.model_copy(update={"base": None}), self.freeze)
 
     def trained(self, adapter: Adapter | None, freeze: Sequence[str] | None = None) -> Self:
         """The same configuration, of which this is trained."""
