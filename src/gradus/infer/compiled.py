@@ -18,10 +18,10 @@ from gradus.errors import UserError
 from gradus.infer import ModelSource
 from gradus.infer.engines import Torch
 from gradus.layers import Cache
+from gradus.layers.small import quantize_int8
 from gradus.parallel.apply import has_compiler
 from gradus.parallel.device import pick_device
 from gradus.parallel.precision import HALF
-from gradus.parallel.qat import weight_scale
 from gradus.torch_private import int4_pack, int4_product, int8_product
 from gradus.train.machine import large_pages
 
@@ -84,8 +84,8 @@ class Int8(StoredLinear):
 
     @staticmethod
     def numbers(weight: Tensor) -> dict[str, Tensor]:
-        scale = weight_scale(weight)  # (out,)
-        return {"packed": (weight / scale[:, None]).round().to(torch.int8), "scale": scale.bfloat16()}
+        packed, scale = quantize_int8(weight)
+        return {"packed": packed, "scale": scale.bfloat16()}
 
     def load_numbers(self, packed: Tensor, scale: Tensor) -> None:
         self.register_buffer("packed", packed)

@@ -21,10 +21,11 @@ from gradus.errors import UserError
 from gradus.infer import QUANTIZED as FILE
 from gradus.infer import ModelSource
 from gradus.infer.compiled import INTEGER, Int4, Int8, StoredLinear, whole_blocks
+from gradus.layers.small import quantize_int8
 from gradus.models.values import Deferred, fill
 from gradus.models.weights import Stored
 from gradus.parallel.device import pick_device
-from gradus.parallel.qat import input_scale, weight_scale
+from gradus.parallel.qat import input_scale
 from gradus.torch_private import has_fbgemm, linear_dynamic, linear_pack, linear_static
 
 WEIGHTS = "quantized.safetensors"
@@ -36,8 +37,7 @@ class Dynamic(StoredLinear):
 
     @staticmethod
     def numbers(weight: Tensor) -> dict[str, Tensor]:
-        scale = weight_scale(weight)
-        return {"numbers": (weight / scale[:, None]).round().to(torch.int8), "scale": scale}
+        return dict(zip(("numbers", "scale"), quantize_int8(weight)))
 
     def load_numbers(self, numbers: Tensor, scale: Tensor) -> None:
         self.packed = linear_pack(numbers, scale, self.bias)

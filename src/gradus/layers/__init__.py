@@ -18,15 +18,16 @@ from gradus.layers.positions import (
     rotary_table,
     sinusoidal,
 )
+from gradus.layers.small import SmallLinear, small
 from gradus.layers.word_loss import Targets, summed_cross_entropy
 
 __all__ = [
     "ACTIVATIONS", "KERNELS",
     "Attention", "Block", "Cache", "ConvolutionalStem", "ExpertLinear", "FeedForward", "GatedFeedForward", "LayerCache",
-    "LoRALinear", "MixtureOfExperts", "Patches", "Targets",
+    "LoRALinear", "MixtureOfExperts", "Patches", "SmallLinear", "Targets",
     "apply_rotary", "attention_mask", "check_length", "chunked", "decoder_inputs", "extract", "get_kernel",
     "interleaved_to_halves", "keep_balance", "naive", "observe_attention", "relative_buckets",
-    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "summed_cross_entropy",
+    "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "small", "summed_cross_entropy",
 ]  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradus.layers.init import Draw, uniform, zeros
@@ -32,7 +31,7 @@ class LoRALinear(nn.Linear):
         yield self.b.weight, zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) + self.added(x)
+        return super().forward(x) + self.added(x)
 
     def added(self, x: Tensor) -> Tensor:
         return self.b(self.a(self.dropout(x))) * self.scale

@@ -60,6 +60,11 @@ def build(config: schema.ModelConfig, device: str | torch.device = "cpu", seed: 
     return model
 
 
+def whole(config: schema.ModelConfig) -> nn.Module:
+    """The model on the meta device with every weight as it is, whatever adapter.base says. Errors as in `build`."""
+    return build(config.as_it_is(), "meta")
+
+
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """PyTorch's own initial values are not drawn where there is no memory: the family's are, later (`values.drawn`).
@@ -77,10 +82,10 @@ def _undrawn() -> Iterator[None]:
 
 def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:
     """The same before it has memory. Errors as in `build`."""
-    from gradus.models.values import Deferred, drawn
+    from gradus.models.values import Deferred, drawn, stored_small
 
     model = build(config, "meta")
-    return Deferred(model, drawn(model, seed))
+    return Deferred(model, stored_small(model, drawn(whole(config), seed)))
 
 
 def count(config: schema.ModelConfig) -> dict[str, int]:
@@ -125,7 +130,7 @@ def component(name: str, modules: dict[str, nn.Module]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _counted(config: schema.ModelConfig) -> dict[str, int]:
-    model = build(config, device="meta")
+    model = whole(config)
     modules = dict(model.named_modules())
     counts = dict.fromkeys(COMPONENTS, 0)
     for name, parameter in model.named_parameters():
@@ -535,7 +540,7 @@ def _fitted(
     strict: bool, seed: int | None,
 ) -> Deferred:  # fmt: skip
     """The model of a configuration with the values of stored tensors, those of the configuration `stored`."""
-    from gradus.models.values import Deferred, drawn
+    from gradus.models.values import Deferred, drawn, stored_small
 
     if config.family != stored.family:
         raise UserError(f"{path}: a {stored.family}, not a {config.family}. Set model.family={stored.family}")
@@ -543,7 +548,7 @@ def _fitted(
     if "stem" in (wanted, has) and wanted != has:  # the other ways to make tokens have one weight for all
         what = f"{'a' if has == 'stem' else 'no'} convolutional stem. Set patches={has}"
         raise UserError(f"{path}: patches={wanted} does not fit these weights, which have {what}")
-    model, tensors = build(config, "meta"), stored_tensors
+    model, tensors = whole(config), stored_tensors
     if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
         from gradus.models.weights import vit_names
 
@@ -555,17 +560,19 @@ def _fitted(
         report.resized.append(f"positions from images of {stored.image_size} to {config.image_size} pixels")
     if report.new:
         values = drawn(model, seed) | values
-    return Deferred(model, values, report)
+    model = build(config, "meta")
+    return Deferred(model, stored_small(model, values), report)
 
 
 def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadReport:
     """Copy weights into a model that is there already (any device and dtype), every tensor. Errors as in `load`."""
-    from gradus.models.values import fill
+    from gradus.models.values import fill, held, stored_small
 
     path = locate(name_or_path)
     _, tensors = _open(path, weights_too=True)
-    rules, report = weights.match(model, tensors, True, path)
-    fill(dict(model.named_parameters()), weights.ours(model, rules, tensors, path))
+    like = whole(model.config)
+    rules, report = weights.match(like, tensors, True, path)
+    fill(held(model), stored_small(model, weights.ours(like, rules, tensors, path)))
     return report
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gradus import models
 from gradus.errors import UserError, did_you_mean
-from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts
+from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, small
 from gradus.models.family import Family
 from gradus.models.values import materialise
 from gradus.models.weights import first_names, in_head
@@ -23,7 +23,8 @@ from gradus.recipe.schema import Adapter, ModelConfig
 
 
 def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
-    """Put config.adapter's matrices into the model, and freeze what is not trained, in place.
+    """Put config.adapter's matrices into the model, freeze what is not trained, and store frozen Linears of blocks as
+    its `base` says, in place.
 
     Raises UserError for a pattern that matches nothing, a head as target, and where nothing is left to train.
     """
@@ -39,6 +40,14 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
     frozen = chosen("train.freeze", config.freeze, names, frozen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
+    if config.adapter and config.adapter.base:
+        inside = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, Block))
+        routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
+        own = {m for lora in model.modules() if isinstance(lora, LoRALinear) for m in (lora.a, lora.b)}
+        for name, module in list(model.named_modules()):
+            base = isinstance(module, nn.Linear) and name.startswith(inside) and module not in routers | own
+            if base and not module.weight.requires_grad:
+                model.set_submodule(name, small(module, config.adapter.base))
     if frozen.issuperset(names):
         raise UserError("train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -head] does")
 

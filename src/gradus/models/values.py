@@ -4,6 +4,7 @@ part that it keeps, and one whole parameter beside it at a time."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gradus.layers import LoRALinear
+from gradus.layers import LoRALinear, SmallLinear
 from gradus.layers.init import Draw
 from gradus.models.weights import LoadReport, Stored
 from gradus.torch_private import FakeTensor, local_shape_and_offset, unset_fake_temporarily
@@ -60,8 +61,34 @@ def _draw(draw: Draw, shape: tuple[int, ...], key: str) -> Tensor:
     return whole
 
 
+def stored_small(model: nn.Module, values: Values) -> Values:
+    """The values of a model whose adapter has a base stored small, from those of its weights as they are. One weight is
+    read at a time, when its codes are asked for; its scales come of the same reading where they are asked for next."""
+    out = dict(values)
+
+    @functools.lru_cache(maxsize=1)
+    def made(name: str) -> dict[str, Tensor]:
+        return linears[name].stored(values[f"{name}.weight"].read().float())
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, SmallLinear)}
+    for name, linear in linears.items():
+        del out[f"{name}.weight"]
+        for key, b in linear.named_buffers(recurse=False):
+            out[f"{name}.{key}"] = Stored(tuple(b.shape), partial(lambda n, k: made(n)[k], name, key))
+    return out
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model that have values of their own: parameters, and weights stored small."""
+    small = (f"{name}." for name, module in model.named_modules() if isinstance(module, SmallLinear))
+    inside = tuple(small)
+    buffers = {name: b for name, b in model.named_buffers() if inside and name.startswith(inside)}
+    return {**dict(model.named_parameters()), **buffers}
+
+
 def materialise(model: nn.Module, device: str | torch.device, values: Values | None, *views: nn.Module) -> None:
-    """Give the parameters of a model on the meta device memory and values (None: memory alone). Shared ones stay so.
+    """Give the parameters and buffers of a model on the meta device memory and values (None: memory alone). Shared
+    parameters stay so.
 
     views: further modules around some of the same parameters.
     """
@@ -72,10 +99,13 @@ def materialise(model: nn.Module, device: str | torch.device, values: Values | N
                 if p.is_meta and p not in replacements:
                     replacements[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                 setattr(module, name, replacements.get(p, p))
+            for name, b in list(module.named_buffers(recurse=False)):
+                if b.is_meta:
+                    setattr(module, name, torch.empty_like(b, device=device))
     if isinstance(model, FSDPModule):
         model.to(device)  # FSDP2 takes up the new parameters, of its inner units too
     if values is not None:
-        fill(dict(model.named_parameters()), values)
+        fill(held(model), values)
 
 
 @torch.no_grad()

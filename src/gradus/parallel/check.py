@@ -15,7 +15,7 @@ from gradus.recipe.schema import MODELS, ExpertsConfig, Layout, ModelConfig, Rec
 
 def fits(config: ModelConfig, layout: Layout) -> Iterator[str]:
     """Whether a layout can be applied to a model: what the table of recipe.conflicts says, and the axes' own sizes."""
-    for p in conflicts({"model": config, "layout": layout}, rows=LAYOUT):
+    for p in conflicts({"model": config, "layout": layout, "adapter": config.adapter}, rows=LAYOUT):
         yield f"{p.path}: {p.text}"
     if layout.loss == "chunked" and not models.lookup(config.family).head:
         yield f"layout.loss=chunked: {config.family} has no logits over words. Set layout.loss=whole."

@@ -10,18 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LEVELS = 127  # of weights -127 to 127. Inputs are 0 to 127: AVX2 adds two products in 16 bits, which 255 would overflow
+from gradus.layers.small import LEVELS, weight_scale
+
 NEW = 0.01  # share of a batch in the moving range of inputs, as in torch.ao's MovingAverageMinMaxObserver
 FILE = "qat.json"  # in a checkpoint: module → [lowest, highest input]
 
 
-def weight_scale(weight: Tensor) -> Tensor:
-    """(out, in) -> the step of each output's weights (out,)."""
-    return weight.detach().abs().amax(1).clamp_min(1e-12) / LEVELS
-
-
 def input_scale(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """(step, the number that stands for 0.0) of inputs between two values. Scalars."""
+    """(step, the number that stands for 0.0) of inputs between two values. Scalars. The numbers are 0 to 127: AVX2 adds
+    two products in 16 bits, which 255 would overflow."""
     low, high = low.clamp_max(0.0), high.clamp_min(0.0)
     scale = ((high - low) / LEVELS).clamp_min(1e-12)
     return scale, (-low / scale).round().clamp(0, LEVELS).int()

@@ -119,7 +119,7 @@ class DDP(Replicas):
         on_gpu = next(bare.parameters()).device.type == "cuda"
         self.model = nn.parallel.DistributedDataParallel(
             bare, device_ids=[torch.cuda.current_device()] if on_gpu else None, process_group=group,
-            bucket_cap_mb=layout.bucket_mb, gradient_as_bucket_view=True,
+            bucket_cap_mb=layout.bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False,
         )  # fmt: skip
         self.scale = float(dist.get_world_size(group))
         compress(self.model, layout.compress, group)

@@ -51,7 +51,7 @@ def parameters(config: ModelConfig) -> list[Row]:
 
 def active(config: ModelConfig) -> int:
     """The parameters that a token meets: all, but of the experts only top_k (Jiang et al. 2024, section 2.1)."""
-    return sum(active_elements(models.build(config, device="meta")).values())
+    return sum(active_elements(models.whole(config)).values())
 
 
 SYMBOLS = {

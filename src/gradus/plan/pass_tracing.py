@@ -31,7 +31,7 @@ class PassTracer(Recorder):
     def __init__(self, config: ModelConfig, batch: int):
         super().__init__(Mesh.single(), {})
         self.family, self.config, self.batch = models.lookup(config.family), config, batch
-        self.model = models.build(config, "meta").eval()
+        self.model = models.whole(config).eval()
         self.times = _keep_one_of_each_kind(self.model, self.family)
         self.elements = active_elements(self.model)
         self.counts: Counter = Counter()

@@ -164,6 +164,10 @@ LAYOUT: tuple[Row, ...] = (
            "gradients would underflow without a loss scale. Use layout.param_dtype=bf16, or layout.precision=fp16"),
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
+    # a base that is stored small
+    _clash("adapter.base", "layout.tensor", "codes are not split by rows and columns. Use layout.shard"),
+    _clash("adapter.base", "layout.pipeline", "stages keep parameters, and codes are none. Use layout.shard"),
+    _clash("adapter.base", "layout.offload", "codes stay where they are computed with. Set layout.offload=false"),
     # what belongs to another key
     *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
         ("layout.shard", "layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
@@ -193,6 +197,7 @@ OTHER: tuple[Row, ...] = (
     _clash("train.qat", "layout.compile", "compiled blocks keep the ranges that they were compiled with. "
            "Set layout.compile=none"),
     _clash("train.qat", "layout.precision!=fp32", "the rounding is that of fp32 inputs. Set layout.precision=fp32"),
+    _clash("train.qat", "adapter.base", "it rounds the weights that are trained. Leave adapter.base out"),
     _clash("train.qat", "model.n_experts", "experts' products are not rounded. Leave model.n_experts out"),
     _clash("train.qat", "adapter", "int8 is for the merged weights. Train without, merge, then quantize"),
     *_of_kinds("schedule", stated=True),

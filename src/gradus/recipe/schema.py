@@ -81,13 +81,17 @@ def _listed(value: object) -> object:
 class Adapter(Section):
     """Low-rank matrices beside frozen ones: they alone are trained, and a classifier's head (LoRA, Hu et al. 2022).
     Targets are patterns of parts of a module's dotted name (to_q, blocks.0, blocks.*.feedforward), each with a rank and
-    an alpha of its own where it is to have them (up:32, up:32:64); the last that matches counts, and -up takes back."""
+    an alpha of its own where it is to have them (up:32, up:32:64); the last that matches counts, and -up takes back.
+    With `base` the frozen Linears of blocks are stored in 8 bits with one scale an output, or as NF4 (Dettmers et al.
+    2023) with one fp32 scale for 64 weights, without double quantization, and computed anew in both passes; with
+    layout.shard every process holds them whole."""
 
     rank: Width  # of the two matrices
     alpha: PositiveFloat = 16.0  # what they add is multiplied by alpha / rank
     rslora: bool = False  # multiplied by alpha / sqrt(rank) instead (Kalajdzievski 2023)
     dropout: Fraction = 0.0  # share of their input set to 0 in training
     targets: Annotated[list[str], BeforeValidator(_listed)] = ["all-linear"]  # which Linears; attention: those of it
+    base: Literal["int8", "nf4"] | None = None  # how the blocks' frozen Linears are stored; null: as they are
 
 
 class ModelConfig(Section):
@@ -137,6 +141,12 @@ class ModelConfig(Section):
     def freeze(self) -> tuple[str, ...]:
         """Patterns of parameters that are not trained. A recipe has them in train.freeze."""
         return self._freeze
+
+    def as_it_is(self) -> Self:
+        """The same configuration without what adapter.base says."""
+        if not (self.adapter and self.adapter.base):
+            return self
+        return self.trained(self.adapter.model_copy(update={"base": None}), self.freeze)
 
     def trained(self, adapter: Adapter | None, freeze: Sequence[str] | None = None) -> Self:
         """The same configuration, of which this is trained."""

@@ -1,0 +1,122 @@
+"""Models of which a part is trained: frozen by pattern, adapted, and adapted with a base stored small. The step put together of profiles
+against the same step traced whole, and against what is measured on one process and on two that shard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradus import models
+from gradus.errors import UserError
+from gradus.layers import LoRALinear
+from gradus.parallel import check
+from gradus.parallel.mesh import Mesh
+from gradus.plan import batches as making
+from gradus.plan import engine
+from gradus.recipe.schema import Adapter, Recipe
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import test_engine as whole  # noqa: E402
+from distributed import run  # noqa: E402
+from test_trace import measured  # noqa: E402
+from test_trace import recipe as of_family  # noqa: E402
+
+KINDS = {
+    "full": {},
+    "frozen": {"freeze": ["all", "-blocks.4", "-blocks.3.feedforward"]},
+    "lora": {"adapter": {"rank": 4}},
+    "int8": {"adapter": {"rank": 4, "base": "int8"}},
+    "nf4": {"adapter": {"rank": 4, "base": "nf4"}},
+    "nf4, attention": {"adapter": {"rank": 4, "base": "nf4", "targets": ["attention"]}},
+}
+HALF = {"precision": "bf16", "micro_batch": 2}
+LAYOUTS = {
+    "one": (1, {}), "micro-batches": (1, {"micro_batch": 2}), "checkpointing": (1, {"checkpointing": "full", **HALF}),
+    "selective": (1, {"checkpointing": "selective", **HALF}), "pure": (1, {"precision": "pure_bf16"}),
+    "replicas": (2, {"micro_batch": 1}), "shard": (2, {"shard": 2, "micro_batch": 1}),
+    "shard, half": (2, {"shard": 2, "micro_batch": 1, "param_dtype": "bf16"}),
+}  # fmt: skip
+QUICK = [("llama", "nf4", "micro-batches"), ("gpt", "int8", "shard"), ("llama", "frozen", "one"), ("llama", "nf4, attention", "pure")]
+
+
+def recipe(family: str, kind: str, layers: int = 5, **layout) -> Recipe:
+    adapter, freeze = KINDS[kind].get("adapter"), KINDS[kind].get("freeze")
+    adapter = adapter and Adapter(**adapter)
+    r = of_family(family, samples=6, layers=layers, seq=16, vocab=96, **layout)
+    model = r.model.model_copy(update={"dropout": 0.0}).trained(adapter, freeze)
+    train = r.train.model_copy(update={"freeze": freeze})
+    return making.complete(r.model_copy(update={"adapter": adapter, "train": train, "model": model}))
+
+
+def differences(family: str, kind: str, layout: str) -> list[tuple[str, float, float]]:
+    n, keys = LAYOUTS[layout]
+    r = recipe(family, kind, **keys)
+    check.validate(r, n)
+    case = whole.Case(r, n, "cpu", f"{family} {kind} {layout}")
+    bounds = {"memory": 1e-5 if n > 1 else 0, "bytes": 1e-9, "optimizer": 0.004}
+    bounds |= {"memory": 0.01, "bytes": 0.04} if "param_dtype" in keys else {}  # as test_engine has them, or nearer
+    return [(what, a, b) for _, what, a, b in whole.compared(case) if whole.off(a, b) > bounds.get(what.split()[0], 1e-9)]
+
+
+@pytest.mark.parametrize("family, kind, layout", QUICK)
+def test_composed_as_traced_whole(family, kind, layout):
+    assert differences(family, kind, layout) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family, kind", [*(("llama", kind) for kind in KINDS), ("gpt", "nf4"), ("bert", "int8"), ("t5", "nf4"), ("vit", "nf4")])
+def test_more_of_them(family, kind, layout):
+    assert differences(family, kind, layout) == []
+
+
+def test_what_a_base_stored_small_takes():
+    """By hand, of a Llama: a byte a weight and 4 a row; half a byte a weight, 4 a block of 64, and 256 pairs of values a Linear."""
+    state = {kind: engine.plan_memory(recipe("llama", kind, layers=3, micro_batch=2)).state for kind in ("lora", "int8", "nf4")}
+    config = recipe("llama", "lora", layers=3).model
+    base = models.build(config.trained(None), "meta")
+    shapes = [tuple(p.shape) for name, p in base.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+    elements, rows = sum(out * into for out, into in shapes), sum(out for out, _ in shapes)
+    assert state["int8"]["weights"] == state["lora"]["weights"] - 4 * elements + elements + 4 * rows
+    assert state["nf4"]["weights"] == state["lora"]["weights"] - 4 * elements + sum(-(-o * i // 64) * 36 for o, i in shapes) + 2048 * len(shapes)
+    assert state["nf4"]["optimizer"] == state["lora"]["optimizer"] and state["nf4"]["gradients"] == state["lora"]["gradients"]
+    trained = sum(p.numel() for p in models.build(config, "meta").parameters() if p.requires_grad)
+    assert state["lora"]["optimizer"] == pytest.approx(8 * trained, rel=0.02) and state["lora"]["gradients"] == 4 * trained
+
+
+# ---------------------------------------------------------------- measured
+
+
+def of_processes(world, kinds: list[str], layout: dict) -> dict[str, tuple[dict[str, int], int]]:
+    return {kind: measured(recipe("llama", kind, **layout), Mesh.make(recipe("llama", kind, **layout).layout, world)) for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("frozen", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow)])
+def test_planned_as_measured(kind):
+    r = recipe("llama", kind)
+    planned = engine.plan_memory(r)
+    held, peak = measured(r)
+    adapted = sum(isinstance(m, LoRALinear) for m in models.build(r.model, "meta").modules())  # each keeps its scale, a number of 8 bytes
+    assert {name: planned.state[name] for name in held} == held and 0 <= peak - planned.allocated <= 8 * adapted
+
+
+@pytest.mark.slow
+def test_planned_as_measured_on_two_that_shard():
+    layout = {"shard": 2, "micro_batch": 1}
+    found = run(2, of_processes, list(KINDS), layout)[0]
+    for kind, (held, peak) in found.items():
+        planned = engine.plan_memory(recipe("llama", kind, **layout), 2)
+        assert {name: planned.state[name] for name in held} == held, kind
+        assert planned.allocated == pytest.approx(peak, rel=0.02), kind
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("n, layout", [(2, {"tensor": 2}), (2, {"pipeline": 2, "micro_batch": 1}), (2, {"shard": 2, "offload": True})])
+def test_what_cannot_be_combined(n, layout):
+    with pytest.raises(UserError, match=r"adapter.base: cannot be combined with layout\.(tensor|pipeline|offload)=.*(Use|Set) layout\."):
+        check.validate(recipe("llama", "nf4", **layout), n)
