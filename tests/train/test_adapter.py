@@ -91,3 +91,20 @@ def test_two_processes_and_back(undisturbed, tmp_path):
         alone = ["layout.shard=1", "layout.tensor=1", "layout.pipeline=1", f"log.dir={tmp_path / name}"]
         train(recipes.load(tmp_path / name, alone), resume=tmp_path / name)
         same(tmp_path / "one", tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_base_that_is_stored_small_is_never_kept(kind, undisturbed, tmp_path):
+    train(recipes.load("copy-task", words(undisturbed, tmp_path / "run", *LORA, f"adapter.base={kind}")))
+    kept = state(tmp_path / "run")
+    assert all("lora_" in name for name in kept if name.startswith("adapter_model"))
+    ids = torch.arange(1, 11)[None]
+    model, plain = models.load(tmp_path / "run").eval(), models.load_plain(tmp_path / "run").eval()
+    assert {b.dtype for name, b in model.named_buffers() if name.endswith("codes")} <= {torch.int8, torch.uint8}
+    expected = model(ids, ids)
+    assert torch.allclose(plain(ids, ids), expected, atol=1e-5 * float(expected.abs().max())), "merged into what was computed with"
+    shutil.copytree(tmp_path / "run", tmp_path / "part", symlinks=True)
+    shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-00000009")
+    train(recipes.load(tmp_path / "part", [f"log.dir={tmp_path / 'part'}"]), resume=tmp_path / "part")
+    part = state(tmp_path / "part")
+    assert kept.keys() == part.keys() and all(kept[name].equal(part[name]) for name in kept)

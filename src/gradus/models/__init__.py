@@ -264,7 +264,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
         from gradus.models.weights import sharded
 
         trained = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
-        adapter = weights.theirs(build(config, "meta"), trained)
+        adapter = weights.theirs(whole(config), trained)
     else:
         adapter = peft.read_tensors(path, stored)
     if "adapter" not in own:
@@ -285,7 +285,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
         from gradus.models.weights import vit_names
 
         tensors = vit_names.resized(stored, config, tensors)
-    model, taken = build(config, "meta"), {bare(name) for name in adapter}
+    model, taken = whole(config), {bare(name) for name in adapter}
     used, _ = weights.match(model, tensors, False, base)
     return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
 
@@ -392,7 +392,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any] | None:
     kinds = {"causal": "CAUSAL_LM", "cross": "SEQ_2_SEQ_LM", "both": None}
     text = config.reads == "text" and getattr(config, "n_classes", None)
     task = "SEQ_CLS" if text else kinds[lookup(config.family).attention]
-    return peft.described(model, str(base_of(config)), task)
+    return peft.described(whole(config), str(base_of(config)), task)
 
 
 def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object) -> schema.ModelConfig:
@@ -484,6 +484,8 @@ def beside(base: nn.Module, folder: str | Path) -> nn.Module:
     config, tensors = _open(path, weights_too=True)
     if not config.adapter:
         raise UserError(f"{path}: no adapter: it has no {peft.CONFIG}")
+    if config.adapter.base:
+        raise UserError(f"{path}: trained beside weights in {config.adapter.base}: give this folder as the model")
     model, own = build(config, "meta"), dict(base.named_parameters(remove_duplicate=False))
     rules, _ = weights.match(model, tensors, True, path)
     values, like = weights.ours(model, rules, tensors, path), next(base.parameters())
@@ -596,7 +598,7 @@ def convert(
     stored. Errors as in `load` and `save`."""
     path = locate(name_or_path)
     config, tensors = _open(path, weights_too=True)
-    model = build(config, device="meta")
+    model = whole(config)
     rules, _ = weights.match(model, tensors, True, path)
     values = weights.ours(model, rules, tensors, path)
     if config.adapter:

@@ -63,9 +63,10 @@ def merged(model: nn.Module) -> nn.Module:
     plain = models.build(config.trained(None).model_copy(update={"init": None}), "meta")
     materialise(plain, next(model.parameters()).device, None)
     plain.to(next(model.parameters()).dtype)
-    theirs = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
-        weight, linear = theirs[name], own.get(name.removesuffix(".weight"))
+        module, _, kind = name.rpartition(".")
+        # of a base that is stored small the weight that it computes with
+        weight, linear = getattr(model.get_submodule(module), kind), own.get(name.removesuffix(".weight"))
         if linear is not None:
             weight = weight.float() + linear.scale * linear.b.weight.float() @ linear.a.weight.float()
         parameter.copy_(weight)

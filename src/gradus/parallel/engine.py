@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models
 from gradus.models import weights
-from gradus.models.values import materialise
+from gradus.models.values import held, materialise
 from gradus.parallel import world as worlds
 from gradus.parallel.mesh import AXES, DATA, Mesh
 from gradus.parallel.replicate import LocalUpdates, Replicas, sum_in_buckets
@@ -216,7 +216,10 @@ class Parallel:
             return
         replica = models.build(self.bare.config, "meta").to(self.local_parameters[0].local.dtype)
         materialise(replica, self.device, None)
-        full = dict(replica.named_parameters())
+        full, small = dict(replica.named_parameters()), held(self.bare)
+        for name, codes in held(replica).items():
+            if name not in full:  # of a base that is stored small, which every process holds
+                codes.copy_(small[name])
         with torch.no_grad():
             for name, tensor in self.full_tensors(list(full)):
                 full[name].copy_(tensor)

@@ -49,7 +49,7 @@ from gradus.recipe.schema import ModelConfig
 def stored_names(config: ModelConfig) -> dict[str, str]:
     """Every parameter's name in the whole model → the name that it is stored under: a tied one has several names and is
     stored once."""
-    return weights.first_names(models.build(config, "meta"))
+    return weights.first_names(models.whole(config))
 
 
 def _key(key: str, names: Mapping[str, str]) -> str:
@@ -242,7 +242,7 @@ def read(checkpoint: Path) -> dict[str, Stored]:
     if (checkpoint / stored_sharded.FOLDER).is_dir():
         return dict(stored_sharded.read(checkpoint))
     config = models.config_of(checkpoint)
-    model, theirs = models.build(config, device="meta"), models.tensors_of(checkpoint)
+    model, theirs = models.whole(config), models.tensors_of(checkpoint)
     rules, _ = weights.match(model, theirs, True, checkpoint)
     file = checkpoint / "training.safetensors"  # none beside weights from elsewhere
     training = weights.read_files([file]) if file.is_file() else {}
@@ -308,7 +308,7 @@ def export(
     """
     names = stored_names(config)
     # in the order in which the rules of the family ask for them
-    model = models.build(config, "meta")
+    model = models.whole(config)
     rules = _rules(model)
     order = dict.fromkeys(names[our] for rule in rules for our in rule.names)
     parts, error = gathered(parameters, config, order, group), None

@@ -348,6 +348,8 @@ def theirs(model: nn.Module, ours: Mapping[str, Stored]) -> dict[str, Stored]:
     renamed: dict[str, Stored] = {}
     taken: set[tuple[str, int | None]] = set()
     for rule in rules(model):
+        if not all(name in first for name in rule.names):  # a weight of the base that is stored small
+            continue
         keys = rule.keys(first)
         if taken.issuperset(keys) or not all(name in ours for name, _ in keys):
             continue
