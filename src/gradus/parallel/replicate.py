@@ -8,6 +8,7 @@ so gradients are summed, never averaged.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -117,9 +118,12 @@ class DDP(Replicas):
     def __init__(self, bare: nn.Module, group: dist.ProcessGroup, layout: Layout):
         super().__init__(bare)
         on_gpu = next(bare.parameters()).device.type == "cuda"
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        # buffers never change; the older name is PyTorch 2.11's
+        synced = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self.model = nn.parallel.DistributedDataParallel(
             bare, device_ids=[torch.cuda.current_device()] if on_gpu else None, process_group=group,
-            bucket_cap_mb=layout.bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False,
+            bucket_cap_mb=layout.bucket_mb, gradient_as_bucket_view=True, **{synced: False},
         )  # fmt: skip
         self.scale = float(dist.get_world_size(group))
         compress(self.model, layout.compress, group)
