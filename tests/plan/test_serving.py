@@ -202,11 +202,11 @@ def test_it_is_read_from_disk_where_it_was_traced_before(tmp_path, monkeypatch):
     config = SMALL["gqa"].model_copy(update={"seq_len": 19})
     first = usage_of(config, 1, 4)
     (file,) = (tmp_path / "profiles").iterdir()
-    room._usage.cache_clear()
+    room.usage_of.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(pass_tracing, "PassTracer", None)
         assert usage_of(config, 1, 4) == first
-    room._usage.cache_clear()
+    room.usage_of.cache_clear()
     file.write_text(file.read_text().replace("0", "1"))
     assert usage_of(config, 1, 4) == first
 

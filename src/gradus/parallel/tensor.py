@@ -133,9 +133,12 @@ def _split(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
     if not isinstance(module, LoRALinear):
         parallelize_module(module, mesh, style)
         return
-    children, module._modules = module._modules, {}  # the style would take them for its own
+    children, rows = dict(module.named_children()), isinstance(style, ColwiseParallel)
+    for name in children:  # the style would take them for its own
+        delattr(module, name)
     parallelize_module(module, mesh, style)
-    module._modules, rows = children, isinstance(style, ColwiseParallel)
+    for name, child in children.items():
+        module.add_module(name, child)
     placements = (Replicate(), Shard(0)) if rows else (Shard(1), Replicate())
     for linear, placement in zip((module.a, module.b), placements):
         linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [placement]), linear.weight.requires_grad)

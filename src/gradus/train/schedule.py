@@ -50,7 +50,7 @@ def unusual(recipe: Recipe, last_step: int) -> str | None:
     rate = rate_of(recipe, peak, last_step)
     if recipe.model.init is None or recipe.optimizer.name == "sgd":
         return None
-    if recipe.adapter and rate <= usual / 5:
+    if recipe.adapter and rate <= 1.01 * usual / 10:
         return (
             f"note: a learning rate of {rate:.1e} is for training all weights; an adapter takes about ten times that: "
             f"optimizer.lr={usual:.0e}, say."
