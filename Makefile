@@ -18,8 +18,8 @@ experiment: .venv/installed
 test: .venv/installed-dev  # three at a time: some wait for processes that they started
 	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
 
-test-all: .venv/installed-dev
-	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not docs"
+test-all: .venv/installed-dev  # three, as above
+	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not docs"
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments
