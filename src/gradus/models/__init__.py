@@ -65,6 +65,11 @@ def whole(config: schema.ModelConfig) -> nn.Module:
     return build(config.as_it_is(), "meta")
 
 
+def _as_stored(config: schema.ModelConfig, like: nn.Module) -> nn.Module:
+    """The model of a configuration, of which `like` is `whole`: the same unless adapter.base stores it small."""
+    return like if config.as_it_is() is config else build(config, "meta")
+
+
 @contextmanager
 def _undrawn() -> Iterator[None]:
     """PyTorch's own initial values are not drawn where there is no memory: the family's are, later (`values.drawn`).
@@ -84,8 +89,9 @@ def deferred(config: schema.ModelConfig, seed: int | None) -> Deferred:
     """The same before it has memory. Errors as in `build`."""
     from gradus.models.values import Deferred, drawn, stored_small
 
-    model = build(config, "meta")
-    return Deferred(model, stored_small(model, drawn(whole(config), seed)))
+    like = whole(config)
+    model = _as_stored(config, like)
+    return Deferred(model, stored_small(model, drawn(like, seed)))
 
 
 def count(config: schema.ModelConfig) -> dict[str, int]:
@@ -562,7 +568,7 @@ def _fitted(
         report.resized.append(f"positions from images of {stored.image_size} to {config.image_size} pixels")
     if report.new:
         values = drawn(model, seed) | values
-    model = build(config, "meta")
+    model = _as_stored(config, model)
     return Deferred(model, stored_small(model, values), report)
 
 
@@ -572,7 +578,7 @@ def load_weights(model: nn.Module, name_or_path: str | Path) -> weights.LoadRepo
 
     path = locate(name_or_path)
     _, tensors = _open(path, weights_too=True)
-    like = whole(model.config)
+    like = model if model.config.as_it_is() is model.config else whole(model.config)
     rules, report = weights.match(like, tensors, True, path)
     fill(held(model), stored_small(model, weights.ours(like, rules, tensors, path)))
     return report

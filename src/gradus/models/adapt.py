@@ -19,6 +19,7 @@ from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, small
 from gradus.models.family import Family
 from gradus.models.values import materialise
 from gradus.models.weights import first_names, in_head
+from gradus.models.weights.peft import adapted
 from gradus.recipe.schema import Adapter, ModelConfig
 
 
@@ -41,11 +42,9 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     if config.adapter and config.adapter.base:
-        inside = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, Block))
-        routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
-        own = {m for lora in model.modules() if isinstance(lora, LoRALinear) for m in (lora.a, lora.b)}
-        for name, module in list(model.named_modules()):
-            base = isinstance(module, nn.Linear) and name.startswith(inside) and module not in routers | own
+        inside, own = within(model, Block), {m for lora in adapted(model).values() for m in (lora.a, lora.b)}
+        for name, module in linears(model).items():
+            base = name.startswith(inside) and module not in own
             if base and not module.weight.requires_grad:
                 model.set_submodule(name, small(module, config.adapter.base))
     if frozen.issuperset(names):
@@ -59,7 +58,7 @@ def merged(model: nn.Module) -> nn.Module:
     config = model.config
     if not config.adapter:
         return model
-    own = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    own = adapted(model)
     plain = models.build(config.trained(None).model_copy(update={"init": None}), "meta")
     materialise(plain, next(model.parameters()).device, None)
     plain.to(next(model.parameters()).dtype)
@@ -76,6 +75,17 @@ def merged(model: nn.Module) -> nn.Module:
 def trained_whole(config: ModelConfig, name: str) -> bool:
     """Whether a parameter is trained though there is an adapter: a classifier's head is new."""
     return getattr(config, "n_classes", None) is not None and in_head(name)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every Linear by name, but those that choose experts."""
+    routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in routers}
+
+
+def within(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:
+    """What the names of modules inside one of this kind begin with."""
+    return tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, kind))
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -105,19 +115,17 @@ def chosen(
 
 def targets(model: nn.Module, adapter: Adapter, family: Family) -> dict[str, tuple[int, float]]:
     """The names of the Linears that are adapted, each with its rank and alpha. Raises UserError as `adapt`."""
-    routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in routers}
-    able = [name for name in linears if not (in_head(name) or name == family.head)]
+    every = linears(model)
+    able = [name for name in every if not (in_head(name) or name == family.head)]
     kinds = {"all-linear": Block, "attention": Attention}
     out: dict[str, tuple[int, float]] = {}
     for target in adapter.targets:
         pattern, rank, alpha = _parsed(target, adapter)
         bare = pattern.removeprefix("-")
         if kind := kinds.get(bare):
-            inside = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, kind))
-            found = [name for name in able if name.startswith(inside)]
+            found = [name for name in able if name.startswith(within(model, kind))]
         else:
-            heads = [name for name in linears if name not in able and matches(bare, name)]
+            heads = [name for name in every if name not in able and matches(bare, name)]
             found = [name for name in able if matches(bare, name)]
             if heads and not found:
                 tied = first_names(model)[f"{heads[0]}.weight"] != f"{heads[0]}.weight"
