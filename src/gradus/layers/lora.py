@@ -31,7 +31,5 @@ class LoRALinear(nn.Linear):
         yield self.b.weight, zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.added(x)
-
-    def added(self, x: Tensor) -> Tensor:
-        return self.b(self.a(self.dropout(x))) * self.scale
+        added = self.b(self.a(self.dropout(x)) * self.scale)
+        return super().forward(x).add_(added)  # in place: A x, small and kept, else splits what two results leave free
