@@ -264,8 +264,8 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
         config = _from_config_json(hf, file)
         if weights_too and own.get("base_digest") not in (None, digest(base)):
             raise UserError(
-                f"{base}: not the weights that the adapter in {path} was trained on (SHA-256 differs). Put those back, "
-                f"or set base_model_name_or_path in {peft.CONFIG} to where they are"
+                f"{base}: not the weights that the adapter in {path} was trained on (their digest differs). "
+                f"Put those back, or set base_model_name_or_path in {peft.CONFIG} to where they are"
             )
     if (path / "sharded").is_dir():
         if not weights_too:
