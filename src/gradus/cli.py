@@ -192,7 +192,7 @@ def _running(verb: Verb) -> None:
     kinds = "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text"
     add("--data", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--init", metavar="FOLDER", help="weights to fine-tune (Hugging Face layout) in place of a small new model")
-    add("--lora", **FLAG, help="with --init: train small matrices beside its weights, an adapter")
+    add("--lora", **FLAG, help="with --init: train an adapter, small matrices beside its weights")
     add("--text", metavar="COLUMN", help="of a table: the text column (default: the only candidate)")
     add = p.add_mutually_exclusive_group().add_argument
     add("--label", metavar="COLUMN", help="of a table: the label column (default: the only candidate)")
@@ -277,7 +277,7 @@ def _preparing(verb: Verb) -> None:
     add("--to", metavar="DIR", help="folder for page, rows and traces (default: profile/RECIPE)")
 
 
-ADAPTER = "of this model, in turn if there are several: they share its weights (the folder alone also names its base)"
+ADAPTER = "an adapter of this model; several answer in turn and share its weights (one alone can be given as the model)"
 
 
 def _using(verb: Verb) -> None:

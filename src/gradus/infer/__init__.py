@@ -132,7 +132,7 @@ def sources(
     for source in out:
         of = models.config_of(source.path).init
         if of is None or models.digest(models.locate(of)) != digest:
-            whose = f"an adapter of {of}, not of {name}" if of else "no adapter"
+            whose = f"an adapter of {of}, not of {name}" if of else "not an adapter"
             raise UserError(f"--adapter {source.name}: {whose}. Give an adapter of {name}.")
         source.model = models.beside(model, source.path)
     return out

@@ -256,14 +256,17 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     try:
         base = locate(path / named if not here and (path / named).exists() else named, weights_too)
     except UserError as e:
-        raise UserError(f"{path}: its base: {e} Its place is base_model_name_or_path in {peft.CONFIG}.") from None
+        raise UserError(f"{path}: its base: {e} Set base_model_name_or_path in {peft.CONFIG} to where it is.") from None
     stored, tensors = _open(base, weights_too)
     if stored.adapter:
         raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
     if "adapter" in own:
         config = _from_config_json(hf, file)
         if weights_too and own.get("base_digest") not in (None, digest(base)):
-            raise UserError(f"{base}: not the weights that the adapter in {path} was trained on (their digest differs)")
+            raise UserError(
+                f"{base}: not the weights that the adapter in {path} was trained on (their digest differs). "
+                f"Put those back, or set base_model_name_or_path in {peft.CONFIG} to where they are"
+            )
     if (path / "sharded").is_dir():
         if not weights_too:
             return config.model_copy(update={"init": str(base)}), {}
@@ -491,7 +494,8 @@ def beside(base: nn.Module, folder: str | Path) -> nn.Module:
     if not config.adapter:
         raise UserError(f"{path}: no adapter: it has no {peft.CONFIG}")
     if config.adapter.base:
-        raise UserError(f"{path}: trained beside weights in {config.adapter.base}: give this folder as the model")
+        kind = config.adapter.base
+        raise UserError(f"{path}: trained beside weights in {kind}. Give it as the model, without --adapter")
     model, own = build(config, "meta"), dict(base.named_parameters(remove_duplicate=False))
     rules, _ = weights.match(model, tensors, True, path)
     values, like = weights.ours(model, rules, tensors, path), next(base.parameters())

@@ -48,7 +48,8 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
             if base and not module.weight.requires_grad:
                 model.set_submodule(name, small(module, config.adapter.base))
     if frozen.issuperset(names):
-        raise UserError("train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -head] does")
+        some = next((name.split(".")[0] for name in names if in_head(name)), "blocks.0")
+        raise UserError(f"train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -{some}] does")
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def targets(model: nn.Module, adapter: Adapter, family: Family) -> dict[str, tup
             found = [name for name in able if matches(bare, name)]
             if heads and not found:
                 tied = first_names(model)[f"{heads[0]}.weight"] != f"{heads[0]}.weight"
-                why = "its weight is the token embedding's too" if tied else "it is no Linear of the body"
+                why = "its weight is the token embedding's too" if tied else "it is a head"
                 near = did_you_mean(bare, words(able))
                 raise UserError(f"adapter.targets: {target}: {heads[0]} cannot be adapted: {why}.{near}")
             chosen("adapter.targets", [bare], {name: [name] for name in able})
@@ -138,7 +139,8 @@ def targets(model: nn.Module, adapter: Adapter, family: Family) -> dict[str, tup
         else:
             out = {name: own for name, own in out.items() if name not in found}
     if not out:
-        raise UserError(f"adapter.targets=[{', '.join(adapter.targets)}]: nothing is left of it. Name some Linears")
+        given = ", ".join(adapter.targets)
+        raise UserError(f"adapter.targets=[{given}]: no Linear is left. Begin with some: [all-linear, -down]")
     return out
 
 
@@ -150,5 +152,7 @@ def _parsed(target: str, adapter: Adapter) -> tuple[str, int, float]:
         if rank < 1 or not alpha > 0 or own:
             raise ValueError
     except ValueError:
-        raise UserError(f"adapter.targets: {target}: expected PATTERN, PATTERN:RANK or PATTERN:RANK:ALPHA") from None
+        raise UserError(
+            f"adapter.targets: {target}: expected PATTERN, PATTERN:RANK or PATTERN:RANK:ALPHA, as to_q:16:32"
+        ) from None
     return pattern, rank, alpha

@@ -119,7 +119,7 @@ LAYOUT: tuple[Row, ...] = (
     _clash("layout.loss=chunked", "layout.tensor layout.vocab_parallel=false",
            "chunks stay split along the vocabulary. Leave layout.vocab_parallel out"),
     _clash("layout.loss=chunked", "layout.pipeline layout.schedule=zero_bubble",
-           f"{TWO_PASSES}, and chunks make both in one. Use layout.schedule=1f1b"),
+           f"{TWO_PASSES}, and a chunk computes both in one. Use layout.schedule=1f1b"),
     _clash("layout.loss=chunked", "layout.replicate=data_parallel",
            "its copies of the model see parts of the batch, and the loss is of one. Use layout.replicate=ddp"),
     # pipelines
@@ -165,9 +165,10 @@ LAYOUT: tuple[Row, ...] = (
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
     # a base that is stored small
-    _clash("adapter.base", "layout.tensor", "codes are not split by rows and columns. Use layout.shard"),
-    _clash("adapter.base", "layout.pipeline", "stages keep parameters, and codes are none. Use layout.shard"),
-    _clash("adapter.base", "layout.offload", "codes stay where they are computed with. Set layout.offload=false"),
+    _clash("adapter.base", "layout.tensor", "quantized weights are not split by rows and columns. Use layout.shard"),
+    _clash("adapter.base", "layout.pipeline",
+           "stages hold parameters only, and quantized weights are buffers. Use layout.shard"),
+    _clash("adapter.base", "layout.offload", "quantized weights stay on the device. Set layout.offload=false"),
     # what belongs to another key
     *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
         ("layout.shard", "layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),

@@ -81,16 +81,16 @@ def _listed(value: object) -> object:
 class Adapter(Section):
     """Low-rank matrices beside frozen ones: they alone are trained, and a classifier's head (LoRA, Hu et al. 2022).
     Targets are patterns of parts of a module's dotted name (to_q, blocks.0, blocks.*.feedforward), each with a rank and
-    an alpha of its own where it is to have them (up:32, up:32:64); the last that matches counts, and -up takes back.
-    With `base` the frozen Linears of blocks are stored in 8 bits with one scale an output, or as NF4 (Dettmers et al.
-    2023) with one fp32 scale for 64 weights, without double quantization, and computed anew in both passes; with
-    layout.shard every process holds them whole."""
+    an alpha of its own (up:32, up:32:64) where it needs one; the last that matches counts, and -up excludes.
+    With `base` the frozen Linears of blocks are stored in 8 bits with one scale per output, or as NF4 (Dettmers et al.
+    2023) with one fp32 scale per 64 weights, without double quantization, and dequantized in both passes; with
+    layout.shard every process holds all of them."""
 
-    rank: Width  # of the two matrices
+    rank: Width  # rank of the two matrices
     alpha: PositiveFloat = 16.0  # what they add is multiplied by alpha / rank
     rslora: bool = False  # multiplied by alpha / sqrt(rank) instead (Kalajdzievski 2023)
     dropout: Fraction = 0.0  # share of their input set to 0 in training
-    targets: Annotated[list[str], BeforeValidator(_listed)] = ["all-linear"]  # which Linears; attention: those of it
+    targets: Annotated[list[str], BeforeValidator(_listed)] = ["all-linear"]  # which Linears; attention: those in it
     base: Literal["int8", "nf4"] | None = None  # how the blocks' frozen Linears are stored; null: as they are
 
 

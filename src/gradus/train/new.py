@@ -23,7 +23,7 @@ from gradus.recipe.check import learners
 from gradus.recipe.schema import Adapter, ModelConfig, Recipe
 from gradus.train import resolve
 from gradus.train.inspect_data import WHAT, DataSummary, look
-from gradus.train.schedule import fine_tuning_rate
+from gradus.train.schedule import SMALL, fine_tuning_rate
 from gradus.train.session import Session, open_session
 
 Sections = dict[str, dict[str, Any]]  # of a recipe
@@ -286,8 +286,8 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     return comments | ({} if init is None else {
         "model": "Fine-tuned from these weights, with their configuration; a head for other classes is new.",
         "tokenizer": "The one beside the weights.",
-        "adapter": "LoRA: small matrices beside every Linear are trained in place of the weights. More: rank=32.",
-        "optimizer": f"A small learning rate, since the weights are trained already: {usual} for published sizes.",
+        "adapter": "LoRA: small matrices beside the blocks' Linears are trained, not the weights. More: rank: 32.",
+        "optimizer": f"A small learning rate, since the weights are trained: {usual}, more if d_model < {SMALL}.",
     })  # fmt: skip
 
 
