@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 
@@ -15,6 +16,7 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.models import weights
 from gradus.models.adapt import merged
+from gradus.models.decoding import generate
 from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 
 SIZES = {"n_layers": 2, "d_model": 32, "n_heads": 4, "dropout": 0.0}
@@ -378,3 +380,15 @@ def test_stories260k_adapted(shared_data, tmp_path):
     ids = torch.randint(512, (2, 50))
     expected = theirs(input_ids=ids).logits
     assert far(ours(ids), expected) < 1e-5 and far(merged(ours).eval()(ids), expected) < 1e-5
+
+
+@pytest.mark.shared_data
+@pytest.mark.parametrize(("kind", "off"), [("int8", 0.008), ("nf4", 0.11)])
+def test_a_small_base_is_off_by_what_the_page_says(kind, off, shared_data, tmp_path):
+    models.save(models.load(shared_data / "stories260K" / "stories260K.bin"), tmp_path / "base")
+    base = models.load(tmp_path / "base").eval()
+    ids = torch.tensor([[1, *itertools.islice(generate(base, [[1]], max_new=200), 200)]])
+    config = models.config_of(tmp_path / "base").model_copy(update={"init": str(tmp_path / "base")})
+    small = models.load_start(config.trained(Adapter(rank=4, base=kind)), 0).on("cpu").eval()  # B is 0
+    found, expected = small(ids), base(ids)
+    assert float(((found - expected).norm() / expected.norm()).detach()) == pytest.approx(off, rel=0.1)

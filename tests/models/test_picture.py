@@ -8,7 +8,7 @@ from gradus import models
 from gradus.cli import main
 from gradus.models.picture import draw, groups
 from gradus.recipe.presets import config_of
-from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 
 SMALL = {"d_model": 16, "n_heads": 2, "n_layers": 3, "d_ff": 32}
 CONFIGS = {
@@ -34,6 +34,11 @@ def test_the_parts_add_up_to_the_model(name):
     assert f"{name}: {counts['total']:,} parameters" in drawn
     for group in every:
         assert all(f">{part.parameters:,}</text>" in drawn for part in group.parts)
+
+
+def test_an_adapters_part_is_told():
+    trained = 3 * 4 * (4 * (16 + 16) + (16 + 32) + (32 + 16))  # layers · rank · (attention, up, down)
+    assert f"({trained:,} trained), family gpt" in draw(CONFIGS["gpt"].trained(Adapter(rank=4)), "adapted").svg()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

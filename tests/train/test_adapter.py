@@ -20,6 +20,7 @@ from test_processes import many, same  # noqa: E402
 from gradus import models  # noqa: E402
 from gradus import recipe as recipes  # noqa: E402
 from gradus.errors import UserError  # noqa: E402
+from gradus.infer.export import export  # noqa: E402
 from gradus.train.run import train  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_plan")
@@ -59,6 +60,8 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(undisturbed, tmp
     assert all(adapted[name].equal(p) for name, p in base.named_parameters())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["trained_parameters"] == sum(p.numel() for p in adapted.values() if p.requires_grad) < summary["parameters"]
+    with pytest.raises(UserError, match="--as onnx writes merged weights anyway"):
+        list(export(str(tmp_path / "run"), tmp_path / "onnx", kind="onnx", merge=True))
 
 
 def test_what_is_frozen_stays_and_the_checkpoint_is_whole(undisturbed, tmp_path):

@@ -44,6 +44,8 @@ def export(
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
     if merge and not adapted:
         raise UserError(f"--merge: {name} has no adapter. Leave it out.")
+    if merge and graphs:
+        raise UserError(f"--merge: --as {kind} writes merged weights anyway. Leave it out.")
     if not graphs:
         yield from in_hugging_face_layout(source, to, shard_gb, precision, merge, adapted)
         return
@@ -102,7 +104,9 @@ def merged_line(source: ModelSource, adapted: nn.Module, plain: nn.Module, preci
         pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (adapted(**inputs), plain(**inputs))))
         for one, other in pairs:
             worst, largest = max(worst, float((one - other).abs().max())), max(largest, float(one.abs().max()))
+    base = models.config_of(source.path).adapter.base
+    into = f" into the base as rounded to {base}" * bool(base)
     return (
-        f"merged in fp32, written in {precision}: largest difference of outputs {worst:.1e} where they reach "
+        f"merged in fp32{into}, written in {precision}: largest difference of outputs {worst:.1e} where they reach "
         f"{largest:.3g} ({worst / largest:.1e} of it)"
     )
