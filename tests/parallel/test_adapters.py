@@ -35,7 +35,7 @@ def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
 
 
 def test_one_layout_of_each_axis():
-    check(2, [("gpt", layout, n, LORA) for layout, n in (({}, 2), ({"shard": 2}, 1), ({"tensor": 2}, 1), ({"pipeline": 2}, 1))])
+    check(2, [("gpt", layout, n, LORA) for layout, n in (({}, 2), ({"shard": 2}, 1), ({"tensor": 2}, 1), ({"pipeline": 2}, 1), ({"checkpointing": "selective"}, 1))])
 
 
 def test_a_part_is_frozen():
