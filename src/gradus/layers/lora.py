@@ -31,6 +31,6 @@ class LoRALinear(nn.Linear):
         yield self.b.weight, zeros
 
     def forward(self, x: Tensor) -> Tensor:
-        # in this order: A x, small and kept, then splits less of what malloc has free. Not in place: what is checkpointed
-        # selectively is kept as it was
+        # in this order: A x, small and kept, then splits less of what malloc has free; not in place: selective
+        # checkpointing keeps each as it was
         return self.b(self.a(self.dropout(x)) * self.scale) + super().forward(x)
