@@ -99,6 +99,19 @@ def test_the_road_is_planned_in_hours_an_epoch():
     assert values["time/epoch"] == (pytest.approx(math.ceil(50_000 / 32) * step / 3600, rel=1e-3), "h")
 
 
+def test_the_vertex_posts_columns_agree():
+    """Images/s, hours and dollars of an epoch, and the machines' prices, each with the digits that are printed."""
+    study, _ = study_file.load(ROOT / "experiments/vit-on-vertex-ai.yaml")
+    assert len(study.configurations) == 14
+    for c in study.configurations:
+        hours, price = c.source["time/epoch"], c.reference.price
+        assert hours == pytest.approx(50_000 / c.source["samples_per_s"] / 3600, abs=2e-8), c.name
+        assert c.source["cost/epoch"] == pytest.approx(hours * price, abs=1e-4), c.name
+    kept = {(r["configuration"], r["name"]): r["value"] for r in read_rows(ROOT / "experiments/results/vit-on-vertex-ai.jsonl") if r["kind"] == "planned"}
+    for c in study.configurations:
+        assert kept[c.name, "cost/epoch"] == pytest.approx(kept[c.name, "time/epoch"] * c.reference.price)
+
+
 def test_llamas_prompt_through_metas_layout(shared_data):
     """The page is its rows, and the rows are what the script finds now."""
     made = runpy.run_path(str(ROOT / "experiments/llama-in-metas-layout.py"))
