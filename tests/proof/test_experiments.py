@@ -85,6 +85,7 @@ def test_the_lectures_page_is_its_rows():
         assert of["parameters/n_mlp", "formula", name, None] == of["parameters/n_mlp", "built", name, None]
     assert [of["devices", "formula", None, factor] for factor in (6, 8)] == [760, 1013]
     sent = {r["link"]: r["value"] for r in found if r["name"] == "link/all-reduce of 8"}
+    assert [r["value"] / 1e15 for r in found if r["name"] == "node/peak"] == [72, 36, 18], "with sparsity; dense in FP8, in bf16"
     assert sent["InfiniBand NDR"] == pytest.approx(2 * 7 / 8 * 350e9 / 50e9)
 
 
