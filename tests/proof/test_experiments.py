@@ -60,6 +60,17 @@ def test_the_page_of_claims_is_what_committed_rows_say():
     assert table in (PAGES / "claimed-ranges.md").read_text(encoding="utf-8"), "python experiments/claimed-ranges.py"
 
 
+def test_no_figure_stands_where_a_source_prints_none():
+    """The article's log and what it decoded, the exercise's accuracy, the chapter's trade of chunk sizes: headings with nothing below."""
+
+    def said(study: str) -> set[str]:
+        return {r["name"] for r in read_rows(ROOT / f"experiments/results/{study}.jsonl") if r["kind"] == "source"}
+
+    assert said("copy-task-as-coded") == {"time/run"}
+    assert said("bert-on-imdb") == {"samples_per_s", "train/loss"}
+    assert not said("chunked-attention")
+
+
 def test_claims_are_told_from_rows(tmp_path):
     made = runpy.run_path(str(ROOT / "experiments/claimed-ranges.py"))
     place = made["told"].__globals__
@@ -93,7 +104,7 @@ def test_the_lectures_page_is_its_rows():
 def test_the_road_is_planned_in_hours_an_epoch():
     """As `gradus plan` says of the first row, with the number of images of an epoch."""
     study, _ = study_file.load(ROOT / "experiments/vit-epoch-planned.yaml")
-    first = study.configurations[0].reference
+    first = next(c.reference for c in study.configurations if c.name == "L/16 1 × A40 fp32, batch 32")
     values = first.figures()
     step = answer(Request(str(RECIPES / "cifar10-vit-l16.yaml"), ("data.path=null", "layout.device=cuda", "layout.precision=fp32"), "1xA40")).value("time/step")
     assert values["time/step"][0] == pytest.approx(step, rel=1e-6)
