@@ -29,12 +29,13 @@ STATES = {  # the lecture's part → (GB, bytes per parameter, as the plan calls
     "weights, fp32": (700, 4), "first moment of Adam": (700, 4), "second moment of Adam": (700, 4), "weights, fp16": (350, 2), "gradients, fp16": (350, 2),
 }  # fmt: skip
 LINKS = {  # → what the lecture says
-    "NVLink 3": "600 GB/s", "NVLink 4": "", "NVLink 5": "1.8 TB/s", "NVLink 6": "3,600 GB/s", "PCIe 5 x16": "128 GB/s", "InfiniBand NDR": "400 Gb/s",
-    "ConnectX-7": "400 Gb/s", "RoCE 400G": "",
+    "NVLink 3": "600 GB/s", "NVLink 4": "900 GB/s", "NVLink 5": "1.8 TB/s", "NVLink 6": "3,600 GB/s", "PCIe 5 x16": "128 GB/s", "InfiniBand NDR": "400 Gb/s",
+    "ConnectX-7": "400 Gb/s", "RoCE 400G": "400 Gb/s",
 }  # fmt: skip
 CARDS = {  # → memory that the lecture says
     "P100": "16 GB HBM2", "V100-32GB": "32 GB", "A100-40GB": "40 GB HBM2E", "A100-80GB": "80 GB HBM2E", "A800": "80 GB", "H100": "80 GB HBM3", "H800": "80 GB",
 }  # fmt: skip
+NODE, NODE_SAYS = "B300", 72e15  # Blackwell, of the lecture: FLOP/s
 LINE_OF_CARDS = ("P100", "V100-16GB", "A100-80GB", "H100-SXM", "B200", "B300")
 RUN = Request("gpt3-175b", on="1024xA100-80GB", tokens=TOKENS)
 LINE = "gradus plan gpt3-175b --tokens 300e9 --on 1024xA100-80GB"
@@ -71,6 +72,9 @@ def rows() -> Iterator[Row]:
         found |= {"all-reduce of 800": ring_factor("all_reduce", 800) * 350e9 / link.bandwidth}
         yield Row("link/bandwidth", link.bandwidth, "bytes/s", None, {"link": name, "source says": said})
         yield from (Row(f"link/{key}", value, "s", None, {"link": name}) for key, value in found.items())
+    blackwell = hardware.find(NODE)
+    yield Row("node/peak", NODE_SAYS, "FLOP/s", None, {"node": NODE, "kind": "source"})
+    yield from (Row("node/peak", blackwell.node * blackwell.peaks[kind], "FLOP/s", None, {"node": NODE, "devices": blackwell.node, "in": kind}) for kind in ("fp8", "bf16"))
     for device in hardware.devices().values():
         if device.kind == "gpu" and device.year:
             links = {"link": device.link and device.link.name, "network": device.network and device.network.name}
@@ -121,6 +125,8 @@ def page(found: Sequence[Record]) -> str:
          for value in [of(f"device/{key}", device=r["device"])])]
         for r in years
     ]  # fmt: skip
+    said, *dense = (next(r for r in found if r["name"] == "node/peak" and r.get(key) == word) for key, word in (("kind", "source"), ("in", "fp8"), ("in", "bf16")))
+    fp8, bf16 = (r["value"] / 1e15 for r in dense)
     return "\n".join([
         "# GPT-3 by a lecture's formulas: 0.02 % of its parameters are left out, and 800 GPUs should be 760 or 1,013", "",
         "**The source** (Fudan University's lecture on distributed training, \"Transformer: a quick view\") counts parameters by formulas, the GPUs that GPT-3 needs, its memory by component, and the 350 GB of gradients that every step moves, and shows how devices",
@@ -144,7 +150,7 @@ def page(found: Sequence[Record]) -> str:
         *table(["component", "planned"], [[name, size(value)] for name, value in planned.items() if value]),
         f"The layout, which the plan chose: `{layout}`.", "",
         "## 350 GB of gradients over each link", "",
-        "`gradus hardware \"NVLink 5\"` shows a link with its source. Bandwidths are for one direction; the source gives NVLink and PCIe for both directions together, InfiniBand for one. An all-reduce",
+        "`gradus hardware \"NVLink 5\"` shows a link with its source. Bandwidths are for one direction; the source gives NVLink and PCIe for both directions together, InfiniBand and RoCE for one. An all-reduce",
         "sends 2 (k − 1) / k of the payload over each GPU's link: times are at the full bandwidth, without latency and without overlap.", "",
         *table(["link", "source says", "one direction", "the payload", "all-reduce of 8", "all-reduce of 800"], links),
         "## Memory of GPUs", "",
@@ -152,6 +158,9 @@ def page(found: Sequence[Record]) -> str:
         *table(["card", "source says", "hardware file"], cards),
         "## Devices and links over the years", "",
         "From the hardware file (`gradus hardware`): dense peaks in bf16, or in fp16 where a device has no bf16; links in one direction, per device; network: its share between nodes.", "",
+        f"The lecture gives Blackwell {said['value'] / 1e15:.0f} PFLOPS: that is a node of {dense[0]['devices']} {said['node']} in FP8 with sparsity. Dense, as training is, the node has {fp8:.0f} PFLOP/s in FP8 and",
+        f"{bf16:.0f} in bf16 (`gradus hardware {said['node']}`). It ends with Rubin, whose NVLink 6 it gives 3,600 GB/s: the hardware file has the link, 1,800 GB/s in one direction",
+        "(`gradus hardware \"NVLink 6\"`), and no Rubin card, so nothing is planned for one.", "",
         f"![Peak, memory bandwidth and links of GPUs by year, logarithmic]({CHART.name})", "",
         *table(["device", "announced", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "network GB/s"], figures),
     ]).strip() + "\n"  # fmt: skip

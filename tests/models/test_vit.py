@@ -326,17 +326,24 @@ def as_torchvision(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def body() -> nn.Module:
-    config = transformers.ViTConfig(**HF_TINY | {"hidden_size": 128, "num_attention_heads": 2, "layer_norm_eps": 1e-6})
-    return shake(transformers.ViTModel(config, add_pooling_layer=False)).eval()
+def body(n_classes: int | None = None) -> nn.Module:
+    config = transformers.ViTConfig(**HF_TINY | {"hidden_size": 128, "num_attention_heads": 2, "layer_norm_eps": 1e-6}, num_labels=n_classes or 2)
+    theirs = transformers.ViTForImageClassification(config) if n_classes else transformers.ViTModel(config, add_pooling_layer=False)
+    return shake(theirs).eval()
 
 
-def test_torchvisions_names(tmp_path):
-    theirs, images = body(), torch.randn(2, 3, 8, 8)
-    hf = {name.removeprefix("vit."): p for name, p in load_file_of(theirs, tmp_path / "hf").items()}
-    torch.save(as_torchvision(hf), tmp_path / "vit.pth")
+@pytest.mark.parametrize("head", [None, "heads.head", "heads.0"])
+def test_torchvisions_names(head, tmp_path):
+    """heads.0: the .pth of a published tutorial, whose new head is a Sequential of one Linear."""
+    theirs, images = body(n_classes=10 if head else None), torch.randn(2, 3, 8, 8)
+    named = load_file_of(theirs, tmp_path / "hf")
+    made = as_torchvision({name.removeprefix("vit."): p for name, p in named.items() if not name.startswith("classifier")})
+    made |= {f"{head}.{kind}": named[f"classifier.{kind}"] for kind in ("weight", "bias") if head}
+    torch.save(made, tmp_path / "vit.pth")
     ours = load(tmp_path / "vit.pth").eval()
-    torch.testing.assert_close(ours.features(images), theirs(images).last_hidden_state, rtol=1e-4, atol=1e-4)
+    assert ours.config.n_classes == (10 if head else None)
+    got, want = (ours(images), theirs(images).logits) if head else (ours.features(images), theirs(images).last_hidden_state)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def load_file_of(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:

@@ -60,6 +60,17 @@ def test_the_page_of_claims_is_what_committed_rows_say():
     assert table in (PAGES / "claimed-ranges.md").read_text(encoding="utf-8"), "python experiments/claimed-ranges.py"
 
 
+def test_no_figure_stands_where_a_source_prints_none():
+    """The article's log and what it decoded, the exercise's accuracy, the chapter's trade of chunk sizes: headings with nothing below."""
+
+    def said(study: str) -> set[str]:
+        return {r["name"] for r in read_rows(ROOT / f"experiments/results/{study}.jsonl") if r["kind"] == "source"}
+
+    assert said("copy-task-as-coded") == {"time/run"}
+    assert said("bert-on-imdb") == {"samples_per_s", "train/loss"}
+    assert not said("chunked-attention")
+
+
 def test_claims_are_told_from_rows(tmp_path):
     made = runpy.run_path(str(ROOT / "experiments/claimed-ranges.py"))
     place = made["told"].__globals__
@@ -85,6 +96,7 @@ def test_the_lectures_page_is_its_rows():
         assert of["parameters/n_mlp", "formula", name, None] == of["parameters/n_mlp", "built", name, None]
     assert [of["devices", "formula", None, factor] for factor in (6, 8)] == [760, 1013]
     sent = {r["link"]: r["value"] for r in found if r["name"] == "link/all-reduce of 8"}
+    assert [r["value"] / 1e15 for r in found if r["name"] == "node/peak"] == [72, 36, 18], "with sparsity; dense in FP8, in bf16"
     assert sent["InfiniBand NDR"] == pytest.approx(2 * 7 / 8 * 350e9 / 50e9)
 
 
@@ -92,11 +104,24 @@ def test_the_lectures_page_is_its_rows():
 def test_the_road_is_planned_in_hours_an_epoch():
     """As `gradus plan` says of the first row, with the number of images of an epoch."""
     study, _ = study_file.load(ROOT / "experiments/vit-epoch-planned.yaml")
-    first = study.configurations[0].reference
+    first = next(c.reference for c in study.configurations if c.name == "L/16 1 × A40 fp32, batch 32")
     values = first.figures()
     step = answer(Request(str(RECIPES / "cifar10-vit-l16.yaml"), ("data.path=null", "layout.device=cuda", "layout.precision=fp32"), "1xA40")).value("time/step")
     assert values["time/step"][0] == pytest.approx(step, rel=1e-6)
     assert values["time/epoch"] == (pytest.approx(math.ceil(50_000 / 32) * step / 3600, rel=1e-3), "h")
+
+
+def test_the_vertex_posts_columns_agree():
+    """Images/s, hours and dollars of an epoch, and the machines' prices, each with the digits that are printed."""
+    study, _ = study_file.load(ROOT / "experiments/vit-on-vertex-ai.yaml")
+    assert len(study.configurations) == 14
+    for c in study.configurations:
+        hours, price = c.source["time/epoch"], c.reference.price
+        assert hours == pytest.approx(50_000 / c.source["samples_per_s"] / 3600, abs=2e-8), c.name
+        assert c.source["cost/epoch"] == pytest.approx(hours * price, abs=1e-4), c.name
+    kept = {(r["configuration"], r["name"]): r["value"] for r in read_rows(ROOT / "experiments/results/vit-on-vertex-ai.jsonl") if r["kind"] == "planned"}
+    for c in study.configurations:
+        assert kept[c.name, "cost/epoch"] == pytest.approx(kept[c.name, "time/epoch"] * c.reference.price)
 
 
 def test_llamas_prompt_through_metas_layout(shared_data):

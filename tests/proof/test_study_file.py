@@ -46,6 +46,7 @@ def grid(axes: int, names: int) -> str:
         ("recipe: copy-task\nconfigurations: {a: {source: {loss: .nan}}}", "input should be a finite number"),
         ("configurations: {a: {runner: note.txt:f}}", "runner=note.txt:f: no such runner"),
         ("recipe: copy-task\nrunner: none\nconfigurations: {a b: , a-b: }", "'a-b' is too like 'a b': both would have one folder. Rename one."),
+        ("recipe: copy-task\nrunner: none\nconfigurations: {a: {source_price: 1.5}}", "a: source_price is of an epoch on source_devices. Name them, and set data.limit."),
         (grid(4, 10), "10,000 configurations; at most 1,000. Leave names out, or use only_with."),
         (grid(12, 10), "the grid has 1,000,000,000,000 combinations; at most 100,000."),
         ("recipe: copy-task\nconfigurations: {a: {processes: 3}}", "a: copy-task: batch.samples=128 does not divide among 3"),

@@ -26,7 +26,8 @@ Values = dict[str, tuple[float, str]]  # name → value, unit
 
 
 UNITS = {
-    "samples_per_s": "samples/s", "time/epoch": "h", "time": "s", "memory": "bytes", "traffic": "bytes", "energy": "J",
+    "samples_per_s": "samples/s", "time/epoch": "h", "cost": "USD", "time": "s", "memory": "bytes", "traffic": "bytes",
+    "energy": "J",
 }  # fmt: skip
 
 
@@ -37,11 +38,13 @@ def unit_of(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceHardware:
-    """The devices that a source measured on, as the study names them, and the recipe as it ran there."""
+    """The devices that a source measured on, as the study names them, the recipe as it ran there, and what all of them
+    cost in USD per hour."""
 
     name: str
     cluster: Cluster
     recipe: Recipe
+    price: float | None = None
 
     def figures(self) -> Values:
         """The plan for these devices; of an epoch where data.limit says how many samples that is."""
@@ -59,7 +62,10 @@ class ReferenceHardware:
             speed, limit = self.recipe.batch.samples / time.total, self.recipe.data.limit
             figures["samples_per_s"] = (speed, "samples/s")
             if limit:
-                figures["time/epoch"] = (limit / speed / 3600, "h")
+                hours = limit / speed / 3600
+                figures["time/epoch"] = (hours, "h")
+                if self.price is not None:
+                    figures["cost/epoch"] = (hours * self.price, "USD")
         return figures
 
 

@@ -51,6 +51,9 @@ class Settings(BaseModel):
     source_set: list[str] = Field(
         [], description="key=value that holds for the plan on the source's devices alone"
     )
+    source_price: Figure | None = Field(
+        None, description="USD per hour of all these devices: the plan's cost of an epoch"
+    )
     against: str | None = Field(None, description="the name that ratios are against (default: the first)")
     only_with: list[str] = Field([], description="in a grid: only with these names of the other axes")
 
@@ -240,6 +243,7 @@ def configuration(
             raise UserError("no recipe. Name one, for all or for this one.")
         elif options:
             raise UserError(f"options are for your own runner; {runner} has none. Use set.")
+        price = last("source_price")
         if recipe is not None:
             file, devices = path.parent / recipe, last("source_devices")
             recipe = str(file) if file.is_file() else recipe
@@ -247,9 +251,12 @@ def configuration(
             loaded = with_fixed_threads(resolve.load(recipe, words)[0], processes)
             if devices is not None:
                 words += [word for level in levels for word in level.source_set]
-                reference = ReferenceHardware(devices, hardware.cluster(devices), resolve.load(recipe, words)[0])
+                cluster, there = hardware.cluster(devices), resolve.load(recipe, words)[0]
+                reference = ReferenceHardware(devices, cluster, there, price)
         elif any(level.set for level in levels):
             raise UserError("set is of a recipe, and there is none. Name one, or use options.")
+        if price is not None and not (reference and reference.recipe.data.limit):
+            raise UserError("source_price is of an epoch on source_devices. Name them, and set data.limit.")
     except UserError as e:
         raise UserError(f"{path}: {name}: {e}") from None
     how = {"source": merged("source"), "reference": reference, "against": last("against")}
