@@ -131,6 +131,8 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
     yield Table(head, speed, caption)
     head = ["run", "state", "epochs", "samples", "training loss, mean", "training loss, last", *map(words, metrics)]
     yield Table(head, quality, "The metrics are those of the last evaluation.")
+    if used := [[run.name, run.summary.energy.text] for run in group if run.summary.energy]:
+        yield Table(["run", "energy and CO2"], used, "Of the whole run, with evaluations and checkpoints.", words=True)
 
 
 def state(run: Run) -> str:
