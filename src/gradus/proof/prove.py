@@ -234,7 +234,8 @@ class Proof(Plan):
     @staticmethod
     def _as_it_was(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         with contextlib.suppress(UserError):
-            return files_of(folder)
+            plan, proof = (folder / name for name in ("plan.jsonl", "proof.jsonl"))
+            return tuple(read_rows(file) if file.exists() else [] for file in (plan, proof))
         return [], []
 
 

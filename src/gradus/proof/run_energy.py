@@ -12,10 +12,7 @@ from gradus.proof.memory_budget import device_of
 from gradus.train.loop import Trainer
 
 LABEL = "energy"
-NOT_KNOWN = (
-    "not known: no meter can be read here, nor is the power of this device known. --watts W states it; of this run: "
-    "gradus train {} --resume --watts W"
-)
+NOT_KNOWN = "not known without a meter or --watts; of this run: gradus train {} --resume --watts W"
 
 
 def add_energy(trainer: Trainer, summary: dict[str, Any], metered: dict[str, Any] | None) -> str:
