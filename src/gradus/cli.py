@@ -170,6 +170,18 @@ def whole(most: int, least: int = 1, name: str = "N") -> dict:
     return {"type": limits.whole(least, most), "metavar": name}
 
 
+ENERGY = {  # options that set a key of the recipe's energy
+    "watts": ("W", "of one GPU, or of one host's CPUs, where no meter reads it (default: the device's)"),
+    "pue": ("X", "power of the building over its computers' (default: the usual range)"),
+    "grid": ("COUNTRY", "whose electricity, e.g. FR, or '385 g/kWh' (default: the world's mean)"),
+}
+
+
+def _energy(add: Callable) -> None:
+    for key, (value, text) in ENERGY.items():
+        add(f"--{key}", metavar=value, help=text)
+
+
 def _starting(verb: Verb) -> None:
     text = "plan, check, train, prove and report the copy task, in about two minutes: each command before it runs"
     verb("demo", lambda a: room("demo").demo(), text, "")
@@ -185,6 +197,7 @@ def _running(verb: Verb) -> None:
     add("--processes", **whole(limits.PROCESSES), help="start N processes here (or use torchrun, mpirun, srun)")
     add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: restarts allowed")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
+    _energy(add)
     run = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label, a.lora)  # noqa: E731
     p = verb("new", run, "a recipe for your own data", "")
     add = p.add_argument
@@ -210,6 +223,7 @@ def _planning(verb: Verb) -> None:
         help="tokens to train on, instead of the recipe's steps, e.g. 300e9")
     add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="deadline: how many of --on DEVICE it needs")
     add("--price", type=limits.real(above=0, most=1e6), metavar="P", help="per device-hour, instead of the quotes")
+    _energy(add)
     add("--all", **FLAG, help="tables of every component, and the notes in full")
     add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="the formula, inputs and source of one figure")
@@ -553,7 +567,7 @@ OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
     "picture": {"plan"}, "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"},
-    "price": {"plan", "explain", "search"},
+    "price": {"plan", "explain", "search"}, **{key: {"plan", "explain", "web"} for key in ENERGY},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 
@@ -689,6 +703,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             near = did_you_mean(word.split("=")[0], known)
             raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near}")
         getattr(args, args.words).append(word)
+    for key in ENERGY:
+        if (value := getattr(args, key, None)) is not None:
+            args.overrides.append(f"energy.{key}={value}")
     return args
 
 

@@ -20,7 +20,7 @@ MARK = f"<!-- Made from the code by `{AGAIN}`: change the code, not this page. -
 KEYS = {  # page: title, sections
     "keys-model": ("Recipe keys: the model", ["model"]),
     "keys-data": ("Recipe keys: task, data, tokenizer", ["task", "data", "tokenizer"]),
-    "keys-training": ("Recipe keys: optimization, batch, evaluation, log", ["adapter", "optimizer", "schedule", "batch", "train", "evaluate", "log"]),
+    "keys-training": ("Recipe keys: optimization, batch, evaluation, log, energy", ["adapter", "optimizer", "schedule", "batch", "train", "evaluate", "log", "energy"]),
     "keys-layout": ("Recipe keys: the layout", ["layout"]),
 }
 

@@ -15,6 +15,7 @@ from gradus import hardware
 from gradus.hardware import Cluster, Price
 from gradus.plan import budget as budgets
 from gradus.plan.budget import CASES, GOODPUT, KWH, budget, busy_share, energy_and_carbon, power
+from gradus.recipe.schema import Energy
 
 GB = 1e9
 
@@ -70,6 +71,16 @@ def test_every_row_can_be_explained():
             assert len(row.conditions["how"]["source"]) > 10, row.name
     co2 = next(r for r in budget(cluster=hardware.cluster("8xH100"), steps=10, seconds_per_step=1.0) if r.name == "budget/co2")
     assert co2.conditions["grid"] == "world mean" and "2019" in co2.conditions["how"]["source"]
+
+
+def test_stated_watts_building_and_grid_count_as_they_are():
+    """Three hours of 8 devices: 24 h × 0.4 kW × 1.1 × 0.385, whatever the device, and no node on top."""
+    unpowered = dataclasses.replace(hardware.find("A100"), power=None)
+    for device in (unpowered, hardware.find("H100")):
+        rows = budget(cluster=Cluster(device, 8), steps=3, seconds_per_step=3600.0 * 0.999, keys=Energy(watts=400, pue=1.1, grid="385 g/kWh"))
+        assert cases(rows, "budget/energy")[:2] == pytest.approx((24 * 0.999 * 0.4 * 1.1 * 3.6e6,) * 2)
+        assert cases(rows, "budget/co2")[1] == pytest.approx(24 * 0.999 * 0.4 * 1.1 * 0.385)
+    assert hardware.grid("385 g/kWh").intensity * KWH == pytest.approx(0.385)
 
 
 def test_what_is_not_known_has_no_row():

@@ -14,7 +14,7 @@ from report_parts import Tags, rows_of, variant
 from gradus.errors import FAULT, UserError, exit_code
 from gradus.report import plots
 from gradus.report.blocks import Figure, Heading, Table
-from gradus.report.report import compared, content, planned, report
+from gradus.report.report import compared, content, energy, planned, report
 from gradus.report.runs import by_recipe, read
 
 pytest.importorskip("matplotlib")
@@ -59,6 +59,15 @@ def test_the_table_is_what_the_summaries_say(folders):
     assert [float(row[4]) for row in quality.rows] == pytest.approx([s["train_loss"] for s in summaries], rel=1e-3)
     assert quality.head[6:] == [name.replace("valid/", "validation ").replace("_", " ") for name in summaries[0]["metrics"]]
     assert [float(value) for value in quality.rows[0][6:]] == pytest.approx(list(summaries[0]["metrics"].values()), rel=1e-3)
+
+
+def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path):
+    text = "16.7 Wh (65 W per device, PUE 1.1; energy.watts), 6.42 g CO2 (as stated: 0.385 kg/kWh)"
+    known = variant(folders / "short", tmp_path / "known", energy={"text": text, "devices": 1}, energy_wh=16.7)
+    unknown = variant(folders / "short", tmp_path / "unknown", energy=None)
+    (table,) = energy(read([str(known), str(unknown)]))
+    assert table.rows == [["known", text]] and not list(energy(read([str(unknown)])))
+    assert table in list(content("", read([str(known)]), ""))
 
 
 def test_runs_of_two_machines_are_each_named_with_theirs(folders, tmp_path):

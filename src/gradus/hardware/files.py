@@ -17,7 +17,7 @@ from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, nearest
 from gradus.hardware import kinds
 from gradus.hardware.kinds import Building, Cluster, Device, Grid, Link, Price, plain
-from gradus.hardware.units import in_unit
+from gradus.hardware.units import in_unit, quantity
 
 HERE = Path(__file__).parent
 THIS = ("this", "here", "cpu")  # what the calibrated entry of this machine is called by
@@ -327,7 +327,13 @@ def grids() -> dict[str, Grid]:
 
 
 def grid(country: str = "world") -> Grid:
-    """What a kilowatt-hour emits in a country, by code (FR) or name (France). Raises UserError when it is not known."""
+    """What a kilowatt-hour emits in a country, by code (FR) or name (France), or as it is stated (385 g/kWh). Raises
+    UserError when it is not known."""
+    if country[:1].isdigit():
+        try:
+            return Grid("as stated", quantity(country, "kg/J"), None)
+        except ValueError as e:
+            raise UserError(f"{e} Write e.g. '385 g/kWh'.") from None
     known = grids()
     for key, g in known.items():
         if country.lower() in (key.lower(), g.name.lower()):

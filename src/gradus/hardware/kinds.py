@@ -174,7 +174,7 @@ class Grid:
     __pydantic_config__ = FORBID
     name: str
     intensity: Annotated[float, unit("kg/J")]  # CO2-equivalent
-    year: Whole
+    year: Whole | None  # None: as stated on the command line
     source: Source = ""
 
 

@@ -300,9 +300,10 @@ def tokens_a_step(recipe: Recipe) -> float:
 def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     """(the hardware that is asked for, whether the request names the number of devices)."""
     if request.on is None:
-        if name := "days" if request.days else "price" if request.price else "":
+        stated = (word.partition("=")[0] for word in request.overrides if word.startswith("energy."))
+        if name := "--days" if request.days else "--price" if request.price else next(stated, ""):
             example = "Give --on, e.g. --on H100 (gradus hardware lists them)"
-            raise UserError(f"--{name}: devices of which kind? {example}.")
+            raise UserError(f"{name}: devices of which kind? {example}.")
         return None, False
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
@@ -528,7 +529,7 @@ def _budget_rows(request: Request, question: Question, time: StepTime, notes: li
         notes.append(str(e).replace("without", "how long in total: without", 1))
     rows = budget(
         steps=steps or 1, seconds_per_step=seconds, cluster=question.cluster, days=request.days, parts=time.parts,
-        price=request.price,
+        price=request.price, keys=question.recipe.energy,
     )  # fmt: skip
     if steps:
         return [_steps_row(request, question.recipe, steps), *rows]

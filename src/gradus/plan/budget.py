@@ -4,10 +4,12 @@ was assumed."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Price
 from gradus.plan.figures import known_figure
+from gradus.recipe.schema import Energy
 from gradus.rows import Row
 from gradus.text import SIGNS
 
@@ -55,6 +57,22 @@ def power(device: Device, busy: float = 1.0) -> Cases | None:
     return low, expected, device.power
 
 
+class Power(NamedTuple):
+    """Watts of one device; node: × for its node; inputs: what it was computed from."""
+
+    watts: Cases
+    node: Cases = (1.0, 1.0, 1.0)
+    inputs: dict[str, float] = {}
+
+
+def power_of(device: Device | None, keys: Energy, busy: float = 1.0) -> Power | None:
+    """What is stated, as it is; else the device's, and its node's. None: not known."""
+    if keys.watts:
+        return Power((keys.watts,) * 3)
+    watts = device and power(device, busy)
+    return Power(watts, NODE, {"limit (TDP), W": device.power, "busy": busy}) if watts else None
+
+
 def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh: float) -> tuple[float, float]:
     """(joules, kg CO2-equivalent) as published tables book them: hours × watts × PUE × intensity (Touvron et al. 2023,
     table 15)."""
@@ -64,15 +82,15 @@ def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh:
 
 def budget(
     *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None,
-    parts: dict[str, float] | None = None, price: float | None = None,
+    parts: dict[str, float] | None = None, price: float | None = None, keys: Energy = Energy(),
 ) -> list[Row]:  # fmt: skip
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain
     makes it little.
 
     seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part
     (StepTime.parts), for the part of the time in which the device computes. price: of a device-hour, in place of the
-    quotes. CO2 is of the world's mean grid. What is not known has no row: cost without a price, energy and CO2 without
-    the device's power.
+    quotes. keys: the recipe's. What is not known has no row: cost without a price, energy and CO2 without the device's
+    power.
     """
     n, (good, good_source) = cluster.n, goodput(cluster)
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
@@ -88,7 +106,13 @@ def budget(
         if days is not None:
             needed, inputs = math.ceil(hours[i] / (days * 24)), {"device-hours": hours[i], "days": days}
             rows.append(known_figure("budget/devices", needed, inputs, case=case))
-    return rows + _cost(hours, hardware.price(cluster.device, paid=price)) + _energy(cluster, step, hours, parts)
+    rows += _cost(hours, hardware.price(cluster.device, paid=price))
+    if drawn := power_of(cluster.device, keys, busy_share(parts)):
+        for case, watts, seconds in zip(CASES, drawn.watts, step):
+            inputs = {"devices": n, "W per device": watts, **drawn.inputs, "seconds": seconds}
+            rows.append(known_figure("energy/step", watts * seconds * n, inputs, case=case, of="devices"))
+        rows += energy(hours, drawn, keys)
+    return rows
 
 
 def _cost(hours: Cases, price: Price | None) -> list[Row]:
@@ -115,28 +139,27 @@ def busy_share(parts: dict[str, float] | None) -> float:
     return sum(parts.get(part, 0.0) for part in computing) / sum(parts.values())
 
 
-def _energy(cluster: Cluster, step: Cases, hours: Cases, parts: dict[str, float] | None) -> list[Row]:
-    """Energy of devices, nodes and the building, each by itself, then CO2 of the building's; nothing where the device's
-    power is not known."""
-    busy = busy_share(parts)
-    watts = power(cluster.device, busy)
-    if watts is None:
-        return []
-    (*factor, pue_source), grid = hardware.pue(), hardware.grid("world")
-    source = f"{grid.name} {grid.year}, location-based: {grid.source}; manufacturing the devices is not included"
+def energy(hours: Cases, drawn: Power, keys: Energy) -> list[Row]:
+    """Energy of devices, nodes and the building, each by itself, then CO2 of the building's, of so many
+    device-hours."""
+    (*factor, pue_source), grid = hardware.pue(), hardware.grid(keys.grid or "world")
+    if keys.pue:
+        factor, pue_source = [keys.pue] * 3, "energy.pue"
+    source = f"{grid.name} {grid.year}, location-based: {grid.source}" if grid.year else "energy.grid"
+    source += "; manufacturing the devices is not included"
     rows = []
     for i, case in enumerate(CASES):
-        one = {"W per device": watts[i], "limit (TDP), W": cluster.device.power, "busy": busy}
-        devices = hours[i] * HOUR * watts[i]
-        node, facility = devices * NODE[i], devices * NODE[i] * factor[i]
-        a_step = {"devices": cluster.n, **one, "seconds": step[i]}
-        emitted = {"energy": facility, "kg/kWh": grid.intensity * KWH}
-        in_nodes, in_building = {"energy_device": devices, "node": NODE[i]}, {"energy_node": node, "PUE": factor[i]}
+        node, kg_per_kwh = drawn.node[i], grid.intensity * KWH
+        devices = hours[i] * HOUR * drawn.watts[i]
+        facility, emitted = energy_and_carbon(hours[i], drawn.watts[i] * node, factor[i], kg_per_kwh)
+        one = {"W per device": drawn.watts[i], **drawn.inputs, "device-hours": hours[i]}
+        in_nodes = {"energy_device": devices, "node": node}
+        in_building = {"energy_node": devices * node, "PUE": factor[i]}
+        of_grid = {"energy": facility, "kg/kWh": kg_per_kwh}
         rows += [
-            known_figure("energy/step", watts[i] * step[i] * cluster.n, a_step, case=case, of="devices"),
-            known_figure("budget/energy_device", devices, {**one, "device-hours": hours[i]}, case=case),
-            known_figure("budget/energy_node", node, in_nodes, case=case),
+            known_figure("budget/energy_device", devices, one, case=case),
+            known_figure("budget/energy_node", devices * node, in_nodes, case=case),
             known_figure("budget/energy", facility, in_building, source=pue_source, case=case),
-            known_figure("budget/co2", facility * grid.intensity, emitted, source=source, case=case, grid=grid.name),
+            known_figure("budget/co2", emitted, of_grid, source=source, case=case, grid=grid.name),
         ]
     return rows

@@ -416,7 +416,7 @@ _planned: dict[tuple, tuple[list[Process], Any]] = {}
 
 def planned(recipe: Recipe, n: int, target: Target, task: Task | None = None) -> list[Process]:
     """`processes`, the last few kept: memory and work are asked for one after the other."""
-    key = (recipe.model_dump_json(exclude={"name", "log", "evaluate", "schedule"}), n, target, id(task))
+    key = (recipe.model_dump_json(exclude={"name", "log", "evaluate", "energy", "schedule"}), n, target, id(task))
     if key not in _planned:
         while len(_planned) >= 8:
             _planned.pop(next(iter(_planned)))

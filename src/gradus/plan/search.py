@@ -507,9 +507,9 @@ def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate
 def _question(space: Space, most: int) -> list[Any]:
     """All that the answer of `ranked` depends on."""
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
-    asked = recipe.model_dump_json(exclude={"name", "log", "evaluate"}), sorted(recipe.layout.model_fields_set)
+    text = recipe.model_dump_json(exclude={"name", "log", "evaluate", "energy"})
     versions = torch.__version__, engine.code("plan", "hardware"), engine.family_code(recipe.model.family)
-    return [*asked, sorted(space.stated), space.n, most, device, *versions]
+    return [text, sorted(recipe.layout.model_fields_set), sorted(space.stated), space.n, most, device, *versions]
 
 
 # ---------------------------------------------------------------- what is asked

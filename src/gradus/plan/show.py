@@ -108,9 +108,8 @@ def _cases(rows: Iterable[Row], name: str) -> dict[str, Row]:
 
 def _interval(cases: dict[str, Row]) -> str:
     text = value_text(cases["expected"])
-    if "low" not in cases or "high" not in cases:
-        return text
-    return text + _between(text, value_text(cases["low"]), value_text(cases["high"]))
+    ends = [value_text(cases[case]) for case in ("low", "high") if case in cases]
+    return text + (_between(text, *ends) if len({text, *ends}) > 1 else "")
 
 
 def _between(text: str, low: str, high: str) -> str:
@@ -177,8 +176,8 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
 def _how_much(answer: Answer) -> list[str]:
     """Each total with the inputs behind it, from low to high: '$3 [$2 .. $5] at $2 per device-hour (quoted: $0.9 to
     $5)'."""
-    names = ("cost", "cost_extremes", "device_hours", "energy", "co2")
-    cost, listed, hours, energy, co2 = (_cases(answer.rows, f"budget/{name}") for name in names)
+    names = ("cost", "cost_extremes", "device_hours")
+    cost, listed, hours = (_cases(answer.rows, f"budget/{name}") for name in names)
     totals = []
     if cost:
         price, quoted = (_prices(cases, cost["low"].unit) for cases in (cost, listed))
@@ -189,13 +188,22 @@ def _how_much(answer: Answer) -> list[str]:
         totals.append(f"no price of {device} is known (--price; your prices: gradus hardware {device})")
     if hours:
         totals.append(value_text(hours["expected"]))
-    if energy:
-        devices, node = _cases(answer.rows, "budget/energy_device"), _cases(answer.rows, "budget/energy_node")
-        watts, pue = _inputs(devices, "W per device"), _inputs(energy, "PUE")
-        factors = f"{watts} W per device, × {_inputs(node, 'node')} for its node, PUE {pue}"
-        intensity = f"{co2['expected'].conditions['grid']}: {_inputs(co2, 'kg/kWh')} kg/kWh"
-        totals += [f"{_interval(energy)} ({factors})", f"{_interval(co2)} CO2 ({intensity})"]
+    totals += energy_and_co2(answer.rows)
     return [f"how much  {'; '.join(totals)}"] if totals else []
+
+
+def energy_and_co2(rows: Iterable[Row], source: str = "") -> list[str]:
+    """Energy and CO2, each with what it was computed from; [] without rows. source: of the watts, where it is not the
+    plan."""
+    names = ("energy_device", "energy_node", "energy", "co2")
+    devices, node, energy, co2 = (_cases(rows, f"budget/{name}") for name in names)
+    if not energy:
+        return []
+    factors, of_node = f"{_inputs(devices, 'W per device')} W per device", _inputs(node, "node")
+    factors += f", × {of_node} for its node" if of_node != "1" else ""
+    intensity = f"{co2['expected'].conditions['grid']}: {_inputs(co2, 'kg/kWh')} kg/kWh"
+    factors += f", PUE {_inputs(energy, 'PUE')}{source}"
+    return [f"{_interval(energy)} ({factors})", f"{_interval(co2)} CO2 ({intensity})"]
 
 
 def _prices(cases: dict[str, Row], currency: str) -> str:

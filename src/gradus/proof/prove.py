@@ -25,6 +25,7 @@ from gradus.parallel.processes import Fault
 from gradus.proof.calibrate import calibrate_once
 from gradus.proof.pairs import LABELS, errors_table, pairs_of_run, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
+from gradus.proof.run_energy import add_energy
 from gradus.proof.step_memory import memory_of_step
 from gradus.rows import Row, as_lines, read_rows
 from gradus.train.clock import peaks
@@ -69,11 +70,12 @@ class MeterMark(NamedTuple):
 
 
 class Energy(NamedTuple):
-    """Energy by one process's meter, of the stretches of a run with training alone."""
+    """Energy by one process's meter, of the stretches of a run with training alone; in_all: of all since this start."""
 
     joules: float
     steps: int
     source: str | None = None
+    in_all: float | None = None
 
 
 class Proof(Plan):
@@ -88,6 +90,7 @@ class Proof(Plan):
         self.traffic: list[Row] = []
         self.meter: Meter | None = None
         self.energy = Energy(0.0, 0)
+        self.seconds_before = 0.0  # of the run, up to this start
         self.opened = contextlib.ExitStack()  # the planner, then the meter
         self._meter_mark: MeterMark | None = None
         self.marks: deque[TimeMark] = deque(maxlen=MARKS)
@@ -144,6 +147,7 @@ class Proof(Plan):
     def start(self, trainer: Trainer) -> None:
         """Each GPU has a meter of its own; the processors of a host have one together."""
         self._mark_time(trainer)
+        self.seconds_before = sum(trainer.clock.seconds.values())
         if trainer.device.type == "cuda" or trainer.parallel.mesh.world.local_rank == 0:
             with contextlib.suppress(Exception):  # a meter that fails is no meter
                 self.meter = self.opened.enter_context(Meter(trainer.device))
@@ -197,18 +201,23 @@ class Proof(Plan):
     # ------------------------------------------------------------ after
 
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
-        own_energy = self.energy._replace(source=self.meter.source) if self.meter else None
         self.opened.close()
+        meter = self.meter
+        own_energy = self.energy._replace(source=meter.source, in_all=meter.joules) if meter else None
         energies = [energy for energy in worlds.gathered(own_energy) if energy]
         if not trainer.parallel.mesh.world.first:
             return []
         if trainer.progress.step == trainer.start_step:  # of a run that had ended before
-            return self._as_it_was(trainer.folder, summary)
-        rows = [*self._measured_rows(trainer), *energy_rows(energies)]
-        with contextlib.suppress(OSError):
-            write(trainer.folder / "proof.jsonl", rows)
-        predicted = self.predicted.rows if self.predicted else []
-        return _compared([r.record() for r in predicted], [r.record() for r in rows], summary)
+            predicted, measured = self._as_it_was(trainer.folder)
+        else:
+            seconds = sum(trainer.clock.seconds.values())
+            rows = [*self._measured_rows(trainer), *energy_rows(energies, 1 - self.seconds_before / seconds)]
+            with contextlib.suppress(OSError):
+                write(trainer.folder / "proof.jsonl", rows)
+            predicted = [r.record() for r in self.predicted.rows] if self.predicted else []
+            measured = [r.record() for r in rows]
+        metered = next((row for row in measured if row["name"] == "energy/run"), None)
+        return [*_compared(predicted, measured, summary), add_energy(trainer, summary, metered)]
 
     def _measured_rows(self, trainer: Trainer) -> Iterator[Row]:
         """Memory and traffic of the measured step, and the time of steps like it."""
@@ -223,10 +232,11 @@ class Proof(Plan):
             yield Row("time/step", seconds.median, "s", None, MEASURED | spread)
 
     @staticmethod
-    def _as_it_was(folder: Path, summary: dict[str, Any]) -> list[str]:
+    def _as_it_was(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         with contextlib.suppress(UserError):
-            return _compared(*files_of(folder), summary)
-        return []
+            plan, proof = (folder / name for name in ("plan.jsonl", "proof.jsonl"))
+            return tuple(read_rows(file) if file.exists() else [] for file in (plan, proof))
+        return [], []
 
 
 def train_and_prove(
@@ -237,12 +247,16 @@ def train_and_prove(
         return start(name, overrides, context, plan=proof, flops=for_run, **options)
 
 
-def energy_rows(energies: Sequence[Energy]) -> Iterator[Row]:
-    """The joules of a step by all processes' meters; nothing where one has none to tell."""
-    if energies and all(energy.source and energy.steps for energy in energies):
-        joules = total(energy.joules / energy.steps for energy in energies)
-        conditions = MEASURED | {"meter": energies[0].source, "meters": len(energies)}
-        yield Row("energy/step", joules, "J", None, conditions)
+def energy_rows(energies: Sequence[Energy], share: float) -> Iterator[Row]:
+    """The joules of a step, and of the run, by all processes' meters; nothing where one has none to tell. share: of the
+    run's seconds, that were metered; the others count as many joules."""
+    if not energies or not all(energy.source for energy in energies):
+        return
+    conditions = MEASURED | {"meter": energies[0].source, "meters": len(energies)}
+    if all(energy.steps for energy in energies):
+        yield Row("energy/step", total(e.joules / e.steps for e in energies), "J", None, conditions)
+    if (joules := total(energy.in_all for energy in energies)) and share:
+        yield Row("energy/run", joules / share, "J", None, conditions | {"share": share})
 
 
 def _compared(predicted: list[dict[str, Any]], measured: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:

@@ -24,14 +24,15 @@ LABELS = {  # of rows, in the order of the columns
     "time/epoch": "h/epoch", "cost/epoch": "USD/epoch", "memory/allocated": "tensors", "ratio/memory": "of tensors",
     "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights",
     "roof": "of the roofline", "energy/sample": "J/sample", "ratio/process": "of process", "traffic/sent": "sent",
-    "data_wait": "waits for data",
-    "loss": "loss",
+    "data_wait": "waits for data", "tokens_per_s": "tokens/s", "energy/run": "Wh", "co2/run": "kg CO2",
+    "loss/first": "first loss", "loss": "loss", "lr/first": "first learning rate", "lr": "last learning rate",
     "deviation/loss": "loss deviation", "deviation/grad_norm": "gradient norm deviation", "train/loss": "training loss",
     "same_tokens": "same tokens", "points_lost": "points lost",
 }  # fmt: skip
 HIDDEN = (
     "time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest",
     "memory/reserved", "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest",
+    "tokens_per_s", "co2/run", "loss/first", "lr/first", "lr",
 )  # fmt: skip
 # kinds of rows
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}

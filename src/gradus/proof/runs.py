@@ -20,7 +20,8 @@ SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compa
 OF_SUMMARY = {  # in summary.json → (row, unit); of a list the largest counts
     "train_samples_per_second": ("samples_per_s", "samples/s"), "train_runtime": ("time/run", "s"),
     "train_loss": ("train/loss", ""), "hours_per_epoch": ("time/epoch", "h"), "parameters": ("parameters", ""),
-    "energy_wh": ("energy/run", "Wh"), "memory_tensors_per_rank": ("memory/allocated", "bytes"),
+    "train_tokens_per_second": ("tokens_per_s", "tokens/s"), "energy_wh": ("energy/run", "Wh"),
+    "co2_kg": ("co2/run", "kg"), "memory_tensors_per_rank": ("memory/allocated", "bytes"),
     "memory_process_per_rank": ("memory/process", "bytes"),
 }  # fmt: skip
 
@@ -86,8 +87,10 @@ def read_figures(folder: Path) -> RunFigures:
         measured |= {name: (pair["measured"], unit)} if "measured" in pair else {}
         planned |= {name: (pair["predicted"], unit)} if "predicted" in pair else {}
     series = {key: [float(row["value"]) for row in rows if row["name"] == name] for key, name in SERIES.items()}
-    if series["loss"]:
-        measured["loss"] = (series["loss"][-1], "")
+    rates = [row["value"] for row in rows if row["name"] == "train/lr"]
+    for name, values in (("loss", series["loss"]), ("lr", rates)):
+        if values:
+            measured |= {f"{name}/first": (values[0], ""), name: (values[-1], "")}
     return RunFigures(measured, planned, series)
 
 

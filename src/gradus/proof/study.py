@@ -27,7 +27,7 @@ Values = dict[str, tuple[float, str]]  # name → value, unit
 
 UNITS = {
     "samples_per_s": "samples/s", "time/epoch": "h", "cost": "USD", "time": "s", "memory": "bytes", "traffic": "bytes",
-    "energy": "J",
+    "tokens_per_s": "tokens/s", "energy/run": "Wh", "energy": "J", "co2": "kg",
 }  # fmt: skip
 
 

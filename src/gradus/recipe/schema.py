@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from gradus import limits
-from gradus.errors import did_you_mean
+from gradus import hardware, limits
+from gradus.errors import UserError, did_you_mean
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0, le=limits.REAL)]
@@ -734,6 +734,23 @@ class Log(Section):
     wandb: str | None = None  # the project; off when not given
 
 
+def _grid(text: str | None) -> str | None:
+    try:
+        hardware.grid(text or "world")
+    except UserError as e:
+        raise ValueError(str(e).rstrip(".")) from None
+    return text
+
+
+class Energy(Section):
+    """What a run's energy and CO2 are counted with: of one that is planned, and of one that is done. --watts, --pue and
+    --grid of `gradus train` and `gradus plan` set these keys."""
+
+    watts: PositiveFloat | None = None  # of one GPU, or of one host's CPUs, where no meter reads it; null: the device's
+    pue: Annotated[float, Field(ge=1.0, le=10.0)] | None = None  # the building's power over its computers'; null: usual
+    grid: Annotated[str | None, AfterValidator(_grid)] = None  # FR, France or "385 g/kWh"; null: the world's mean
+
+
 class Recipe(Section):
     """The whole."""
 
@@ -750,6 +767,7 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()  # when, and what is best
     layout: Layout = Layout()  # where and how fast
     log: Log = Log()  # what is written
+    energy: Energy = Energy()  # what watt-hours and CO2 are counted with
 
     @model_validator(mode="after")
     def _says_what_is_trained(self):

@@ -74,6 +74,7 @@ def content(title: str, trained: Sequence[Run], notes: str, studied: Sequence[St
     for group in groups:
         yield Heading(2, f"Recipe: {group[0].config.name}" if several else "Results")
         yield from map(narrow, compared(group))
+        yield from energy(group)
         yield from planned(group)
         yield from plots.drawn(plots.of_runs(group))
         if text := plots.not_drawn(group):
@@ -131,6 +132,11 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
     yield Table(head, speed, caption)
     head = ["run", "state", "epochs", "samples", "training loss, mean", "training loss, last", *map(words, metrics)]
     yield Table(head, quality, "The metrics are those of the last evaluation.")
+
+
+def energy(group: Sequence[Run]) -> Iterator[Table]:
+    if rows := [[run.name, run.summary.energy.text] for run in group if run.summary.energy]:
+        yield Table(["run", "energy and CO2"], rows, "Of the whole run, with evaluations and checkpoints.", words=True)
 
 
 def state(run: Run) -> str:

@@ -40,6 +40,12 @@ class Pair(Content):
     batch: str = ""
 
 
+class Energy(Content):
+    """Of a whole run, in words."""
+
+    text: str
+
+
 class Summary(Content):
     """summary.json, as train.run writes it."""
 
@@ -53,6 +59,7 @@ class Summary(Content):
     train_loss: float | None = None
     metrics: dict[str, float | str] = {}
     proof: dict[str, Pair] = {}
+    energy: Energy | None = None
 
 
 class Machine(Content):

@@ -48,7 +48,7 @@ def start_of(recipe: Recipe, folder: Path, resume: bool, world: World) -> Start:
 
 # what may change between a run and its continuation, since it changes no sample and no update; of the length see
 # `extend`
-FREE_ON_RESUME = ("layout", "log", "evaluate", "name")
+FREE_ON_RESUME = ("layout", "log", "evaluate", "energy", "name")
 LENGTH = ("steps", "epochs")
 FREE_KEYS = {
     "data": ("workers", "prefetch", "persistent", "pin", "path", "cache"),
