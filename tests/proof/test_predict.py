@@ -10,13 +10,14 @@ import time
 import pytest
 import torch
 
+from gradus import hardware
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
 from gradus.proof import memory_budget, predict
 from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import Planner
-from gradus.recipe.schema import SGD
+from gradus.recipe.schema import SGD, Energy
 from gradus.train import machine
 from gradus.train.session import open_session
 
@@ -51,6 +52,16 @@ def test_what_will_not_fit_is_refused_in_one_line_with_the_fix(tmp_path, capsys,
     assert main(["train", *words(**{**SMALL, "log.dir": tmp_path / "forced"}), "--force"]) == 0
     out = capsys.readouterr().out
     assert "note: --force: the plan needs more" in out and "run folder" in out
+
+
+def test_the_energy_of_a_step_is_by_the_watts_that_are_stated():
+    case = predict.case_of(open_session(recipes.load("copy-task", **{**TINY, **SMALL})))
+    device = hardware.cluster("A100").device
+    case = dataclasses.replace(case, budget=dataclasses.replace(case.budget, device=device))
+    for watts, expected in ((None, device.power), (50.0, 50.0)):
+        recipe = case.recipe.model_copy(update={"energy": Energy(watts=watts)})
+        rows = {row.name: row.value for row in predict.predict(dataclasses.replace(case, recipe=recipe)).rows}
+        assert rows["energy/step"] == pytest.approx(expected * rows["time/step"])
 
 
 def need(case, k: int) -> int:

@@ -194,9 +194,10 @@ def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Ro
     if device is not None:
         time = step_time(work, Cluster(device, n))
         yield row("time/step", time.total, "s", "sum of the parts", time.parts)
-        if device.power:
-            inputs = {"power": device.power, "devices": n, "time": time.total}
-            yield row("energy/step", device.power * n * time.total, "J", "power × devices × time", inputs)
+        if power := case.recipe.energy.watts or device.power:
+            devices = n if case.budget.target == "cuda" else -(-n // case.budget.local_processes)  # or hosts
+            inputs = {"power": power, "devices": devices, "time": time.total}
+            yield row("energy/step", power * devices * time.total, "J", "power × devices × time", inputs)
 
 
 def refusal_of(case: Case, needed: int, fix: str = SMALLER) -> str:
