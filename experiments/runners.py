@@ -170,7 +170,9 @@ def in_jax(recipe: Recipe, options: dict[str, Any]) -> Subject:
     jax, optax = (need(package, "jax", "experiments/vit_jax.py") for package in ("jax", "optax"))
     written, n = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("vit_jax.py")))), options.get("devices", 1)
     check_plain(recipe)
-    os.environ["PJRT_NPROC"] = str(torch.get_num_threads())  # the threads of XLA's pool; it has one for each device at least
+    os.environ["PJRT_NPROC"] = str(torch.get_num_threads())  # the threads of XLA's pool, which has one for each device at least:
+    if hasattr(os, "sched_setaffinity"):  # so many processors for all of them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: torch.get_num_threads()])
     jax.config.update("jax_num_cpu_devices", n)
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:n], ("data",))
     whole, shared = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
@@ -216,7 +218,8 @@ def check_plain(recipe: Recipe) -> None:
               "train.clip_norm": (r.train.clip_norm, None), "train.freeze": (bool(r.train.freeze), False), "train.qat": (r.train.qat, False), "adapter": (r.adapter, None),
               "task.label_smoothing": (r.task.label_smoothing, 0), "data.mixup": (r.data.mixup, 0), "data.cutmix": (r.data.cutmix, 0),
               "model.pool": (r.model.pool, "class_token"), "model.dropout": (r.model.dropout, 0), "layout.precision": (r.layout.precision, "fp32"),
-              "layout.micro_batch": (r.layout.micro_batch, None)}  # fmt: skip
+              "model.patches": (r.model.patches, "convolution"), "layout.micro_batch": (r.layout.micro_batch, None),
+              "layout.compile": (r.layout.compile, "none"), "layout.checkpointing": (r.layout.checkpointing, "none")}  # fmt: skip
     wrong = [f"{key}={right}" for key, (value, right) in wanted.items() if value != right]
     if wrong:
         raise UserError(f"the step in vit_jax.py is a plain one of SGD in fp32. Set {' '.join(wrong).replace('None', 'null')}.")
