@@ -167,13 +167,15 @@ def in_jax(recipe: Recipe, options: dict[str, Any]) -> Subject:
 
     Steps of vit_jax.py on the recipe's batches, from the weights that its run begins with. check/logits: of a batch, by the weights trained here,
     what Gradus's model says against what JAX's does, as a share of the largest. Raises UserError for a recipe whose step is another."""
-    jax, optax = (need(package, "jax", "experiments/vit_jax.py") for package in ("jax", "optax"))
-    written, n = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("vit_jax.py")))), options.get("devices", 1)
     check_plain(recipe)
+    check_shared(recipe.batch.samples or 0, n := options.get("devices", 1))
+    jax, optax = (need(package, "jax", "experiments/vit_jax.py") for package in ("jax", "optax"))
+    written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("vit_jax.py"))))
     os.environ["PJRT_NPROC"] = str(torch.get_num_threads())  # the threads of XLA's pool, which has one for each device at least:
     if hasattr(os, "sched_setaffinity"):  # so many processors for all of them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: torch.get_num_threads()])
-    jax.config.update("jax_num_cpu_devices", n)
+    if n > 1:
+        jax.config.update("jax_num_cpu_devices", n)
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:n], ("data",))
     whole, shared = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
     session, folder = open_session(recipe), tempfile.TemporaryDirectory()
@@ -190,8 +192,7 @@ def in_jax(recipe: Recipe, options: dict[str, Any]) -> Subject:
         nonlocal seen
         found = next(source)
         seen += found.samples
-        if found.samples % n:
-            raise UserError(f"{n} devices cannot share a batch of {found.samples}. Set batch.samples to a multiple of {n}, data.limit to one of that.")
+        check_shared(found.samples, n)
         given = session.task.to_device(found.micro_batches[0], session.device)
         return jax.device_put([given[k].numpy() for k in ("images", "labels")], shared)
 
@@ -209,6 +210,12 @@ def in_jax(recipe: Recipe, options: dict[str, Any]) -> Subject:
 
     facts = {"precision": "fp32", "devices": n, "loss_unit": session.task.loss_unit, "jax": jax.__version__, "optax": optax.__version__}
     return Subject(batch, take, lambda: seen, memory=dict, facts=facts, finish=finish)
+
+
+def check_shared(samples: int, devices: int) -> None:
+    """Raises UserError for a batch, or the last one of an epoch, that cannot be split evenly."""
+    if samples % devices:
+        raise UserError(f"{devices} devices cannot share a batch of {samples}. Set batch.samples to a multiple of {devices}, data.limit to one of that.")
 
 
 def check_plain(recipe: Recipe) -> None:
