@@ -1,7 +1,8 @@
-"""Runners of the studies of inference beside this file: FUNCTION(recipe, options) → timing.Subject.
+"""Runners of the studies beside this file: FUNCTION(recipe, options) → timing.Subject.
 
 writing: a step is a text that a decoder writes, with the cache of keys and values or without. forward: a step is a pass through an encoder in any
 engine, as a configuration of `gradus bench`. Models of the recipe's shape have random weights (seed 0) and are kept in $GRADUS_CACHE/experiments.
+in_jax: a step of a ViT's training by JAX.
 """
 
 from __future__ import annotations
@@ -10,19 +11,27 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
+import runpy
 import statistics
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from gradus import files, hardware, models
-from gradus.errors import UserError
+from gradus.errors import UserError, need
 from gradus.infer import engines, find, predict, quantize, quantized, sidecar
+from gradus.measure.profile import endless
 from gradus.models.decoding import generate
 from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.proof.engine_runner import engine_subject
 from gradus.proof.timing import Subject, Timed, Window
 from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.train.session import open_session
 
 
 def kept(*what: Any) -> Path:
@@ -148,3 +157,76 @@ def made(run: str | None, words: list[str], at: Path, how: str) -> Path:
     for line in quantize.quantize(argparse.Namespace(**asked, checkpoint=None, json_file=None, engine=None, calibrate=None)):
         print(line)
     return to
+
+
+# ------------------------------------------------------------ a step by JAX
+
+
+def in_jax(recipe: Recipe, options: dict[str, Any]) -> Subject:
+    """options: jit (true, or false: one operation after the other), devices (virtual ones, which share each batch).
+
+    Steps of vit_jax.py on the recipe's batches, from the weights that its run begins with. check/logits: of a batch, by the weights trained here,
+    what Gradus's model says against what JAX's does, as a share of the largest. Raises UserError for a recipe whose step is another."""
+    check_plain(recipe)
+    check_shared(recipe.batch.samples or 0, n := options.get("devices", 1))
+    jax, optax = (need(package, "jax", "experiments/vit_jax.py") for package in ("jax", "optax"))
+    written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("vit_jax.py"))))
+    os.environ["PJRT_NPROC"] = str(torch.get_num_threads())  # the threads of XLA's pool, which has one for each device at least:
+    if hasattr(os, "sched_setaffinity"):  # so many processors for all of them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: torch.get_num_threads()])
+    if n > 1:
+        jax.config.update("jax_num_cpu_devices", n)
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:n], ("data",))
+    whole, shared = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
+    session, folder = open_session(recipe), tempfile.TemporaryDirectory()
+    models.save(session.build(), folder.name)
+    params, config = written.load(Path(folder.name))
+    optimizer = optax.sgd(recipe.optimizer.lr, recipe.optimizer.momentum)
+    params, state = jax.device_put((params, optimizer.init(params)), whole)
+    step, logits = written.step_of(config, optimizer), lambda *given: written.vit(*given, config)
+    if options.get("jit", True):
+        step, logits = jax.jit(step, donate_argnums=(0, 1)), jax.jit(logits)
+    source, seen = endless(session.loader), 0
+
+    def batch() -> list[Any]:
+        nonlocal seen
+        found = next(source)
+        seen += found.samples
+        check_shared(found.samples, n)
+        given = session.task.to_device(found.micro_batches[0], session.device)
+        return jax.device_put([given[k].numpy() for k in ("images", "labels")], shared)
+
+    def take(given: list[Any]) -> float:
+        nonlocal params, state
+        params, state, loss = jax.block_until_ready(step(params, state, *given))
+        return float(loss)
+
+    def finish(timed: Timed, window: Window) -> None:
+        images = batch()[0]
+        written.save(params, Path(folder.name))
+        with torch.no_grad():
+            wanted = models.load(folder.name).eval()(torch.tensor(jax.device_get(images))).numpy()
+        timed.values["check/logits"] = [float(abs(jax.device_get(logits(params, images)) - wanted).max() / abs(wanted).max()), ""]
+
+    facts = {"precision": "fp32", "devices": n, "loss_unit": session.task.loss_unit, "jax": jax.__version__, "optax": optax.__version__}
+    return Subject(batch, take, lambda: seen, memory=dict, facts=facts, finish=finish)
+
+
+def check_shared(samples: int, devices: int) -> None:
+    """Raises UserError for a batch, or the last one of an epoch, that cannot be split evenly."""
+    if samples % devices:
+        raise UserError(f"{devices} devices cannot share a batch of {samples}. Set batch.samples to a multiple of {devices}, data.limit to one of that.")
+
+
+def check_plain(recipe: Recipe) -> None:
+    """Raises UserError for what vit_jax.py's step would leave out."""
+    r = recipe
+    wanted = {"optimizer.name": (r.optimizer.name, "sgd"), "schedule.name": (r.schedule.name, "constant"), "schedule.warmup_steps": (r.schedule.warmup_steps, 0),
+              "train.clip_norm": (r.train.clip_norm, None), "train.freeze": (bool(r.train.freeze), False), "train.qat": (r.train.qat, False), "adapter": (r.adapter, None),
+              "task.label_smoothing": (r.task.label_smoothing, 0), "data.mixup": (r.data.mixup, 0), "data.cutmix": (r.data.cutmix, 0),
+              "model.pool": (r.model.pool, "class_token"), "model.dropout": (r.model.dropout, 0), "layout.precision": (r.layout.precision, "fp32"),
+              "model.patches": (r.model.patches, "convolution"), "layout.micro_batch": (r.layout.micro_batch, None),
+              "layout.compile": (r.layout.compile, "none"), "layout.checkpointing": (r.layout.checkpointing, "none")}  # fmt: skip
+    wrong = [f"{key}={right}" for key, (value, right) in wanted.items() if value != right]
+    if wrong:
+        raise UserError(f"the step in vit_jax.py is a plain one of SGD in fp32. Set {' '.join(wrong).replace('None', 'null')}.")
