@@ -41,6 +41,7 @@ def recipe_of(name: str, *words: str):
     return next(c for c in study.configurations if c.name == name).recipe
 
 
+@pytest.mark.slow  # XLA compiles
 def test_logits_and_20_losses_are_ours(jax, tmp_path):
     """Every tensor drawn anew, since a new model's biases and classifier are 0; PyTorch's own SGD and cross entropy."""
     import optax
