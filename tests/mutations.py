@@ -125,7 +125,7 @@ LIST = (
       "infer/test_generate.py::test_the_room_left_is_used_and_said"),
     M("layers/small.py", "return (weight / scale[:, None]).round()", "return (weight / scale[:, None] / 8).round().mul(8).clamp(-127, 127)",
       "infer/test_quantize.py::test_a_head_that_shares_its_weight_with_the_embedding"),  # fewer bits
-    M("layers/lora.py", "(self.dropout(x))) * self.scale", "(self.dropout(x)))", "models/test_peft.py::test_peft_reads_ours"),
+    M("layers/lora.py", "self.a(self.dropout(x)) * self.scale", "self.a(self.dropout(x))", "models/test_peft.py::test_peft_reads_ours"),
     M("models/adapt.py", "linear.scale * linear.b", "linear.b", "models/test_peft.py::test_what_is_saved_is_loaded_and_merged"),
     M("models/adapt.py", "parameter.requires_grad_(name not in frozen)", "parameter.requires_grad_(True)",
       "parallel/test_adapters.py::test_at_first_it_is_the_base_and_the_base_stays"),
