@@ -48,7 +48,7 @@ def test_many_are_refused_clearly_or_accepted_with_a_reason(tmp_path):
     """Of the whole world; `python tests/bad_input.py SEED` runs a thousand."""
     bad_input.prepare()
     world = bad_input.built(tmp_path)
-    found = bad_input.run_all(bad_input_cases.table(world, seed=4, n=24), world)
+    found = bad_input.run_all(bad_input_cases.table(world, seed=4, n=20), world)
     assert not (text := wrong(found)), text
 
 

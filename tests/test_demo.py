@@ -27,6 +27,7 @@ def shown(out: str) -> list[str]:
     return [line.split()[2] for line in out.splitlines() if line.startswith("$ gradus ")]
 
 
+@pytest.mark.slow
 def test_the_journey(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is another's matter

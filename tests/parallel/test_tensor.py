@@ -126,7 +126,7 @@ def families(world):
     for family in common.CONFIGS:
         expected = common.reference(family, **SMALL)
         for layout in layouts(2):
-            steps = 20 if layout == layouts(2)[0] and family == "gpt" else 3
+            steps = 20 if layout == layouts(2)[0] and family == "gpt" else 2
             same(curve(build(mesh, family, layout, **SMALL), family, layout, steps), expected)
 
 

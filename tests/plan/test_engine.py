@@ -433,6 +433,7 @@ def plain() -> Case:
     return case_of("gpt", ("fp32", "none", "cpu"), 1, 2, 2, None, "adamw", {})
 
 
+@pytest.mark.slow
 def test_what_a_layout_does_not_split_is_a_note():
     def notes(n: int, optimizer: str = "adamw", experts: int | None = None, **layout) -> list[str]:
         r = recipe("gpt", samples=4, layers=4, d=32, seq=16, vocab=64, **layout)

@@ -141,7 +141,7 @@ def test_a_presets_layout_pastes_back(preset, on):
 @pytest.mark.slow
 def test_presets_layouts_paste_back_on_all_kinds():
     """A plan is a function of the recipe and the hardware: where the words give the very recipe, they give the very plan."""
-    pairs = list(zip(list(PRESETS)[::6], itertools.cycle(GRID)))
+    pairs = list(zip(list(PRESETS)[::12], itertools.cycle(GRID)))
     done = 0
     for preset, on in pairs:
         try:
@@ -155,6 +155,6 @@ def test_presets_layouts_paste_back_on_all_kinds():
 
 @pytest.mark.slow
 def test_every_row_of_a_presets_search_pastes_back():
-    request = Request("t5-base", (), "8xV100-32GB")
+    request = Request("t5-base", (), "4xV100-32GB")
     recipe, _, hardware, *_ = asked(request, [])
-    assert holds(search(recipe, Cluster(hardware.device, 8)), request)
+    assert holds(search(recipe, Cluster(hardware.device, 4)), request)

@@ -152,6 +152,7 @@ def test_the_loss_by_chunks_is_offered_before_all_else():
     assert images.fits and images.layout.loss == "whole"
 
 
+@pytest.mark.slow
 def test_a_smaller_micro_batch_is_offered_before_checkpointing():
     recipe = recipe_of("gpt2-small", samples=256, **{**SMALL, "layout.micro_batch": 256, "layout.loss": "chunked"})
     space = Space(recipe, hardware.cluster("L4"))
@@ -160,6 +161,7 @@ def test_a_smaller_micro_batch_is_offered_before_checkpointing():
     assert c.fits and c.layout.micro_batch < 256 and c.layout.checkpointing == "none"
 
 
+@pytest.mark.slow
 def test_time_falls_with_devices():
     recipe = recipe_of("gpt2-small", samples=512, **SMALL)
     seconds = [best_of(recipe, Cluster(hardware.find("H100"), n)).seconds for n in (1, 2, 8)]

@@ -44,6 +44,7 @@ def test_a_new_run_from_a_run_folder_says_that_it_is_no_resume(capsys):
     assert f"note: a new run of the recipe in {first} begins; --resume continues that run\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_newest_run_has_two_names(capsys):
     made = []
     for _ in range(2):

@@ -56,6 +56,7 @@ def test_kill_9_at_any_instant(undisturbed, tmp_path):
     assert losses(run) == losses(undisturbed)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(undisturbed, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "gradus", "train", "copy-task", *TINY, f"log.dir={run}", "train.checkpoint_every=null"]
