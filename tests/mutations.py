@@ -145,7 +145,7 @@ LIST = (
     M("plan/pass_tracing.py", "layer.k.numel() + layer.v.numel()", "layer.k.numel()", "plan/test_serving.py::test_a_cache_has_keys_and_values_of_the_key_heads_alone"),
     M("plan/budget.py", "joules = device_hours * HOUR * watts * pue", "joules = device_hours * HOUR * watts",
       "plan/test_budget.py::test_published_energy_and_carbon_are_their_own_book_keeping"),
-    M("proof/run_energy.py", "-(-world.size // world.local_size) if trainer.device.type", "world.size if trainer.device.type",
+    M("proof/memory_budget.py", "-(-processes // local_processes) if kind", "processes if kind",
       "proof/test_run_energy.py::test_a_host_has_one_set_of_processors_and_each_process_a_gpu"),
     M("proof/ladder_search.py", "faster, slower = trial.low > 1 and trial.ratio >= 1 + MARGIN,", "faster, slower = trial.ratio >= 1 + MARGIN,",
       "proof/test_ladder_search.py::test_what_pays"),

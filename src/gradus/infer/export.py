@@ -104,7 +104,7 @@ def merged_line(source: ModelSource, adapted: nn.Module, plain: nn.Module, preci
         pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (adapted(**inputs), plain(**inputs))))
         for one, other in pairs:
             worst, largest = max(worst, float((one - other).abs().max())), max(largest, float(one.abs().max()))
-    base = models.config_of(source.path).adapter.base
+    base = adapted.config.adapter.base
     into = f" into the base as rounded to {base}" * bool(base)
     return (
         f"merged in fp32{into}, written in {precision}: largest difference of outputs {worst:.1e} where they reach "

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from gradus import models, pictures, text
+from gradus import models, pictures
 from gradus.errors import some
 from gradus.models.family import Family, Stack
 from gradus.pictures import COLOURS, GAP, Picture
 from gradus.recipe.schema import ModelConfig
+from gradus.text import parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,7 @@ def draw(config: ModelConfig, name: str) -> Picture:
     shares = {part: float(count) for part, count in counts.items() if count}
     rows.append(_by_component(shares, max(rows[0].width, 460)))
     lines = [f"{g.title}{_times(g)} {g.parameters:,}" for of in stacks for g in of]
-    head = f"{name}: {text.parameters(total, models.trainable(config))}, family {config.family}"
+    head = f"{name}: {parameters(total, models.trainable(config))}, family {config.family}"
     return pictures.beside(rows, head, f"From the input down to the head: {'; '.join(lines)}.", columns=1)
 
 

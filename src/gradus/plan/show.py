@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradus import models
@@ -192,7 +192,7 @@ def _how_much(answer: Answer) -> list[str]:
     return [f"how much  {'; '.join(totals)}"] if totals else []
 
 
-def energy_and_co2(rows: Iterable[Row], source: str = "") -> list[str]:
+def energy_and_co2(rows: Sequence[Row], source: str = "") -> list[str]:
     """Energy and CO2, each with what it was computed from; [] without rows. source: of the watts, where it is not the
     plan."""
     names = ("energy_device", "energy_node", "energy", "co2")

@@ -58,6 +58,11 @@ def budget_of(session: Session, local_processes: int | None = None) -> MemoryBud
     return MemoryBudget(available, world.size, local, kind, device, machine.resident(), session.task)
 
 
+def powered(processes: int, local_processes: int, kind: str) -> int:
+    """How many devices' watts count: GPUs, one a process; or hosts, each with its CPUs."""
+    return -(-processes // local_processes) if kind == "cpu" else processes
+
+
 def device_of(device: torch.device, threads: int) -> Device | None:
     """This device as the hardware file has it; the CPU where it was calibrated with as many threads, coarsely if not
     otherwise. None: not known, so no time is predicted."""

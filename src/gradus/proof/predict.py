@@ -17,12 +17,13 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
+from gradus.plan.budget import power_of
 from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.proof.memory_budget import MemoryBudget, budget_of, suggested_fix
+from gradus.proof.memory_budget import MemoryBudget, budget_of, powered, suggested_fix
 from gradus.recipe.axes import data_parallel_size
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -194,10 +195,11 @@ def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Ro
     if device is not None:
         time = step_time(work, Cluster(device, n))
         yield row("time/step", time.total, "s", "sum of the parts", time.parts)
-        if power := case.recipe.energy.watts or device.power:
-            devices = n if case.budget.target == "cuda" else -(-n // case.budget.local_processes)  # or hosts
-            inputs = {"power": power, "devices": devices, "time": time.total}
-            yield row("energy/step", power * devices * time.total, "J", "power × devices × time", inputs)
+        if drawn := power_of(device, case.recipe.energy):
+            *_, watts = drawn.watts  # the limit, where none are stated
+            devices = powered(n, case.budget.local_processes, case.budget.target)
+            inputs = {"power": watts, "devices": devices, "time": time.total}
+            yield row("energy/step", watts * devices * time.total, "J", "power × devices × time", inputs)
 
 
 def refusal_of(case: Case, needed: int, fix: str = SMALLER) -> str:

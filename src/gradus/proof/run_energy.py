@@ -8,7 +8,7 @@ import torch
 
 from gradus.plan.budget import CASES, HOUR, Power, energy, power, power_of
 from gradus.plan.show import energy_and_co2
-from gradus.proof.memory_budget import device_of
+from gradus.proof.memory_budget import device_of, powered
 from gradus.train.loop import Trainer
 
 LABEL = "energy"
@@ -24,7 +24,7 @@ def add_energy(trainer: Trainer, summary: dict[str, Any], metered: dict[str, Any
     idles, of one that computes all the time, and the limit, each with its node as in a plan.
     """
     world, keys = trainer.parallel.mesh.world, trainer.recipe.energy
-    devices = -(-world.size // world.local_size) if trainer.device.type == "cpu" else world.size
+    devices = powered(world.size, world.local_size, trainer.device.type)
     hours = sum(trainer.clock.seconds.values()) * devices / HOUR
     device = device_of(trainer.device, torch.get_num_threads())
     drawn = power_of(device, keys)
