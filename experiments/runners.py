@@ -106,7 +106,7 @@ def planned(config: ModelConfig, new: int, cached: bool, precision: str) -> dict
 
 
 def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: batch, length, engine, precision; or instead of these two quantized: dynamic, static, qat or int4.
+    """options: batch, length, engine, precision; or instead of these two quantized: dynamic, static, qat or int4; accuracy (true, or false).
 
     Of the run that model.init names, with the metrics of its whole valid split by the code of `gradus evaluate`; qat: of the run beside it whose
     name ends in -qat. Without model.init of the recipe's shape."""
@@ -126,12 +126,12 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
         bench_finish(timed, window)
         if how:
             timed.values["size/weights"] = [(at / quantized.WEIGHTS).stat().st_size, "bytes"]
-        if run and window.round == 1 and how:
+        if run and window.round == 1 and how and options.get("accuracy", True):
             table = json.loads((at / quantized.FILE).read_text())["table"]
             timed.values |= {name: [after, ""] for name, (_, after) in ((n, p) for n, p in table.items() if n.startswith("valid/"))}
             timed.values["points_lost"] = [table["difference"][0], ""]
             timed.facts["paired"] = table["difference"]
-        elif run and window.round == 1:
+        elif run and window.round == 1 and options.get("accuracy", True):
             found = predict.evaluate(run, [*words, "layout.precision=fp32"], "valid", engine=name, precision=precision)
             timed.values |= {name: [float(value), ""] for name, value in found.items()}
 

@@ -783,7 +783,6 @@ collectives --sizes 900GiB
 collectives --sizes ''
 show gpt.yaml --processes 0
 export run-gpt --to out --shard-gb nan
-export run-gpt --to out --as torchscript
 export run-gpt --to out --opset 18
 export run-bert --to out --as onnx --opset 99
 export run-bert --to out --as onnx --precision int8
@@ -792,7 +791,6 @@ export run-bert --to .
 export run-bert --to /
 export run-bert --to text.txt
 export run-bert --to /proc/x
-generate run-gpt line --engine torchscript
 generate run-gpt line --engine ../x
 generate run-gpt line --engine ''
 generate run-gpt line --engine tensorrt

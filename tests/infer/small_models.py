@@ -48,9 +48,9 @@ def needs_onnx():
 
 
 def flip(file: Path) -> None:
-    """The signs of some weights."""
+    """The signs of some weights: in all formats they begin at multiples of 4 bytes."""
     content = bytearray(file.read_bytes())
-    at = len(content) // 2
+    at = len(content) // 8 * 4 + 3
     content[at : at + 400 : 4] = bytes(b ^ 0x80 for b in content[at : at + 400 : 4])
     file.write_bytes(content)
 

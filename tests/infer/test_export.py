@@ -24,7 +24,6 @@ from small_models import SIX, SMALL, needs_onnx, predicted, saved
 
 
 @pytest.mark.parametrize(("family", "words", "told"), [
-    ("gpt", ["--as", "torchscript"], "--as torchscript: for encoders"),
     ("gpt", ["--as", "pt2", "--opset", "18"], "--opset=18: it is ONNX's, and --as pt2 has none"),
     ("gpt", ["--opset", "18"], "--opset=18: it is ONNX's"),
     ("gpt", ["--as", "onnx", "--opset", "13"], "--opset=13: the exporter writes no operators older than 18's"),

@@ -86,6 +86,17 @@ def test_an_onnx_decoder_without_gradus_and_torch(tmp_path):
     assert json.loads(done.stdout) == complete(model, [[3, 1, 4]], max_new=8)[0]
 
 
+@pytest.mark.parametrize("family", ["gpt", "t5", *(pytest.param(name, marks=slow) for name in ("llama", "seq2seq"))])
+def test_torchscript_of_a_decoder(family, tmp_path):
+    """A trace at a past of 4 serves every other, and generates the tokens that PyTorch generates."""
+    model, out, about = exported(family, tmp_path, "--as", "torchscript")
+    assert all(row["max_abs_delta"] <= 1e-4 for row in about["check"]) and {row["past"] for row in about["check"]} == {0, 1, 9}
+    sources = {"sources": PROMPTS} if "encoder" in about["graphs"] else {}
+    prompts = [[0], [0]] if sources else PROMPTS
+    engine = engines.open(find(str(out)), "torchscript")
+    assert complete(engine, prompts, max_new=20, **sources) == complete(model, prompts, max_new=20, **sources)
+
+
 def test_torchscript(tmp_path):
     model, out, about = exported("vit", tmp_path, "--as", "torchscript")
     assert all(row["max_abs_delta"] <= 1e-4 for row in about["check"])

@@ -28,3 +28,15 @@ def test_rows_are_in_the_order_of_the_configurations():
     store = of_samples({"a": [study_store.Sample(1, values={"loss": (1.0, "")})], "b": []})
     said = Row("loss", 2.0, "", None, {"configuration": "b", "kind": "source"})
     assert [row.conditions["configuration"] for row in study_rows.rows_of(made, store, [said], {})] == ["a", "b"]
+
+
+def test_an_efficiency_is_the_speed_up_of_each_process():
+    """By the article's figures on 1, 2 and 8 GPUs, as the article prints them; where there are as many processes there is none."""
+    named = {"1": 1, "2": 2, "8": 8, "again": 1}
+    made = study.Study("x", [study.Configuration(name, None, processes=n) for name, n in named.items()])
+    speeds = {"1": 128, "2": 243, "8": 876, "again": 100}
+    said = [Row("samples_per_s", value, "samples/s", None, {"configuration": name, "kind": "source"}) for name, value in speeds.items()]
+    samples = {name: [study_store.Sample(i, values={"samples_per_s": (value * i, "samples/s")}) for i in (1, 2, 3)] for name, value in speeds.items()}
+    rows = [row for row in study_rows.rows_of(made, of_samples(samples), said, {}) if row.name == study_rows.EFFICIENCY]
+    for kind in ("source", "measured"):
+        assert {r.conditions["configuration"]: round(r.value, 3) for r in rows if r.conditions["kind"] == kind} == {"2": 0.949, "8": 0.855}

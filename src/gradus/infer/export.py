@@ -50,8 +50,6 @@ def export(
         yield from in_hugging_face_layout(source, to, shard_gb, precision, merge, adapted)
         return
     engine, precision = engines.kind(kind), precision or "fp32"
-    if source.family.attention not in engine.PRECISIONS["fp32"]:
-        raise UserError(f"--as {kind}: for encoders, and {name} is not one. Use --as onnx.")
     yield from exported.write(source, engine, to, precision, **({"opset": opset} if opset else {}))
 
 

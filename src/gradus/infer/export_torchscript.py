@@ -1,4 +1,4 @@
-"""TorchScript, by trace, for encoders: PyTorch has stopped working on it and points to torch.export (pt2)."""
+"""TorchScript, by trace: PyTorch has stopped working on it and points to torch.export (pt2)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gradus.infer.graphs import Graph
 
 
 class TorchScript(GraphEngine):
-    """A trace of an encoder; what a decoder keeps has sizes that a trace would fix."""
+    """Traces of a model's graphs: their sizes come from the inputs' shapes, which a trace keeps as operations."""
 
     name = "torchscript"
-    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("both",))
+    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
 
     @classmethod
     def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:

@@ -19,20 +19,20 @@ from gradus.text import table as columns
 LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99",
     "latency/first_token": "first token", "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s", "ratio": "×", "speed_up": "speed-up", "efficiency": "efficiency",
-    "time/step": "step", "time/load": "load", "time/first_call": "first call", "time/run": "run",
-    "time/epoch": "h/epoch", "cost/epoch": "USD/epoch", "memory/allocated": "tensors", "ratio/memory": "of tensors",
-    "memory/device": "device", "memory/process": "process", "memory/cache": "cache", "size/weights": "weights",
-    "roof": "of the roofline", "energy/sample": "J/sample", "ratio/process": "of process", "traffic/sent": "sent",
-    "data_wait": "waits for data", "tokens_per_s": "tokens/s", "energy/run": "Wh", "co2/run": "kg CO2",
-    "loss/first": "first loss", "loss": "loss", "lr/first": "first learning rate", "lr": "last learning rate",
-    "deviation/loss": "loss deviation", "deviation/grad_norm": "gradient norm deviation", "train/loss": "training loss",
-    "same_tokens": "same tokens", "points_lost": "points lost",
+    "samples_per_s": "samples/s", "ratio": "×", "ratio/efficiency": "efficiency", "speed_up": "speed-up",
+    "efficiency": "efficiency", "time/step": "step", "time/load": "load", "time/first_call": "first call",
+    "time/run": "run", "time/epoch": "h/epoch", "cost/epoch": "USD/epoch", "memory/allocated": "tensors",
+    "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache",
+    "size/weights": "weights", "roof": "of the roofline", "energy/sample": "J/sample", "ratio/process": "of process",
+    "traffic/sent": "sent", "data_wait": "waits for data", "tokens_per_s": "tokens/s", "energy/run": "Wh",
+    "co2/run": "kg CO2", "loss/first": "first loss", "loss": "loss", "lr/first": "first learning rate",
+    "lr": "last learning rate", "deviation/loss": "loss deviation", "deviation/grad_norm": "gradient norm deviation",
+    "train/loss": "training loss", "same_tokens": "same tokens", "points_lost": "points lost",
 }  # fmt: skip
 HIDDEN = (
     "time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest",
     "memory/reserved", "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest",
-    "tokens_per_s", "co2/run", "loss/first", "lr/first", "lr",
+    "tokens_per_s", "co2/run", "loss/first", "lr/first", "lr", "ratio/efficiency",
 )  # fmt: skip
 # kinds of rows
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}

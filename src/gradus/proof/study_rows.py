@@ -18,6 +18,7 @@ RATIOS = {  # row → against its base
     "memory/allocated": "ratio/memory",
     "memory/process": "ratio/process",
 }
+EFFICIENCY = "ratio/efficiency"
 
 
 def rows_of(study: Study, store: StudyStore, plan: Sequence[Row], refused: dict[str, str]) -> list[Row]:
@@ -52,8 +53,16 @@ def planned_ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
         base = study.base_of(c)
         for kind, (name, ratio) in itertools.product(kinds, RATIOS.items()):
             own, other = known.get((c.name, name, kind)), known.get((base.name, name, kind))
-            if own and other and base is not c and (c.name, ratio, kind) not in known:
-                yield Row(ratio, own.value / other.value, "", None, {**own.conditions, "against": base.name})
+            if own and other and base is not c:
+                common, share = {**own.conditions, "against": base.name}, share_of(ratio, c, base)
+                found = {ratio: own.value / other.value}
+                found |= {EFFICIENCY: found[ratio] * share} if share else {}
+                yield from (Row(n, v, "", None, common) for n, v in found.items() if (c.name, n, kind) not in known)
+
+
+def share_of(ratio: str, c: Configuration, base: Configuration) -> float | None:
+    """What turns a ratio of speeds into an efficiency; None for another ratio, and for as many processes."""
+    return base.processes / c.processes if ratio == "ratio" and c.processes != base.processes else None
 
 
 def conditions_of(study: Study, store: StudyStore, c: Configuration) -> dict[str, Any]:
@@ -93,6 +102,8 @@ def comparison_rows(study: Study, store: StudyStore, c: Configuration, samples: 
         ratios = [value / of_base for value, of_base in both if of_base]
         if ratios:
             yield summary(ratio, ratios, "", common)
+            if share := share_of(ratio, c, base):
+                yield summary(EFFICIENCY, [value * share for value in ratios], "", common)
     sample, of_base = pairs[0]
     for name, series in sample.series.items():
         if series and len(series) == len(of_base.series.get(name, ())):
