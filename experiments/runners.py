@@ -50,14 +50,24 @@ def shape(config: ModelConfig) -> Path:
     return to
 
 
+def given(recipe: Recipe) -> list[str]:
+    """What a run is evaluated with: the data, and these threads, not those that it was trained with."""
+    words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
+    return words + ([f"layout.threads={recipe.layout.threads}"] if recipe.layout.threads else [])
+
+
 # ------------------------------------------------------------ with the cache and without
 
 
 def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision. A sample is a token."""
+    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision; run: a run's model, with the metrics of its test split,
+    instead of random weights, and quantized: how (its precision is then that of the folder). A sample is a token."""
     new, cached, precision = options["new"], options.get("cache", True), options.get("precision", "fp32")
-    at = shape(recipe.model)
-    engine, seen, texts = engines.open(find(str(at)), options.get("engine", "torch"), precision), [0], [[]]
+    run, how, name = options.get("run"), options.get("quantized"), options.get("engine", "torch")
+    plain = models.locate(run) if run else shape(recipe.model)
+    at = made(run, given(recipe), plain, how) if how else plain
+    precision = find(str(at)).export_info["precision"] if how else precision
+    engine, seen, texts = engines.open(find(str(at)), name, precision), [0], [[]]
 
     def write(n: int) -> list[int]:
         return [int(token) for token in itertools.islice(generate(engine, [[1]], max_new=new, cache=cached), n)]
@@ -67,10 +77,14 @@ def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
         seen[0] += new
 
     def finish(timed: Timed, window: Window) -> None:
-        equal = statistics.mean(a == b for a, b in zip(texts[0], greedy(at, new), strict=True))
-        timed.values |= {"time/first_call": [first, "s"], "same_tokens": [equal, ""]}
-        timed.planned |= planned(engine.config, new, cached, precision)
-        if cached:
+        equal = statistics.mean(a == b for a, b in zip(texts[0], greedy(plain, new), strict=True))
+        stored = (at / quantized.WEIGHTS).stat().st_size if how else engine.weight_bytes()
+        timed.values |= {"time/first_call": [first, "s"], "same_tokens": [equal, ""], "size/weights": [stored, "bytes"]}
+        timed.planned |= planned(engine.config, new, cached, precision) if precision in BYTES else {}
+        if run and window.round == 1:
+            found = predict.evaluate(run, [*given(recipe), "layout.precision=fp32"], "test", str(at), engine=name, precision=precision)
+            timed.values |= {metric: [float(value), ""] for metric, value in found.items()}
+        if cached and hasattr(engine, "cache") and precision in BYTES:
             held = sum(part.nbytes for layer in engine.cache.layers for part in (layer.k, layer.v))
             timed.values["memory/cache"] = [held, "bytes"]
             timed.planned["memory/cache"] = [usage_of(engine.config, 1, new).own * BYTES[precision], "bytes"]
@@ -84,7 +98,7 @@ def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
 
 def greedy(at: Path, new: int) -> list[int]:
     """The tokens of PyTorch in fp32 with the cache, computed once."""
-    file = at / f"greedy-{new}.json"
+    file = kept("greedy", engines.cache_key(find(str(at))), new)
     if not file.is_file():
         files.write_json(file, [int(token) for token in generate(models.load(at).eval(), [[1]], max_new=new)])
     return json.loads(file.read_text())
@@ -113,8 +127,7 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     run, how, name, precision = recipe.model.init, options.get("quantized"), options.get("engine", "torch"), options.get("precision", "fp32")
     engines.installed(engines.kind(name))
     run = f"{run}-qat" if run and how == "qat" else run
-    words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
-    words += [f"layout.threads={recipe.layout.threads}"] if recipe.layout.threads else []  # not those that the run was trained with
+    words = given(recipe)
     at = models.locate(run) if run else shape(recipe.model)
     if how:
         at = made(run, words, at, how)

@@ -122,11 +122,11 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"layouts\.yaml", f"layouts.yaml --only offload {TINY['shakespeare-char-gpt']}"),
     (r"road\.yaml", f"road.yaml --only MPI {TINY['cifar10-vit-small']} evaluate.every=2"),
     (r"local_updates\.yaml", f"local_updates.yaml --only DDP {TINY['shakespeare-char-gpt']}"),
-    (r"ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "last rung in fp32" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
+    (r"ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "first rung" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
     (r"decode\.yaml", 'decode.yaml --rounds 1 --steps 1 --only "llama-15m · 1 thread · gradus torch"'),
     (r"exports\.py", "exports.py torchscript"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
-    (r"gpu\.py", "gpu.py --device cpu --tiny --steps 2 --out rows.jsonl"),
+    (r"gpu\.py", "gpu.py --device cpu --tiny --models gpt2 vit-l16 --steps 2 --out rows.jsonl"),
     (r"--kills 200", "--kills 1"),
     (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
 ]

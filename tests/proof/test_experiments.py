@@ -184,6 +184,25 @@ def test_an_engine_that_is_not_here_is_told(own_cache, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_text_of_a_trained_run(own_cache, tmp_path, monkeypatch):
+    """With its metrics in every engine, and quantized."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wikitext-2").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "wikitext-2" / f"{split}.txt").write_text("one two three four\n" * 60)
+    small = [*SMALL, "model.vocab_size=null", "model.seq_len=16", "tokenizer.kind=byte", "train.epochs=null", "train.steps=2", "schedule.warmup_steps=1", "layout.device=cpu"]
+    assert main(["train", "wikitext2-gpt", *small, "data.path=wikitext-2", "batch.samples=2", "log.dir=runs/gpt"]) == 0
+    words = ["model.preset=null", *small, "data.path=wikitext-2"]
+    of = {how: one_step("kv-cache.yaml", "100 tokens with cache", words, new=9, run="runs/gpt", **options).values
+          for how, options in {"torch": {}, "torchscript": {"engine": "torchscript"}, "int8": {"quantized": "int8"}}.items()}  # fmt: skip
+    assert of["torch"]["same_tokens"] == of["torchscript"]["same_tokens"] == [1.0, ""]
+    perplexity = {how: values["test/perplexity"][0] for how, values in of.items()}
+    assert perplexity["torchscript"] == pytest.approx(perplexity["torch"], rel=1e-5)
+    assert perplexity["int8"] == pytest.approx(perplexity["torch"], rel=0.05) and perplexity["int8"] != perplexity["torch"]
+    assert of["int8"]["size/weights"][0] < of["torch"]["size/weights"][0] and "memory/cache" not in of["torchscript"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
 def test_a_trained_run_with_its_accuracy(own_cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
