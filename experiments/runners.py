@@ -56,6 +56,12 @@ def given(recipe: Recipe) -> list[str]:
     return words + ([f"layout.threads={recipe.layout.threads}"] if recipe.layout.threads else [])
 
 
+def metrics(run: str, recipe: Recipe, split: str, *checkpoint: str, **how: str) -> dict[str, list[Any]]:
+    """A run's metrics over a whole split, by the code of `gradus evaluate`; how: engine and precision."""
+    found = predict.evaluate(run, [*given(recipe), "layout.precision=fp32"], split, *checkpoint, **how)
+    return {name: [float(value), ""] for name, value in found.items()}
+
+
 # ------------------------------------------------------------ with the cache and without
 
 
@@ -66,8 +72,9 @@ def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
     run, how, name = options.get("run"), options.get("quantized"), options.get("engine", "torch")
     plain = models.locate(run) if run else shape(recipe.model)
     at = made(run, given(recipe), plain, how) if how else plain
-    precision = find(str(at)).export_info["precision"] if how else precision
-    engine, seen, texts = engines.open(find(str(at)), name, precision), [0], [[]]
+    source = find(str(at))
+    precision = source.export_info["precision"] if how else precision
+    engine, seen, texts = engines.open(source, name, precision), [0], [[]]
 
     def write(n: int) -> list[int]:
         return [int(token) for token in itertools.islice(generate(engine, [[1]], max_new=new, cache=cached), n)]
@@ -78,12 +85,10 @@ def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
 
     def finish(timed: Timed, window: Window) -> None:
         equal = statistics.mean(a == b for a, b in zip(texts[0], greedy(plain, new), strict=True))
-        stored = (at / quantized.WEIGHTS).stat().st_size if how else engine.weight_bytes()
-        timed.values |= {"time/first_call": [first, "s"], "same_tokens": [equal, ""], "size/weights": [stored, "bytes"]}
-        timed.planned |= planned(engine.config, new, cached, precision) if precision in BYTES else {}
+        timed.values |= {"time/first_call": [first, "s"], "same_tokens": [equal, ""], "size/weights": [engine.weight_bytes(), "bytes"]}
+        timed.planned |= planned(engine.config, new, cached, precision)
         if run and window.round == 1:
-            found = predict.evaluate(run, [*given(recipe), "layout.precision=fp32"], "test", str(at), engine=name, precision=precision)
-            timed.values |= {metric: [float(value), ""] for metric, value in found.items()}
+            timed.values |= metrics(run, recipe, "test", str(at), engine=name, precision=precision)
         if cached and hasattr(engine, "cache") and precision in BYTES:
             held = sum(part.nbytes for layer in engine.cache.layers for part in (layer.k, layer.v))
             timed.values["memory/cache"] = [held, "bytes"]
@@ -127,26 +132,24 @@ def forward(recipe: Recipe, options: dict[str, Any]) -> Subject:
     run, how, name, precision = recipe.model.init, options.get("quantized"), options.get("engine", "torch"), options.get("precision", "fp32")
     engines.installed(engines.kind(name))
     run = f"{run}-qat" if run and how == "qat" else run
-    words = given(recipe)
     at = models.locate(run) if run else shape(recipe.model)
     if how:
-        at = made(run, words, at, how)
+        at = made(run, given(recipe), at, how)
         precision = find(str(at)).export_info["precision"]
     cell = {"model": str(at), "engine": name, "precision": precision, "new": None, "check": not how and options["batch"] == 1, "accuracy": 0, "asked": False, **options}
     subject = engine_subject(None, {**cell, "precision": precision})
 
     def finish(timed: Timed, window: Window) -> None:
         bench_finish(timed, window)
+        if not (run and window.round == 1 and options.get("accuracy", True)):
+            return
         if how:
-            timed.values["size/weights"] = [(at / quantized.WEIGHTS).stat().st_size, "bytes"]
-        if run and window.round == 1 and how and options.get("accuracy", True):
             table = json.loads((at / quantized.FILE).read_text())["table"]
             timed.values |= {name: [after, ""] for name, (_, after) in ((n, p) for n, p in table.items() if n.startswith("valid/"))}
             timed.values["points_lost"] = [table["difference"][0], ""]
             timed.facts["paired"] = table["difference"]
-        elif run and window.round == 1 and options.get("accuracy", True):
-            found = predict.evaluate(run, [*words, "layout.precision=fp32"], "valid", engine=name, precision=precision)
-            timed.values |= {name: [float(value), ""] for name, value in found.items()}
+        else:
+            timed.values |= metrics(run, recipe, "valid", engine=name, precision=precision)
 
     bench_finish, subject.finish = subject.finish, finish
     return subject

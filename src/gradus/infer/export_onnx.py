@@ -25,7 +25,7 @@ class Onnx(GraphEngine):
     products of integers, the inputs' ranges those of the batch."""
 
     name = "onnx"
-    PRECISIONS = GraphEngine.PRECISIONS | {"int8": ("both",)}
+    PRECISIONS = dict.fromkeys(("fp32", "fp16"), ("causal", "both", "cross")) | {"int8": ("both",)}
     packages = ("onnxruntime", "onnx", "onnxscript")
 
     @classmethod

@@ -22,7 +22,6 @@ class Pt2(GraphEngine):
     CPU, whose instructions it may need."""
 
     name = "pt2"
-    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
 
     @property
     def device(self) -> torch.device:

@@ -38,7 +38,6 @@ class TensorRT(GraphEngine):
 
     name = "tensorrt"
     packages = ("tensorrt",)
-    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
     stand_in = OnnxOfPlan
 
     @property

@@ -19,7 +19,6 @@ class TorchScript(GraphEngine):
     """Traces of a model's graphs: their sizes come from the inputs' shapes, which a trace keeps as operations."""
 
     name = "torchscript"
-    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
 
     @classmethod
     def write(cls, graph: Graph, folder: Path, **options: Any) -> dict[str, Any]:

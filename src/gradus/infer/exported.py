@@ -33,7 +33,7 @@ class GraphEngine(Engine):
     A model that is no such folder is exported first, once, into $GRADUS_CACHE.
     """
 
-    PRECISIONS = dict.fromkeys(("fp32", "fp16"), ("causal", "both", "cross"))
+    PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
     stand_in: type[GraphEngine] | None = None  # checks what is written where the engine itself cannot run
 
     def __init__(self, source: ModelSource, precision: str = "fp32", folder: Path | None = None):

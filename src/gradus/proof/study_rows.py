@@ -54,15 +54,18 @@ def planned_ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
         for kind, (name, ratio) in itertools.product(kinds, RATIOS.items()):
             own, other = known.get((c.name, name, kind)), known.get((base.name, name, kind))
             if own and other and base is not c:
-                common, share = {**own.conditions, "against": base.name}, share_of(ratio, c, base)
-                found = {ratio: own.value / other.value}
-                found |= {EFFICIENCY: found[ratio] * share} if share else {}
-                yield from (Row(n, v, "", None, common) for n, v in found.items() if (c.name, n, kind) not in known)
+                common = {**own.conditions, "against": base.name}
+                named = with_efficiency(ratio, [own.value / other.value], c, base)
+                yield from (Row(n, v, "", None, common) for n, (v,) in named if (c.name, n, kind) not in known)
 
 
-def share_of(ratio: str, c: Configuration, base: Configuration) -> float | None:
-    """What turns a ratio of speeds into an efficiency; None for another ratio, and for as many processes."""
-    return base.processes / c.processes if ratio == "ratio" and c.processes != base.processes else None
+def with_efficiency(
+    ratio: str, values: list[float], c: Configuration, base: Configuration
+) -> Iterator[tuple[str, list[float]]]:
+    """A ratio's values by its name; and those of speeds, against another number of processes, for each process."""
+    yield ratio, values
+    if ratio == "ratio" and c.processes != base.processes:
+        yield EFFICIENCY, [value * base.processes / c.processes for value in values]
 
 
 def conditions_of(study: Study, store: StudyStore, c: Configuration) -> dict[str, Any]:
@@ -101,9 +104,7 @@ def comparison_rows(study: Study, store: StudyStore, c: Configuration, samples: 
         both = [(s.values[name][0], b.values.get(name, (0,))[0]) for s, b in pairs if name in s.values]
         ratios = [value / of_base for value, of_base in both if of_base]
         if ratios:
-            yield summary(ratio, ratios, "", common)
-            if share := share_of(ratio, c, base):
-                yield summary(EFFICIENCY, [value * share for value in ratios], "", common)
+            yield from (summary(n, values, "", common) for n, values in with_efficiency(ratio, ratios, c, base))
     sample, of_base = pairs[0]
     for name, series in sample.series.items():
         if series and len(series) == len(of_base.series.get(name, ())):
