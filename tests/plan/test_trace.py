@@ -70,6 +70,29 @@ def storages(tensors) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def without_buffers_of_products(timeline: Timeline) -> list[tuple[int, int]]:
+    """Its changes but what a matrix product takes and lets go of before it ends: oneDNN's buffers in bf16, as the processor has units for it or
+    not."""
+    events = timeline.profile.profiler.kineto_results.events()
+    products = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"))
+    changes, kept = iter([*timeline.changes, (float("inf"), 0)]), []
+    at, change = next(changes)
+    for start, end in [*products, (float("inf"), float("inf"))]:
+        while at < start:
+            kept.append((at, change))
+            at, change = next(changes)
+        own: list[tuple[int, int]] = []
+        while at < end:
+            taken = [a for a in own if a[1] == -change]
+            if change < 0 and taken:
+                own.remove(taken[-1])
+            else:
+                own.append((at, change))
+            at, change = next(changes)
+        kept += own
+    return kept
+
+
 def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
     """(weights and optimizer state, peak of the second step) of a real step."""
     torch.set_num_threads(1)
@@ -91,6 +114,7 @@ def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
         time.sleep(0.05 if mesh else 0.0)  # likewise what those threads still have
         with Timeline() as timeline:
             stepper.step(batches, counts)
+        timeline.changes = without_buffers_of_products(timeline)
         peaks.append(max(peak for _, _, peak in timeline.phases()))
     return held, held["weights"] + held["optimizer"] + data + tables + buckets + min(peaks)
 
@@ -99,8 +123,8 @@ def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
 @pytest.mark.parametrize("precision, checkpointing", [("fp32", "none"), ("bf16", "full")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_of_a_real_step(family, precision, checkpointing):
-    """fp32: to a few bytes (the kernels' own scalars). bf16: oneDNN's matrix products take buffers of their own, some per cent of a
-    model as small as this, which are not in the trace."""
+    """fp32: to a few bytes (the kernels' own scalars). bf16: a sum of two precisions also makes one of its operands anew, which is not in
+    the trace."""
     r = making.complete(recipe(family, precision=precision, checkpointing=checkpointing))
     traced = trace_recipe(r)
     held, peak = measured(r)
@@ -109,7 +133,7 @@ def test_peak_of_a_real_step(family, precision, checkpointing):
     if precision == "fp32":
         assert abs(traced.peak - peak) <= 64
     else:
-        assert 0 <= (peak - traced.peak) / peak < 0.06
+        assert 0 <= (peak - traced.peak) / peak < 0.03
 
 
 SLOW = pytest.mark.slow
@@ -124,7 +148,7 @@ def test_logits_by_chunks_take_a_chunk(family, precision, monkeypatch):
         r = making.complete(recipe(family, vocab=vocab, loss=loss, precision=precision))
         traced = trace_recipe(r)
         _, peak = measured(r)
-        assert abs(traced.peak - peak) <= (0.06 * peak if (loss, precision) == ("whole", "bf16") else 64), loss
+        assert abs(traced.peak - peak) <= (0.01 * peak if (loss, precision) == ("whole", "bf16") else 64), loss
         changes = [change * (a.tag == "logits") for a, change in traced.timeline.events]
         most[loss] = max(itertools.accumulate(changes))
     targets = making.micro_batches(r, 1)[0]["counts"]["tokens"]
