@@ -127,12 +127,12 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"exports\.py", "exports.py torchscript"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --models gpt2 vit-l16 --steps 2 --out rows.jsonl"),
-    (r"--kills 200", "--kills 1"),
     (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
 ]
 FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**16, 2**22))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^python benchmarks/search_exhaustive": "tests/plan/test_search.py",
+    r"^python benchmarks/kills": "tests/launch/test_kills.py",
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus demo": "tests/test_demo.py",
     r"^gradus ladder ": "tests/proof/test_ladder.py",

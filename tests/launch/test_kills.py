@@ -14,11 +14,11 @@ import kills as bench
 
 
 @pytest.mark.slow
-def test_two_kills(tmp_path):
-    said: list[str] = []
-    fine = bench.kills(2, 2, folder=tmp_path, seed=1, say=said.append)
-    assert fine == 2, "\n".join(said)
-    assert said[-1].startswith("2 of 2 runs ended with bitwise the weights")
+def test_two_kills(tmp_path, monkeypatch, capsys):
+    """By the command of the pages."""
+    monkeypatch.setattr(sys, "argv", ["kills.py", "--kills", "2", "--processes", "2", "--seed", "1", "--folder", str(tmp_path)])
+    code, said = bench.main(), capsys.readouterr().out
+    assert code == 0 and said.splitlines()[-1].startswith("2 of 2 runs ended with bitwise the weights"), said
 
 
 @pytest.mark.slow
