@@ -67,7 +67,7 @@ def test_no_figure_stands_where_a_source_prints_none():
         return {r["name"] for r in read_rows(ROOT / f"experiments/results/{study}.jsonl") if r["kind"] == "source"}
 
     assert "valid/exact_match" not in said("copy-task-as-coded") and "tokens_per_s" not in said("copy-task-as-coded")
-    assert said("bert-on-imdb") == {"samples_per_s", "train/loss"}
+    assert said("bert-on-imdb") == {"samples_per_s", "steps_per_s", "time/run", "train/loss"}
     assert not said("chunked-attention")
 
 
