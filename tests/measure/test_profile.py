@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from gradus.measure.hints import hints
 from gradus.measure.profile import memory_picture, profile
 from gradus.report.profiled import page
 from gradus.rows import read_rows
+from gradus.train import machine
 from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
@@ -43,6 +47,37 @@ def test_files(profiled):
     assert any("gradus/models/seq2seq.py" in e["name"] for e in events), "stacks are recorded"
     heads = [line.split()[0] for line in lines if line.startswith("  ") and "share" in line]
     assert heads == ["phase", "category", "operation", "place"] and any(line.startswith("what to try next") for line in lines)
+
+
+PEAK = """
+import resource, sys, tempfile
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from profile_parts import tiny
+from gradus.measure import profile
+from gradus.train import machine
+from gradus.train.session import open_session
+machine.tune_memory()
+if sys.argv[2] == "kept":
+    profile.release_freed_memory = lambda: None
+size = {"model.d_model": 128, "model.n_layers": 4, "model.d_ff": 1024, "batch.samples": 512, "data.n_train": 4096, "layout.threads": 1}
+trainer, steps, _, _ = profile.memory_picture(open_session(tiny(**size)), Path(tempfile.mkdtemp()))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+profile.record(trainer, steps, Path(tempfile.mkdtemp()), 1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not machine.has_glibc(), reason="another allocator")
+def test_a_recorded_step_takes_the_memory_of_the_one_before():
+    """Against the same process that does not give back what was freed between the pieces that the profiler keeps."""
+
+    def growth(how: str) -> int:
+        command = [sys.executable, "-c", PEAK, str(Path(__file__).parent), how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert growth("given back") < 0.6 * growth("kept")
 
 
 def test_times_sum_to_the_recorded_step(profiled):

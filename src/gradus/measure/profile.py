@@ -33,6 +33,7 @@ from gradus.recipe.schema import Recipe
 from gradus.rows import Row, as_lines
 from gradus.text import table as columns
 from gradus.train.loop import Trainer
+from gradus.train.machine import release_freed_memory
 from gradus.train.session import Session, open_session
 
 WAIT, WARM_UP, ACTIVE, TOP, POINTS = 1, 1, 3, 10, 100
@@ -271,6 +272,7 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
             if number < WAIT:  # later ones follow the writing of a trace, and pay for it
                 recorded.seconds.append(_now(cuda) - began)
             profiler.step()
+            release_freed_memory()  # what was recorded lies between its pieces: the next step does not fit into them
     return recorded
 
 
