@@ -7,13 +7,14 @@ in_jax: a step of a ViT's training by JAX.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
 import os
 import runpy
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch
 
 from gradus import files, hardware, models
 from gradus.errors import UserError, need
-from gradus.infer import engines, find, predict, quantize, quantized, sidecar
+from gradus.infer import engines, find, predict, quantized, sidecar
 from gradus.measure.profile import endless
 from gradus.models.decoding import generate
 from gradus.plan.serving import BYTES, serving, usage_of
@@ -51,9 +52,9 @@ def shape(config: ModelConfig) -> Path:
 
 
 def given(recipe: Recipe) -> list[str]:
-    """What a run is evaluated with: the data, and these threads, not those that it was trained with."""
-    words = [f"data.path={recipe.data.path}"] if recipe.data.path else []
-    return words + ([f"layout.threads={recipe.layout.threads}"] if recipe.layout.threads else [])
+    """What a run is evaluated with: the data, as many of them, and these threads, not those that it was trained with."""
+    settings = {"data.path": recipe.data.path, "data.limit_valid": recipe.data.limit_valid, "layout.threads": recipe.layout.threads}
+    return [f"{key}={value}" for key, value in settings.items() if value]
 
 
 def metrics(run: str, recipe: Recipe, split: str, *checkpoint: str, **how: str) -> dict[str, list[Any]]:
@@ -66,7 +67,7 @@ def metrics(run: str, recipe: Recipe, split: str, *checkpoint: str, **how: str) 
 
 
 def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision; run: a run's model, with the metrics of its test split,
+    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision; run: a run's model, with the metrics of a split (test),
     instead of random weights, and quantized: how (its precision is then that of the folder). A sample is a token."""
     new, cached, precision = options["new"], options.get("cache", True), options.get("precision", "fp32")
     run, how, name = options.get("run"), options.get("quantized"), options.get("engine", "torch")
@@ -88,7 +89,7 @@ def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
         timed.values |= {"time/first_call": [first, "s"], "same_tokens": [equal, ""], "size/weights": [engine.weight_bytes(), "bytes"]}
         timed.planned |= planned(engine.config, new, cached, precision)
         if run and window.round == 1:
-            timed.values |= metrics(run, recipe, "test", str(at), engine=name, precision=precision)
+            timed.values |= metrics(run, recipe, options.get("split", "test"), str(at), engine=name, precision=precision)
         if cached and hasattr(engine, "cache") and precision in BYTES:
             held = sum(part.nbytes for layer in engine.cache.layers for part in (layer.k, layer.v))
             timed.values["memory/cache"] = [held, "bytes"]
@@ -169,9 +170,7 @@ def made(run: str | None, words: list[str], at: Path, how: str) -> Path:
         return to
     if how == "qat" and not (at / "qat.json").is_file():
         raise UserError(f"{run}: no run with train.qat=true.")
-    asked = {"recipe": run, "overrides": words, "how": kind, "to": str(to), "split": "valid", "max_loss": 1.0, "force": True}
-    for line in quantize.quantize(argparse.Namespace(**asked, checkpoint=None, json_file=None, engine=None, calibrate=None)):
-        print(line)
+    subprocess.run([sys.executable, "-m", "gradus", "quantize", run, *words, "--as", kind, "--to", str(to), "--force"], check=True)  # its memory is not counted
     return to
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import itertools
 import sys
@@ -75,22 +76,16 @@ def without_buffers_of_products(timeline: Timeline) -> list[tuple[int, int]]:
     not."""
     events = timeline.profile.profiler.kineto_results.events()
     products = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"))
-    changes, kept = iter([*timeline.changes, (float("inf"), 0)]), []
-    at, change = next(changes)
-    for start, end in [*products, (float("inf"), float("inf"))]:
-        while at < start:
-            kept.append((at, change))
-            at, change = next(changes)
-        own: list[tuple[int, int]] = []
-        while at < end:
-            taken = [a for a in own if a[1] == -change]
-            if change < 0 and taken:
-                own.remove(taken[-1])
-            else:
-                own.append((at, change))
-            at, change = next(changes)
-        kept += own
-    return kept
+    times, dropped = [at for at, _ in timeline.changes], set()
+    for start, end in products:
+        taken: dict[int, list[int]] = {}  # bytes → the changes that took so many in this product
+        for i in range(bisect.bisect_left(times, start), bisect.bisect_left(times, end)):
+            change = timeline.changes[i][1]
+            if change > 0:
+                taken.setdefault(change, []).append(i)
+            elif taken.get(-change):
+                dropped |= {i, taken[-change].pop()}
+    return [change for i, change in enumerate(timeline.changes) if i not in dropped]
 
 
 def measured(r: Recipe, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
