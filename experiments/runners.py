@@ -12,8 +12,8 @@ import itertools
 import json
 import os
 import runpy
+import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +28,7 @@ from gradus.errors import UserError, need
 from gradus.infer import engines, find, predict, quantized, sidecar
 from gradus.measure.profile import endless
 from gradus.models.decoding import generate
+from gradus.parallel.processes import run_program
 from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.proof.engine_runner import engine_subject
 from gradus.proof.timing import Subject, Timed, Window
@@ -67,7 +68,7 @@ def metrics(run: str, recipe: Recipe, split: str, *checkpoint: str, **how: str) 
 
 
 def writing(recipe: Recipe, options: dict[str, Any]) -> Subject:
-    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision; run: a run's model, with the metrics of a split (test),
+    """options: new (tokens, after a prompt of one), cache (true, or false), engine, precision; run: a run's model, with the metrics of split (test),
     instead of random weights, and quantized: how (its precision is then that of the folder). A sample is a token."""
     new, cached, precision = options["new"], options.get("cache", True), options.get("precision", "fp32")
     run, how, name = options.get("run"), options.get("quantized"), options.get("engine", "torch")
@@ -170,7 +171,9 @@ def made(run: str | None, words: list[str], at: Path, how: str) -> Path:
         return to
     if how == "qat" and not (at / "qat.json").is_file():
         raise UserError(f"{run}: no run with train.qat=true.")
-    subprocess.run([sys.executable, "-m", "gradus", "quantize", run, *words, "--as", kind, "--to", str(to), "--force"], check=True)  # its memory is not counted
+    asked = ["quantize", run, *words, "--as", kind, "--to", str(to), "--force"]
+    if code := run_program([sys.executable, "-m", "gradus", *asked])[0]:  # in a process of its own: its memory is not the engine's
+        raise UserError(f"gradus {shlex.join(asked)} ended with code {code}. What it printed last says why.")
     return to
 
 
