@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ from gradus.proof.ladder import LadderBench
 from gradus.proof.ladder_search import Climbed, Trial
 from gradus.proof.optimizations import OPTIMIZATIONS
 from gradus.proof.timing import Timed
+from gradus.report import studies
 from gradus.text import visible
 from gradus.train.session import open_for
 
@@ -75,6 +77,30 @@ def test_a_ladder_that_was_stopped_goes_on_and_measures_nothing_twice(taken, tmp
     assert any(row["name"] == "verdict" and row["kept"] and row["configuration"] == "layout.attention=sdpa" for row in rows)
     assert main([*asked[:-2], "--rounds", "3", "--to", str(tmp_path / "ladder")]) == 2
     assert "holds another ladder, or this one with other settings" in capsys.readouterr().err
+
+
+def test_what_is_not_faster_at_the_end_is_not_recommended_and_the_report_has_the_same_ratio(taken, tmp_path, monkeypatch, capsys):
+    """Other programs take half of the time of the last rung, which is no faster than the first; of one round."""
+    taken.pop()
+    quiet = harness.measure
+
+    def take(made, c, number, folder):
+        sample = quiet(made, c, number, folder)
+        if folder.name == "first-and-last" and c.name != "before":
+            busy = dataclasses.replace(sample.ranks[0], elapsed=0.6, spent=[[0.0, 0.15, 0.15, 0.0]] * 2, others=0.9)
+            sample = study_store.Sample(number, ranks=[busy], elapsed=1.0)
+        return sample
+
+    monkeypatch.setattr(harness, "measure", take)
+    assert main(["ladder", *COPY, "--steps", "2", "--rounds", "1", "--to", str(tmp_path / "ladder")]) == 0
+    out = capsys.readouterr().out
+    assert "nothing is faster here" in out and "measured on a busy machine, run it again" in out
+    assert "keys: " not in out and "gradus train" not in out and "helped" not in out
+    assert "1.33× [1.33, 1.33] the samples/s (0.67× by the wall clock" in out and "note: one round has no spread" in out
+    [study] = studies.read([str(tmp_path / "ladder")])
+    (c,) = (c for c in study.values("ratio") if c.startswith("first-and-last"))
+    assert study.values("ratio")[c] == pytest.approx(4 / 3) and study.values("ratio/wall_clock")[c] == pytest.approx(2 / 3)
+    assert study.row(c, "verdict")["kept"] is False
 
 
 @pytest.mark.parametrize(

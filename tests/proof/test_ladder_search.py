@@ -55,6 +55,8 @@ def test_a_rung_that_pays_is_kept_and_the_next_is_measured_beside_it():
     [
         ("speed", {"ratio": 1.01, "low": 1.005}, False),  # within the margin
         ("speed", {"ratio": 1.2, "low": 0.97}, False),  # within the spread
+        ("speed", {"ratio": 1.2, "saved": 0.2, "wall_clock": [0.31, 0.67]}, False),  # slower as it ran, in most rounds
+        ("speed", {"ratio": 1.2, "wall_clock": [0.9, 1.1, 1.2]}, True),
         ("speed", {"ratio": 1.2, "loss": 0.01}, False),  # not the same loss
         ("speed", {"ratio": 1.2, "loss": float("nan")}, False),
         ("speed", {"ratio": 1.2, "failed": "no memory"}, False),

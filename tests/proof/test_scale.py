@@ -296,5 +296,5 @@ def test_noise_is_named_as_noise():
     table = {line.split("  ")[0]: line.split() for line in lines[next(i for i, line in enumerate(lines) if line.startswith("\nlost against")) :]}
     assert "noise" in table["2 processes"] and "+30.0" in table["2 processes"] and "noise" not in table["4 processes"] and "+4.0" in table["4 processes"]
     assert "noise: less than the rounds differ among themselves (1 process ±2.0, 2 processes ±2.0, 4 processes ±2.0)" in lines
-    assert "\n2 processes against 1 process: 1.01 [0.97, 1.03] times the samples/s: noise, no difference" in lines
+    assert "2 processes against 1 process: 1.01 [0.97, 1.03] times the samples/s: noise, no difference" in lines
     assert not any("4 processes against" in line for line in lines)

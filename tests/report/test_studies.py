@@ -68,16 +68,18 @@ def test_what_was_lost_on_several_processes(tmp_path):
     for n, speed in ((1, 100.0), (2, 160.0), (4, 200.0)):
         c, more = f"{n} processes", {"processes": n, "against": "1 processes"}
         rows += [row("samples_per_s", speed, c, "samples/s", samples=[speed, speed + 9], at={"processes": c}, runner="steps", **more)]
-        rows += [row("ratio", speed / 100, c, **more), row("speed_up", speed / 100, c, **more), row("time/step", 10 / speed, c, "s", **more)]
+        rows += [row("ratio", speed / 100, c, **more), row("speed_up", speed / 100, c, **more), row("efficiency", speed / 100 / n, c, **more)]
+        rows += [row("time/step", 10 / speed, c, "s", samples=[9 / speed, 10 / speed, 11 / speed], **more)]
         rows += [row(f"time/step/{part}", 0.01, c, "s", **more) for part in ("computing", "waiting")]
-        rows += [row("lost/computing", -0.05, c, **more), row("lost/waiting", 0.25, c, **more)] if n > 1 else []
+        rows += [row("lost/computing", -0.05, c, **more), row("lost/data", 0.12, c, **more), row("lost/waiting", 0.25, c, **more)] if n > 1 else []
         rows += [row("collective/all_reduce", 0.02, c, "s", calls=3, bytes=1e6, **more)] if n > 1 else []
         rows += [row("samples_per_s", speed, f"{c}, to the end", "samples/s", processes=n, runner="train", at={"processes": f"{c}, to the end"})]
     folder = folder_of(tmp_path / "scale", rows)
     found = blocks_of(folder, Table)
-    assert found[0].head == ["configuration", "samples/s", "speed-up", "step"]  # which is the ratio
+    assert found[0].head == ["configuration", "samples/s", "speed-up", "efficiency", "step"]  # which is the ratio
     lost = next(t for t in found if "what was lost" in t.caption)
-    assert lost.rows[0] == ["2 processes", "-5.0%", "–", "+25.0%", "–", "–"]
+    assert lost.rows[1] == ["2 processes", "+20.0", "noise", "-", "+25.0", "+12.0", "-"]  # as on the screen
+    assert "noise: less than the rounds differ among themselves (1 processes ±10.0, 2 processes ±10.0" in lost.caption
     assert next(t for t in found if "collective" in t.head).rows[0] == ["2 processes", "all_reduce", "3", "20 ms", "1 MB"]
     assert captions(folder)[-1].endswith("Bars show a step by its parts, and what was lost by name.")
 

@@ -21,12 +21,13 @@ from gradus import recipe as recipes
 from gradus.errors import UserError, colour
 from gradus.proof import results
 from gradus.proof.harness import run
-from gradus.proof.ladder_search import TOLERANCE, Climbed, Trial, climb
+from gradus.proof.ladder_search import MARGIN, TOLERANCE, Climbed, Trial, climb
 from gradus.proof.memory_budget import budget_of, changed, largest_micro_batch, local_batch
 from gradus.proof.optimizations import OPTIMIZATIONS, Keys, LadderContext, first_rung, value_of, with_keys, words
 from gradus.proof.study import Configuration, Study, with_fixed_threads
 from gradus.proof.study_rows import farthest
 from gradus.proof.study_store import claimed, keep
+from gradus.proof.timing import BUSY
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, as_lines, read_rows
@@ -37,7 +38,7 @@ from gradus.train.session import open_for
 PATIENCE = {"speed": 0.8, "memory": 0.6}  # slower than this in the first round: no other round
 LOSSES = 3  # steps whose losses are compared
 WARM_UP = 2  # steps
-BEFORE = "before"
+BEFORE, LAST = "before", "first-and-last"
 
 
 # ------------------------------------------------------------ measuring
@@ -123,13 +124,15 @@ def without_dropout(recipe: Recipe) -> Recipe:
 def add_times(trial: Trial, rows: dict[str, Row]) -> None:
     """Speed of a configuration of a study, with its ratio to the best before. rows: name → row; none where its memory
     could not be measured."""
+    rows = results.undisturbed(rows)
     values = {name: row.value for name, row in rows.items()}
-    suffix = "/undisturbed" if "ratio/undisturbed" in rows else ""  # by other programs
-    trial.speed, trial.first_call = values.get(f"samples_per_s{suffix}"), values.get("time/first_call")
+    trial.speed, trial.first_call = values.get("samples_per_s"), values.get("time/first_call")
     trial.data_wait, trial.failed = values.get("data_wait"), trial.failed or values.get("failed")
     if "ratio" in rows:
-        ratio = rows[f"ratio{suffix}"]
+        ratio, wall_clock = rows["ratio"], rows["ratio/wall_clock"]
         trial.ratio, trial.low, trial.high = ratio.value, ratio.conditions["low"], ratio.conditions["high"]
+        trial.wall_clock = wall_clock.conditions["samples"]
+        trial.busy = any((share or 0) > BUSY for share in wall_clock.conditions.get("others", ()))
     elif not trial.failed:
         trial.failed = "what it is compared with could not be measured"
 
@@ -165,9 +168,10 @@ def ladder(recipe: Recipe, args: Any) -> Iterator[str]:
         climbed = climb(OPTIMIZATIONS, lowest, context, bench)
         whole = None
         if climbed.keys:
-            (whole,) = bench("first-and-last", lowest, [climbed.keys], climbed.keys.get("data.pad") != "bucket")
+            (whole,) = bench(LAST, lowest, [climbed.keys], climbed.keys.get("data.pad") != "bucket")
+            judge_whole(whole, args.goal)
         ends = list(train_to_end(bench, lowest, climbed.best)) if args.to_the_end else []
-        bench.rows += [row for trial in climbed.trials for row in verdict_rows(trial)]
+        bench.rows += [row for t in (*climbed.trials, *([whole] if whole else [])) for row in verdict_rows(t)]
         keep(bench.folder / "rows.jsonl", as_lines(bench.rows))
     if args.json:
         yield from (row.json() for row in bench.rows)
@@ -178,7 +182,22 @@ def ladder(recipe: Recipe, args: Any) -> Iterator[str]:
     yield from summary(whole, start, climbed, winning, typed(args))
     yield from ends
     yield conditions(bench)
+    if args.rounds == 1:
+        yield "note: one round has no spread, so [lowest, highest] says nothing of noise. Use --rounds 3"
     yield f"rows: {bench.folder / 'rows.jsonl'}"
+
+
+def judge_whole(whole: Trial, goal: str) -> None:
+    """Whether the last rung is better than the first, measured beside it: else its keys are not recommended."""
+    if whole.failed:
+        whole.verdict = f"not possible: {whole.failed}"
+        return
+    kept, word = whole.saved >= MARGIN, "smaller"
+    if goal == "speed":
+        kept, word = min(whole.ratio, whole.by_wall_clock) > 1, "faster"
+    again = "; measured on a busy machine, run it again" * whole.busy
+    nothing = f"nothing is {word} here: {words(whole.keys)} is not, beside the first rung{again}"
+    whole.kept, whole.verdict = kept, words(whole.keys) if kept else nothing
 
 
 def that_fits(recipe: Recipe, context: LadderContext) -> Recipe:
@@ -220,14 +239,14 @@ def verdict_rows(trial: Trial) -> Iterator[Row]:
 
 
 HEAD = [
-    "tried", "kept", "samples/s", "× [lowest, highest]", "tensors", "planned", "saved", "process", "first call",
-    "loss off",
+    "tried", "kept", "samples/s", "× [lowest, highest]", "wall clock", "tensors", "planned", "saved", "process",
+    "first call", "loss off",
 ]  # fmt: skip
 
 
 def table(start: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     """A line for each option that was tried, × and saved against the best before it; then what each comes to."""
-    first = [n_bytes(start.tensors), n_bytes(start.planned), "", n_bytes(start.process), "", ""]
+    first = ["", n_bytes(start.tensors), n_bytes(start.planned), "", n_bytes(start.process), "", ""]
     body = [["the first rung", "", "", "", *first]] + [trial_cells(trial) for trial in trials if trial.keys]
     yield from columns(HEAD, body, set(range(2, len(HEAD))), results.width())
     rung = None
@@ -245,6 +264,7 @@ def trial_cells(trial: Trial) -> list[str]:
         colour("yes", "green") if trial.kept else colour("no", "red"),
         cell(trial.speed) if timed else "-",
         f"{trial.ratio:.2f} [{trial.low:.2f}, {trial.high:.2f}]" if timed else "-",
+        f"{trial.by_wall_clock:.2f}" if timed else "-",
         n_bytes(trial.tensors),
         n_bytes(trial.planned),
         f"{trial.saved:+.1%}" if trial.tensors else "-",
@@ -263,15 +283,22 @@ def summary(whole: Trial | None, start: Trial, climbed: Climbed, winning: Keys, 
     if whole is None:
         yield "nothing helps here: the first rung is the best"
         return
-    yield f"keys: {words(winning)}"
-    yield from results.pasted([*command, *words(winning).split()])
     if whole.failed:
         yield f"first against last: {whole.failed}"
         return
+    if whole.kept:
+        yield f"keys: {words(winning)}"
+        yield from results.pasted([*command, *words(winning).split()])
+    else:
+        yield whole.verdict
     speed = f"{whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s"
+    if abs(whole.by_wall_clock / whole.ratio - 1) > MARGIN:
+        speed += f" ({whole.by_wall_clock:.2f}× by the wall clock: other programs used the processors)"
     tensors = f"{n_bytes(start.tensors)} → {n_bytes(whole.tensors)} ({difference(whole)})"
     off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
     yield f"first against last, side by side: {speed}; tensors {tensors}{off}"
+    if not whole.kept:
+        return
     kept = (trial for trial in climbed.trials if trial.kept)
     why = ", ".join(f"{words(t.keys)} ({t.ratio:.2f}×, tensors {difference(t)})" for t in kept)
     yield f"why: {why} helped when measured beside the rung before"

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import statistics
 import textwrap
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from gradus.proof.pairs import joined, signed
@@ -21,6 +21,7 @@ LABELS = {  # of rows, in the order of the columns
     "latency/first_token": "first token", "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s",
     "samples_per_s": "samples/s", "steps_per_s": "steps/s", "ratio": "×", "ratio/efficiency": "efficiency",
     "speed_up": "speed-up", "efficiency": "efficiency",
+    "samples_per_s/wall_clock": "samples/s, wall clock", "ratio/wall_clock": "×, wall clock",
     "time/step": "step", "time/load": "load", "time/first_call": "first call",
     "time/run": "run", "time/epoch": "h/epoch", "cost/epoch": "USD/epoch", "memory/allocated": "tensors",
     "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache",
@@ -39,6 +40,17 @@ HIDDEN = (
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 Record = dict[str, Any]
+
+
+def undisturbed(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ladder compares: speed and × without the time in which a step was ready to run but other programs had the
+    processor, where that is known; those by the wall clock then stand under `NAME/wall_clock`. by_name: rows of one
+    configuration."""
+    of_all = {name: row for name, row in by_name.items() if not name.endswith("/undisturbed")}
+    for name in ("samples_per_s", "ratio"):
+        if name in of_all:
+            of_all[f"{name}/wall_clock"], of_all[name] = of_all[name], by_name.get(f"{name}/undisturbed", of_all[name])
+    return of_all
 
 
 def width() -> float:
@@ -155,7 +167,7 @@ def shown(name: str, row: Record | None) -> str:
     if row.get("std") is not None:
         two_digits = float(f"{row['std']:.2g}")
         return f"{text} ± {cell(two_digits)}"
-    if name in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
+    if name.removesuffix("/wall_clock") in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
         text += f" [{cell(row['low'])}, {cell(row['high'])}]"
     return text
 

@@ -178,8 +178,8 @@ def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[
 def noise_of(rows: Sequence[results.Record]) -> dict[str, float]:
     """Configuration → by what share of a step the rounds differ among themselves: half of the range, its own or the
     first configuration's."""
-    steps = [r for r in rows if r["name"] == "time/step" and r["kind"] == "measured" and len(r["samples"]) > 1]
-    own = {r["configuration"]: (r["high"] - r["low"]) / 2 / r["value"] for r in steps}
+    steps = [r for r in rows if r["name"] == "time/step" and r["kind"] == "measured" and len(r.get("samples", ())) > 1]
+    own = {r["configuration"]: (r["high"] - r["low"]) / 2 / max(r["value"], 1e-30) for r in steps}
     first = next(iter(own.values()), 0.0)
     return {c: max(share, first) for c, share in own.items()}
 
@@ -195,13 +195,12 @@ def lines(rows: Sequence[results.Record]) -> Iterator[str]:
     timed = {c: of_c for c, of_c in values.items() if "time/step" in of_c}
     if timed and "time/step/data" in next(iter(timed.values())):
         yield from step_lines(timed)
-        yield from lost_lines(timed, noise_of(steps))
+        yield f"\nlost against {next(iter(timed))}, in % of the step:"
+        yield from columns(["configuration", "in total", *PARTS], lost(rows), RIGHT)
     elif timed:
         yield "\nno parts of a step: this device has no clocks for them"
     yield from collective_lines([r for r in steps if r["name"].startswith("collective/")])
-    for r in (r for r in steps if r["name"] == "ratio" and len(r["samples"]) > 1 and r["low"] <= 1 <= r["high"]):
-        speed = f"{r['value']:.2f} [{r['low']:.2f}, {r['high']:.2f}] times the samples/s"
-        yield f"\n{r['configuration']} against {r['against']}: {speed}: noise, no difference"
+    yield from noise_lines(rows)
     if whole := [r for r in rows if TO_THE_END in r["configuration"]]:
         yield "\ntrained to the end, once; seconds without evaluation and checkpoints:"
         metrics = dict.fromkeys(r["name"] for r in whole if r["name"].startswith(("valid/", "test/")))
@@ -221,23 +220,32 @@ def step_lines(values: dict[str, dict[str, float]]) -> Iterator[str]:
     yield from columns(["configuration", "step", *PARTS], body, RIGHT)
 
 
-def lost_lines(values: dict[str, dict[str, float]], noise: dict[str, float]) -> Iterator[str]:
-    """The parts lost against the first configuration. noise: configuration → share of the step."""
-
-    def percent(value: float, least: float) -> str:
-        return "noise" if 0 < abs(value) < least else f"{100 * value:+.1f}"
-
-    yield f"\nlost against {next(iter(values))}, in % of the step:"
+def lost(rows: Sequence[results.Record]) -> list[list[str]]:
+    """Cells, for the screen and for reports: configuration, what it lost against the first one in total and by PARTS,
+    in % of the step, or "noise"."""
+    noise, values = noise_of(rows), {}
+    for r in rows:
+        if r["kind"] == "measured" and TO_THE_END not in r["configuration"]:
+            values.setdefault(r["configuration"], {})[r["name"]] = r["value"]
     names, body = ["total", *(f"lost/{part}" for part in PARTS)], []
     for c, of_c in values.items():
-        shares = {**of_c, "total": 1 - of_c["efficiency"]}
-        body.append([c, *cells(shares, names, lambda share, least=noise.get(c, 0.0): percent(share, least))])
-    yield from columns(["configuration", "in total", *PARTS], body, RIGHT)
-    differences = ", ".join(f"{c} ±{100 * noise[c]:.1f}" for c in values if c in noise)
-    if differences:
-        yield f"noise: less than the rounds differ among themselves ({differences})"
-    else:
-        yield "one round does not show what is noise: use --repeat 3"
+        if "efficiency" in of_c and "time/step" in of_c:
+            shares, least = {**of_c, "total": 1 - of_c["efficiency"]}, noise.get(c, 0.0)
+            percent = lambda share, least=least: "noise" if 0 < abs(share) < least else f"{100 * share:+.1f}"  # noqa: E731
+            body.append([c, *cells(shares, names, percent)])
+    return body
+
+
+def noise_lines(rows: Sequence[results.Record]) -> Iterator[str]:
+    """What "noise" in `lost` stands for, and which ratios are no difference."""
+    differences = ", ".join(f"{c} ±{100 * share:.1f}" for c, share in noise_of(rows).items())
+    if any(r["name"].startswith("lost/") for r in rows):
+        known = f"noise: less than the rounds differ among themselves ({differences})"
+        yield known if differences else "one round does not show what is noise: use --repeat 3"
+    for r in rows:
+        if r["name"] == "ratio" and len(r.get("samples", ())) > 1 and r["low"] <= 1 <= r["high"]:
+            speed = f"{r['value']:.2f} [{r['low']:.2f}, {r['high']:.2f}] times the samples/s"
+            yield f"{r['configuration']} against {r['against']}: {speed}: noise, no difference"
 
 
 def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:

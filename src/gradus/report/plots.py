@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ STYLE = {
 SHAPES = dict(zip("os^DvP*X", "●■▲◆▼✚★✖"))  # markers, and the characters that look like them
 CURVES = len(COLOURS)  # runs in one plot at most
 METRICS = 12  # that are drawn at most; the table has all
-BARS, LONG = 4.8, 32  # inches of a plot of bars, characters of their names
+BARS, LONG, LINES = 4.8, 32, 8  # inches of a plot of bars; characters of a line of their names, and lines
 DOTS = 60  # evaluations that are still marked one by one
 Plot = tuple[str, list[Any]]  # caption, axes of its panels
 
@@ -42,9 +43,12 @@ def panels(n: int, height: float = 2.4, width: float | None = None) -> list[Any]
 
 
 def bars(names: Sequence[str], height: float, width: float = BARS) -> Any:
-    """Axes for lying bars: their names from top to bottom, at 0, 1, ... height: of one, in inches."""
+    """Axes for lying bars: their names, in as many lines as they take, from top to bottom at 0, 1, ... height: of one,
+    in inches, at least."""
+    labels = [textwrap.wrap(name, LONG, break_on_hyphens=False, max_lines=LINES, placeholder=" …") for name in names]
+    height = max([height, *(0.06 + 0.14 * len(lines) for lines in labels)])
     (axes,) = panels(1, 0.8 + height * len(names), width)
-    axes.set_yticks(range(len(names)), [name if len(name) <= LONG else f"{name[:LONG]}…" for name in names])
+    axes.set_yticks(range(len(names)), ["\n".join(lines) for lines in labels])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)

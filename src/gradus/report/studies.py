@@ -13,7 +13,7 @@ from pydantic import Field
 
 from gradus import limits
 from gradus.errors import UserError
-from gradus.proof import results
+from gradus.proof import results, scale
 from gradus.proof.timing import PARTS
 from gradus.report.blocks import Block, Code, Table, Text, plain
 from gradus.report.runs import Amount, Content, Machine, checked, is_number, read_json, with_distinct_names
@@ -23,12 +23,14 @@ from gradus.text import cell, duration, size
 WIDE = 120  # characters of a table's line at most
 MANY = 80  # samples that are still shown one by one
 GROUPS = (  # what the tables are of: names, caption
-    (r"best|samples_per_s|ratio|speed_up|efficiency|roof|(time|latency|decode)/.*", "The table shows speed."),
+    (r"best|samples_per_s.*|ratio(/wall_clock)?|speed_up|efficiency|roof|(time|latency|decode)/.*",
+     "The table shows speed."),
     (r"(memory|ratio|size)/.*", "The table shows the peak memory of tensors and of the whole process."),
     (r"traffic/.*|energy/.*|data_wait", "The table shows what a process sends per step, and its wait for data."),
     (r".*", "The table shows losses and metrics."),
 )
 AGAIN = "Delete the file, or measure again."
+LAST = "first-and-last"  # the rung of a ladder that compares its ends
 ELSEWHERE = ("lost/", "collective/", "time/step/", "verdict")  # are not columns
 
 
@@ -130,12 +132,14 @@ class Study:
 
 
 def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a ladder, each configuration named with its rung. Of what was measured more than once it keeps
-    speed from the timed rounds and most samples, and memory of the largest batch of all data; "before" of the first
-    rung alone."""
+    """The rows of a ladder, each configuration named with its rung, with the speed and × that it compares. Of what was
+    measured more than once it keeps speed from the timed rounds and most samples, and memory of the largest batch of
+    all data; "before" of the first rung alone."""
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
+        if row.get("rung") == LAST and row["configuration"] != "before":
+            name = f"{LAST} · all that was kept"
         key = (name, row["name"], row.get("kind"), row.get("step"))
         known = best.get(key)
         if known and row["name"].startswith(("memory/", "ratio/memory", "ratio/process")):
@@ -146,7 +150,12 @@ def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     timed = ((c, row) for (c, *_), row in best.items() if row.get("study") != "once")  # for memory and losses
     wanted = [c for c, row in timed if row["name"] in ("samples_per_s", "failed", "verdict")]
     again = [c for c in dict.fromkeys(wanted) if c.endswith(" · before")][1:]
-    return [row for (c, *_), row in best.items() if c in wanted and c not in again]
+    kept: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}  # (configuration, kind, step) → name → row
+    for (c, name, *of), row in best.items():
+        if c in wanted and c not in again:
+            kept.setdefault((c, *of), {})[name] = row
+    named = (results.undisturbed(by_name).items() for by_name in kept.values())
+    return [{**row, "name": name} for pairs in named for name, row in pairs]
 
 
 def is_study(folder: Path) -> bool:
@@ -208,6 +217,8 @@ def _caption_notes(study: Study, names: Sequence[str]) -> str:
     text, bases = "", [f["against"] for f in study.facts.values() if "against" in f]
     if "ratio" in names and any("rung" in f for f in study.facts.values()):
         text = " × is against the best of the rungs before, measured in the same rounds."
+        if "ratio/wall_clock" in names:
+            text += " Time in which other programs had the processor counts in the wall clock alone."
     elif "ratio" in names and len(set(bases)) == 1:
         text = f" × is as many times the samples/s of {bases[0]}."
     elif "ratio" in names:
@@ -220,15 +231,16 @@ def _caption_notes(study: Study, names: Sequence[str]) -> str:
 
 def _parts(study: Study) -> Iterator[Table]:
     """A step by its parts, what was lost by name, and collectives."""
-    for start, shown, caption in (
-        ("time/step", duration, "The table shows a step by its parts, the mean over the processes."),
-        ("lost", "{:+.1%}".format, "The table shows what was lost against the first configuration, per step."),
-    ):
-        by_part = {part: study.values(f"{start}/{part}") for part in PARTS}
-        names = [c for c in study.facts if any(c in values for values in by_part.values())]
-        body = [[c, *(shown(by_part[part][c]) if c in by_part[part] else "–" for part in PARTS)] for c in names]
-        if body:
-            yield Table(["configuration", *PARTS], body, caption)
+    by_part = {part: study.values(f"time/step/{part}") for part in PARTS}
+    names = [c for c in study.facts if any(c in values for values in by_part.values())]
+    if body := [[c, *(duration(v[c]) if c in v else "–" for v in by_part.values())] for c in names]:
+        caption = "The table shows a step by its parts, the mean over the processes."
+        yield Table(["configuration", *PARTS], body, caption)
+    rows = [r for r in study.rows if is_number(r["value"]) and None not in (r.get("low", 0), r.get("high", 0))]
+    if any(r["name"].startswith("lost/") for r in rows):
+        noise = "; ".join(scale.noise_lines(rows))
+        caption = f"The table shows what was lost against the first configuration, in % of the step; {noise}."
+        yield Table(["configuration", "in total", *PARTS], scale.lost(rows), caption)
     calls = [
         [c, name.removeprefix("collective/"), f"{r.get('calls', 0):g}", duration(r["value"]), size(r.get("bytes") or 0)]
         for (c, name), r in study.table.measured.items()
