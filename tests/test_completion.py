@@ -11,6 +11,7 @@ import pytest
 from gradus.cli import main, parser
 from gradus.completion import script
 from gradus.recipe import names
+from gradus.recipe.presets import ALIASES, PRESETS
 
 # what is typed, the last word unfinished → what it may become, all of it
 ASKED = [
@@ -24,6 +25,8 @@ ASKED = [
     ("gradus launch slurm digits", {"digits-vit"}),
     ("gradus launch slurm digits-vit --ntasks-", {"--ntasks-per-node"}),
     ("gradus completion f", {"fish"}),
+    ("gradus plan llama3.1-7", {"llama3.1-70b"}),
+    ("gradus models gpt2-small gpt2-m", {"gpt2-medium"}),
 ]
 
 
@@ -33,7 +36,7 @@ def run(shell: str, code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(("typed", "wanted"), [*ASKED, ("gradus ", set(parser()._subparsers._group_actions[0].choices)), ("gradus show ", set(names()))])
+@pytest.mark.parametrize(("typed", "wanted"), [*ASKED, ("gradus ", set(parser()._subparsers._group_actions[0].choices)), ("gradus show ", {*names(), *PRESETS, *ALIASES})])
 def test_bash(typed, wanted):
     words = [*typed.split(), *([""] if typed.endswith(" ") else [])]
     code = f"{script('bash', parser())}\nCOMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _gradus; printf '%s\\n' \"${{COMPREPLY[@]}}\""

@@ -1,4 +1,5 @@
-"""`gradus completion SHELL`: a script by which bash, zsh or fish completes verbs, options, packaged recipes and keys.
+"""`gradus completion SHELL`: a script by which bash, zsh or fish completes verbs, options, packaged recipes, presets and
+keys.
 
 In bash, `eval "$(gradus completion bash)"` in ~/.bashrc; in zsh the same with zsh in ~/.zshrc; in fish,
 `gradus completion fish > ~/.config/fish/completions/gradus.fish`. Names that the script has none of are files.
@@ -10,10 +11,13 @@ import argparse
 
 from gradus.recipe import names
 from gradus.recipe.keys import keys
+from gradus.recipe.presets import ALIASES, PRESETS
 
+OF_PRESETS = {"plan": "first", "show": "first", "models": "more"}  # verb → where it takes the name of a preset
 WORDS = """\
 _gradus() {{
     local recipes="{recipes}"
+    local presets="{presets}"
     local settings="{settings}"
     local first= more= dashed=
     case "$ITS_VERB" in
@@ -44,6 +48,7 @@ compdef _gradus gradus
 """
 FISH = """\
 set -l recipes "{recipes}"
+set -l presets "{presets}"
 set -l settings "{settings}"
 complete -c gradus -f -n "test (count (commandline -opc)) = 1" -a "{names}"
 complete -c gradus -l help -l version
@@ -59,14 +64,15 @@ complete -c gradus -n "__fish_seen_subcommand_from {name}" -a "{dashed}\""""
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
     """Of what the parser and the recipes hold now."""
     verbs = parser._subparsers._group_actions[0].choices
-    lines = "\n".join((IN_FISH if shell == "fish" else ARM).format(name=name, **_words(p)) for name, p in verbs.items())
+    arm = IN_FISH if shell == "fish" else ARM
+    lines = "\n".join(arm.format(name=name, **_words(name, p)) for name, p in verbs.items())
     settings = dict.fromkeys(f"{line.split()[0]}=" for line in keys() if line[:1] not in ("", " ", "#"))
     whole = {"bash": BASH, "zsh": ZSH, "fish": FISH}[shell]
-    listed = {"recipes": names(), "settings": settings, "names": verbs}
+    listed = {"recipes": names(), "presets": [*PRESETS, *ALIASES], "settings": settings, "names": verbs}
     return whole.format(verbs=lines, **{name: " ".join(words) for name, words in listed.items()}).rstrip()
 
 
-def _words(p: argparse.ArgumentParser) -> dict[str, str]:
+def _words(name: str, p: argparse.ArgumentParser) -> dict[str, str]:
     """What may stand right after a verb, what later, and its options."""
     inner = p._subparsers._group_actions[0].choices if p._subparsers else {}
     actions = [action for q in (p, *inner.values()) for action in q._actions]
@@ -75,4 +81,7 @@ def _words(p: argparse.ArgumentParser) -> dict[str, str]:
     choices = next((" ".join(a.choices) for a in p._actions if a.choices and not a.option_strings), first)
     more = " ".join(filter(None, [first if inner else "", "$settings" if "overrides" in named else ""]))
     dashed = dict.fromkeys(s for action in actions for s in action.option_strings if s.startswith("--"))
-    return {"first": choices, "more": more, "dashed": " ".join(dashed)}
+    words = {"first": choices, "more": more, "dashed": " ".join(dashed)}
+    if name in OF_PRESETS:
+        words[OF_PRESETS[name]] += " $presets"
+    return words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -135,6 +136,11 @@ def test_a_study_without_finished_rows(tmp_path, rows, wrong):
         (tmp_path / "s" / "rows.jsonl").unlink()
     with pytest.raises(UserError, match=wrong):
         list(report([folder], str(tmp_path / "out")))
+    if rows and "kind" not in rows[0]:
+        return  # a damaged file, not an unfinished study
+    whole = folder_of(tmp_path / "whole", [row("samples_per_s", 1.0, "a")])
+    said = list(report([folder, whole], str(tmp_path / "out")))  # the others are shown, and this one is named
+    assert "1 study" in said[0] and re.search(f"^note: left out: .*{wrong}", said[-1])
 
 
 def test_wrong_folders(tmp_path):

@@ -28,12 +28,17 @@ cell = functools.partial(text_of, nothing="–")
 def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterator[str]:
     """Write report.html and, with typst, report.pdf into the folder `to`; yields what is printed.
 
-    notes: a Markdown file with one's own discussion, which comes after the tables. Equal rows give equal bytes. Raises
-    UserError for folders that hold no run and no study, and where matplotlib is not installed; EnvironmentFault for a
-    full disk, and then nothing is written.
+    notes: a Markdown file with one's own discussion, which comes after the tables. A study that is not finished is left
+    out, and a note says so. Equal rows give equal bytes. Raises UserError for folders that hold no run and no study,
+    where nothing is left, and where matplotlib is not installed; EnvironmentFault for a full disk, and then nothing is
+    written.
     """
+    left_out: list[str] = []
     of_studies = [folder for folder in folders if studies.is_study(Path(folder))]
-    trained, studied = runs.read(folder for folder in folders if folder not in of_studies), studies.read(of_studies)
+    trained = runs.read(folder for folder in folders if folder not in of_studies)
+    studied = studies.read(of_studies, left_out)
+    if left_out and not (trained or studied):
+        raise UserError(left_out[0])
     text = read_text(Path(notes), NOTES) if notes else ""
     title = ", ".join(dict.fromkeys([*(run.config.name for run in trained), *(study.name for study in studied)]))
     blocks = list(content(title, trained, text, studied))
@@ -47,6 +52,7 @@ def report(folders: Sequence[str], to: str, notes: str | None = None) -> Iterato
     of = ", ".join(f"{n} {many if n > 1 else one}" for n, one, many in counts if n)
     yield f"{Path(to) / 'report.html'}: {of}; it needs no other file"
     yield missing or f"{Path(to) / 'report.pdf'}"
+    yield from (f"note: left out: {reason}" for reason in left_out)
 
 
 def _write(folder: Path, contents: dict[str, bytes]) -> None:

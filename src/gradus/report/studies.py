@@ -162,20 +162,31 @@ def is_study(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("study.json", "ladder.json"))
 
 
-def read(folders: Iterable[str]) -> list[Study]:
-    """Raises UserError for a study of which nothing was measured, and for one that is given twice."""
+def read(folders: Iterable[str], left_out: list[str] | None = None) -> list[Study]:
+    """Raises UserError for one that is given twice, and for a study of which nothing was measured; left_out: receives
+    the reason instead."""
     studies = [Study(Path(folder).resolve().name, Path(folder)) for folder in folders]
     for study in studies:
         study.name = study.about.study or study.name
-    for study in with_distinct_names(studies):
-        command = study.about.command
-        again = f"Start it again: {command}" if command else "Start it again, with the same --to."
-        if not (study.folder / "rows.jsonl").is_file():
-            raise UserError(f"{study.folder}: this study is not finished. {again}")
-        if not study.names:
-            why = "".join(f" {c}: {reason}" for c, reason in [*study.table.failed.items()][:1])
-            raise UserError(f"{study.folder}: nothing was measured in this study.{why} {again}")
-    return studies
+    wrong = {study.folder: _unmeasured(study) for study in with_distinct_names(studies)}
+    reasons = [reason for reason in wrong.values() if reason]
+    if reasons and left_out is None:
+        raise UserError(reasons[0])
+    if left_out is not None:
+        left_out += reasons
+    return [study for study in studies if not wrong[study.folder]]
+
+
+def _unmeasured(study: Study) -> str | None:
+    """Why a study cannot be shown."""
+    command = study.about.command
+    again = f"Start it again: {command}" if command else "Start it again, with the same --to."
+    if not (study.folder / "rows.jsonl").is_file():
+        return f"{study.folder}: this study is not finished. {again}"
+    if not study.names:
+        why = "".join(f" {c}: {reason}" for c, reason in [*study.table.failed.items()][:1])
+        return f"{study.folder}: nothing was measured in this study.{why} {again}"
+    return None
 
 
 # ---------------------------------------------------------------- tables
