@@ -1,5 +1,4 @@
-"""`gradus completion SHELL`: a script by which bash, zsh or fish completes verbs, options, packaged recipes, presets and
-keys.
+"""`gradus completion SHELL`: a script by which bash, zsh or fish completes verbs, options, recipes, presets and keys.
 
 In bash, `eval "$(gradus completion bash)"` in ~/.bashrc; in zsh the same with zsh in ~/.zshrc; in fish,
 `gradus completion fish > ~/.config/fish/completions/gradus.fish`. Names that the script has none of are files.

@@ -104,6 +104,23 @@ def test_an_option_is_a_line(tmp_path, capsys, words, line):
     assert line in dry(tmp_path, capsys, *words).splitlines()
 
 
+@pytest.mark.parametrize("verb", [["slurm", "--dry-run", "--gpus", "a100:2"], ["modal", "--to", "app.py", "--gpu", "A100:2"], ["ssh", "--processes", "2"]])
+def test_a_dry_run_prints_the_plan_and_what_is_missing(tmp_path, capsys, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
+    words = ["shakespeare-char-gpt", "data.path=input.txt", "model.vocab_size=65", "model.init=org/name"]
+    assert main(["launch", *verb, *words]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("# ", "").split())
+    assert "note: data.path=input.txt: missing: no such file or folder here" in printed
+    assert "model.init=org/name: no such file or folder here, so it is taken from the hub; for a machine without internet: gradus fetch" in printed
+    (tmp_path / "input.txt").write_text("To be, or not to be. " * 200)
+    capsys.readouterr()
+    assert main(["launch", *verb, "shakespeare-char-gpt", "data.path=input.txt", *TINY[:4], "log.dir=RUN"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("# ", "").split())
+    assert "missing" not in printed and "the plan: shakespeare-char-gpt: " in printed
+    on = "on which devices is not known here: gradus plan" if verb[0] == "ssh" else "on 2 × A100-80GB"
+    assert on in printed and ("fits" in printed) == (verb[0] != "ssh")
+
+
 def test_without_a_signal_nothing_is_requeued(tmp_path, capsys):
     text = dry(tmp_path, capsys, "--signal", "none")
     assert "scontrol" not in text and "--requeue" not in text and "--signal" not in text

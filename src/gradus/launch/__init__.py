@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,13 +102,9 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
     from gradus.train.fetch import TOKENIZERS
 
     by_key = {}
-    for key, value in (
-        ("model.init", recipe.model.init),
-        ("tokenizer.path", recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None),
-        ("data.path", getattr(recipe.data, "path", None)),
-    ):
-        path = Path(os.path.expanduser(value)) if value else None
-        if path is None or not path.exists():
+    for key, value in _named(recipe).items():
+        path = Path(os.path.expanduser(value))
+        if not path.exists():
             continue
         companions: list[Path] = []
         if path.is_file() and key == "data.path":
@@ -116,6 +114,57 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
             companions = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
         by_key[key] = list(dict.fromkeys([path, *companions]))
     return by_key
+
+
+def _named(recipe: Recipe) -> dict[str, str]:
+    """Key of the recipe → the weights, tokenizer and data that it names."""
+    values = {
+        "model.init": recipe.model.init,
+        "tokenizer.path": recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None,
+        "data.path": getattr(recipe.data, "path", None),
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def preview(args: Namespace, recipe: Recipe, processes: int, gpu: str | None = None) -> Iterator[str]:
+    """What a dry run adds, as a terminal shows it: which of the data and weights are not on this machine, and the plan.
+    gpu: its kind, where it is known."""
+    from gradus.plan import show
+
+    with show.progress(args.recipe, False):
+        lines = [*_absent(args, recipe), *_planned(args, processes, gpu)]
+    return show.printed(lines)
+
+
+def _absent(args: Namespace, recipe: Recipe) -> Iterator[str]:
+    from gradus.train.fetch import HUB_NAME
+
+    words = shlex.join([args.recipe, *args.overrides])
+    for key, value in _named(recipe).items():
+        hub = value.startswith("hf:") if key == "data.path" else HUB_NAME.fullmatch(value)
+        if Path(os.path.expanduser(value)).exists():
+            continue
+        first = "" if value.startswith("hf:") else "no such file or folder here"
+        from_hub = f"it is taken from the hub; for a machine without internet: gradus fetch {words} --to DIR"
+        yield f"note: {key}={value}: " + (f"{first}{', so ' * bool(first)}{from_hub}" if hub else f"missing: {first}")
+
+
+def _planned(args: Namespace, processes: int, gpu: str | None) -> Iterator[str]:
+    from gradus import hardware
+    from gradus.plan import answer
+
+    on, words = None, shlex.join([args.recipe, *args.overrides])
+    with contextlib.suppress(UserError):
+        on = gpu and f"{processes}x{hardware.cluster(gpu).device.name}"
+    try:
+        planned = answer.answer(answer.Request(args.recipe, args.overrides, on, json_file=args.json_file))
+    except UserError as e:
+        yield f"no plan: {e}"
+        return
+    yield "the plan:"
+    yield from (line for line in planned.headline if on or not line.startswith("how long"))
+    if not on:
+        yield f"how long  on which devices is not known here: gradus plan {words} --on {processes}xDEVICE"
 
 
 def recipe_file(name: str) -> Path | None:

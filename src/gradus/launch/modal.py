@@ -13,7 +13,19 @@ from pathlib import Path
 
 from gradus import files
 from gradus.errors import UserError, did_you_mean, requirements
-from gradus.launch import EXTRAS, inputs, one_line, portable, read, recipe_file, train_options, train_words, travelling
+from gradus.launch import (
+    EXTRAS,
+    inputs,
+    one_line,
+    portable,
+    preview,
+    read,
+    recipe_file,
+    train_options,
+    train_words,
+    travelling,
+)
+from gradus.recipe.schema import Recipe
 
 GPUS = (
     "T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200",
@@ -43,7 +55,8 @@ def launch(args: Namespace) -> int:
     file = files.writable(Path(args.to))
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise UserError(f"--to={args.to}: Modal imports it. Give a file name like app.py.")
-    text = app(args, gpu, n_gpus)
+    recipe, run = read(args, n_gpus) if args.recipe else (None, "")
+    text = app(args, gpu, n_gpus, recipe, run)
     try:
         file.write_text(text)
     except OSError as e:
@@ -51,6 +64,8 @@ def launch(args: Namespace) -> int:
     print(f"wrote {file}. With an account (pip install modal; modal setup):")
     for line in text.split('"""')[1].splitlines()[2:]:
         print(line.replace(f" {file.name}::", f" {shlex.quote(args.to)}::").rstrip())
+    if recipe:
+        print("", *preview(args, recipe, n_gpus, gpu and gpu.partition(":")[0].rstrip("!+")), sep="\n")
     return 0
 
 
@@ -63,16 +78,15 @@ def _gpu(text: str) -> tuple[str | None, int]:
     return (None if name == "none" else text), int(number or 1)
 
 
-def app(args: Namespace, gpu: str | None, n_gpus: int) -> str:
+def app(args: Namespace, gpu: str | None, n_gpus: int, recipe: Recipe | None, run: str) -> str:
     """The text of the app: its settings as Python constants, then a program that is always the same."""
     import gradus
 
     if not (packages := requirements("", *EXTRAS)):
         raise UserError("launch modal: gradus is not installed, only on the path. In its checkout: pip install -e .")
     added: dict[str, Path] = {"/root/gradus": Path(gradus.__file__).resolve().parent}  # path in the image → path here
-    run, words, model, name = "", [], args.model, "model"
-    if args.recipe:
-        recipe, run = read(args, n_gpus)
+    words, model, name = [], args.model, "model"
+    if recipe:
         name, settings = recipe.name, {}
         portable(run)
         for key, paths in inputs(recipe).items():

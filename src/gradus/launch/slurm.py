@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gradus import files, limits
 from gradus.errors import FAULT, UserError
-from gradus.launch import one_line, read, train_options, train_words
+from gradus.launch import one_line, preview, read, train_options, train_words
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 ENDED = {
@@ -98,7 +98,10 @@ def launch(args: Namespace) -> int:
     except OSError as e:
         raise UserError(f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to.") from None
     if args.dry_run:
-        print(f"{text}\nwritten to {file}. Submit it with: sbatch {shlex.quote(str(file))}")
+        print(f"{text}\nwritten to {file}. Submit it with: sbatch {shlex.quote(str(file))}", flush=True)
+        kind = args.gpus.rpartition(":")[0] or None
+        with contextlib.chdir(folder):
+            print(*preview(args, recipe, tasks, kind), sep="\n")
         return 0
     job = _call(["sbatch", "--parsable", str(file)]).split(";")[0]
     per = f"{tasks} process{'es' if tasks > 1 else ''} on {args.nodes} node{'s' if args.nodes > 1 else ''}"

@@ -22,6 +22,7 @@ from gradus.launch import (
     inputs,
     one_line,
     portable,
+    preview,
     read,
     recipe_file,
     train_options,
@@ -91,6 +92,7 @@ def launch(args: Namespace) -> int:
         print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
         for command in todo:
             print(f"# {command.why}\n{command}")
+        print("", *(f"# {line}" for line in preview(args, recipe, args.processes)), sep="\n")
         return 0
     *before, look, follow, fetch = todo
     for command in before:
