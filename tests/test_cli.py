@@ -83,6 +83,12 @@ def test_the_help_of_a_verb_opens_with_an_example_and_a_page(verb, capsys):
     ("arguments", "said"),
     [
         (["train", "copy-task", "optimizer.lrr=1"], "optimizer.lrr: unknown key. Did you mean optimizer.lr?"),
+        (["train", "copy-task", "--batch_size", "8"], "--batch_size: unknown option. It is a key of the recipe, written without --: batch.samples=8"),
+        (["plan", "copy-task", "--learning-rate=1e-3"], "written without --: optimizer.lr=1e-3"),
+        (["fit", "copy-task", "--max_epochs", "3"], "written without --: train.epochs=3"),
+        (["launch", "slurm", "copy-task", "--gradient_accumulation_steps", "4"], "written without --: layout.micro_batch=..."),
+        (["train", "copy-task", "--bf16"], "written without --: layout.precision=bf16"),
+        (["train", "copy-task", "--resme"], "--resme: unknown option. Did you mean --resume?"),
         (["train", "copy-tusk"], "Did you mean copy-task?"),
         (["train", "copy-task", "batch.samples=many"], "batch.samples"),
         (["train", "copy-task", "optimizer.lr=nan"], "optimizer.lr: must be a finite number, got nan"),

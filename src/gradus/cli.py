@@ -279,10 +279,10 @@ def _preparing(verb: Verb) -> None:
     add = verb("fetch", fetch, "stage tokenizer, weights and data for a machine without internet").add_argument
     add("--to", required=True, metavar="DIR", help="folder to fill")
     add = verb("tokenizer", tokenizer, "train a tokenizer from text", "files").add_argument
-    add("action", choices=["train"])
+    add("action", choices=["train"], help="byte-level BPE, as GPT-2's")
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
-    add("--vocab-size", **whole(limits.TOKEN_IDS), required=True)
-    add("--lowercase", **FLAG)
+    add("--vocab-size", **whole(limits.TOKEN_IDS), required=True, help="tokens at most, special ones counted")
+    add("--lowercase", **FLAG, help="read every letter as a small one")
     add("--text", metavar="COLUMN", help="the column, for formats that have columns (default: text)")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
     text = "torch.profiler over a few steps: where time and memory go, and what to try next"
@@ -296,7 +296,7 @@ ADAPTER = "an adapter of this model; several answer in turn and share its weight
 
 def _using(verb: Verb) -> None:
     add = verb("evaluate", evaluate, "the metrics of a run's best checkpoint, over a whole split").add_argument
-    add("--split", default="valid", choices=["valid", "test", "train"])
+    add("--split", default="valid", choices=["valid", "test", "train"], help="of the run's data (default valid)")
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     add("--beams", **whole(1_000), default=1, help="beam width for translations (default 1: greedy)")
     _engine(add)
@@ -305,7 +305,7 @@ def _using(verb: Verb) -> None:
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
     add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: each line as it comes")
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
-    add("--n", type=limits.whole(1, limits.SAMPLES), default=16)
+    add("--n", type=limits.whole(1, limits.SAMPLES), default=16, help="with --split: how many (default 16)")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
     add("--to", metavar="FILE", help="the predictions as .jsonl")
     add("--adapter", action="append", metavar="DIR", help=ADAPTER)
@@ -324,9 +324,10 @@ def _using(verb: Verb) -> None:
     add("--tokenizer", metavar="PATH", help="the tokenizer, if it is not beside the weights")
     add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
     add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
-    add("--top-k", type=limits.whole(1, limits.VOCABULARY))
-    add("--top-p", type=limits.real(above=0, most=1))
-    add("--seed", type=limits.whole(0), default=0)
+    add("--top-k", type=limits.whole(1, limits.VOCABULARY), help="sample among the K likeliest tokens (default: all)")
+    text = "sample among the likeliest tokens that hold this probability together (default: all)"
+    add("--top-p", type=limits.real(above=0, most=1), help=text)
+    add("--seed", type=limits.whole(0), default=0, help="of sampling (default 0)")
     add("--sliding-window", **FLAG, help="continue beyond the context length, reading only the latest tokens")
     add("--no-cache", **FLAG, help="recompute everything for every token (slower, same text)")
     add("--beams", **whole(1_000), default=1, help="beam width; 1 (default): no beam search")
@@ -344,7 +345,7 @@ def _measuring(verb: Verb) -> None:
     text = "time broadcast, all-reduce and the other collectives between processes"
     add = verb("collectives", lambda a: room("measure.collectives").collectives(a), text, "").add_argument
     add("--processes", **whole(limits.PROCESSES), help="how many (default 2; under a launcher: the launcher's)")
-    add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="default gloo")
+    add("--backend", default="gloo", metavar="gloo|mpi|nccl", help="that carries the messages (default gloo)")
     add("--sizes", metavar="SIZE,...", help="of the whole array, e.g. 1KiB,4MiB (default: 1KiB to 16MiB, times 4)")
     add("--to", metavar="FILE.jsonl", help="add the rows to this file")
     add = verb("scale", scale, "speed-up and efficiency on 1, 2, 4, ... processes, and what is lost").add_argument
@@ -700,13 +701,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             verbs = top._subparsers._group_actions[0].choices
             options = getattr(args, "options", None) or (verbs[args.verb] if args.verb else None)
             known = [s for a in options._actions for s in a.option_strings] if options else []
-            near = did_you_mean(word.split("=")[0], known)
+            following = next(iter(rest[rest.index(word) + 1 :]), "")
+            near = _key_for(word, following) if hasattr(args, "overrides") else ""
+            near = near or did_you_mean(word.split("=")[0], known)
             raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near}")
         getattr(args, args.words).append(word)
     for key in ENERGY:
         if (value := getattr(args, key, None)) is not None:
             args.overrides.append(f"energy.{key}={value}")
     return args
+
+
+def _key_for(option: str, following: str) -> str:
+    """What to write in place of an option that is a key of a recipe here; '' where it is none."""
+    name, _, value = option.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if not (key := room("recipe.fields").key_of(name)):
+        return ""
+    value = name if name in ("fp16", "bf16") else value or following
+    plain = value and not value.startswith("-") and "=" not in value
+    same = plain and (not key.startswith("layout.") or name in (key, key.rpartition(".")[2], "fp16", "bf16"))
+    return f" It is a key of the recipe, written without --: {key}={value if same and 'ratio' not in name else '...'}"
 
 
 def main(argv: list[str] | None = None) -> int:

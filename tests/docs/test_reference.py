@@ -122,6 +122,14 @@ def test_the_reference_is_what_the_code_says():
     assert not stale(), f"docs/reference/ is not what the code says. Run: {AGAIN}"
 
 
+def test_every_option_says_what_it_means():
+    def silent(parser: argparse.ArgumentParser) -> list[str]:
+        actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction | argparse._SubParsersAction) and a.help != argparse.SUPPRESS]
+        return [f"{parser.prog} {option(a)[0]}" for a in actions if not option(a)[1]] + [name for below, _ in verbs(parser).values() for name in silent(below)]
+
+    assert silent(cli.parser()) == []
+
+
 if __name__ == "__main__":
     if "--check" in sys.argv:
         sys.exit(f"docs/reference/: {', '.join(stale())}: not what the code says. Run: {AGAIN}" if stale() else 0)

@@ -36,7 +36,7 @@ def options(p: argparse.ArgumentParser) -> None:
     add = p.add_argument
     train_options(p)
     add("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
-    add("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="default 22")
+    add("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="port of ssh there (default 22)")
     add("--dry-run", action="store_true", help="print the commands, run none")
     number = limits.whole(1, limits.PROCESSES)
     add("--processes", type=number, default=1, metavar="N", help="to start there, one per GPU (default 1)")

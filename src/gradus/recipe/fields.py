@@ -28,9 +28,10 @@ COMMON = {  # names in papers and other tools, by the key here; training_args.SA
     "tokenizer.path": "tokenizer_name", "optimizer.name": "optim", "optimizer.betas": "adam_beta1 adam_beta2",
     "schedule.name": "scheduler lr_scheduler lr_scheduler_type", "schedule.warmup_steps": "warmup warmup_ratio",
     "batch.samples": "batch_size train_batch_size per_device_train_batch_size global_batch_size",
-    "train.epochs": "num_epochs n_epochs", "train.steps": "max_steps max_iters iterations",
-    "train.seed": "random_seed manual_seed", "train.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
-    "train.checkpoint_every": "save_steps", "evaluate.every": "eval_steps eval_interval",
+    "train.epochs": "num_epochs n_epochs max_epochs", "train.steps": "max_steps max_iters iterations num_train_steps",
+    "train.seed": "random_seed manual_seed seed_everything",
+    "train.clip_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad_norm gradient_clipping",
+    "train.checkpoint_every": "save_steps", "evaluate.every": "eval_steps eval_interval val_check_interval",
     "evaluate.batch": "eval_batch_size", "evaluate.best": "metric_for_best_model",
     "layout.micro_batch": "accumulation gradient_accumulation_steps accumulate_grad_batches micro_batch_size",
     "layout.precision": "dtype torch_dtype fp16 bf16 amp mixed_precision",
@@ -38,8 +39,10 @@ COMMON = {  # names in papers and other tools, by the key here; training_args.SA
     "layout.attention": "attn_implementation flash_attention", "layout.shard": "fsdp zero zero_stage",
     "layout.tensor": "tensor_parallel tp_size", "layout.pipeline": "pipeline_parallel pp_size",
     "layout.context": "context_parallel cp_size", "layout.expert": "expert_parallel ep_size",
-    "log.every": "logging_steps log_interval", "log.wandb": "wandb_project", "name": "run_name",
-    "data.workers": "num_workers",
+    "log.every": "logging_steps log_interval log_every_n_steps", "log.wandb": "wandb_project", "name": "run_name",
+    "log.dir": "default_root_dir save_dir", "data.workers": "num_workers", "data.limit": "max_train_samples",
+    "layout.device": "accelerator use_cpu no_cuda", "adapter.rank": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha", "adapter.dropout": "lora_dropout", "adapter.targets": "target_modules",
 }  # fmt: skip
 
 
@@ -99,6 +102,14 @@ def fields_of(path: str) -> list[FieldInfo]:
 def elsewhere(word: str) -> str | None:
     """The key of a recipe that another tool calls `word`."""
     return next((key for key, words in COMMON.items() if word in words.split()), SAME.get(word))
+
+
+def key_of(word: str) -> str | None:
+    """The key that a word means which is no key of a recipe by itself: with its section, or as another tool says it."""
+    if "." in word:
+        return word if fields_of(word) else None
+    places = (f"{s}.{word}" for s in Recipe.model_fields for c in classes_of(s).values() if word in c.model_fields)
+    return elsewhere(word) or next((p for p in places if not p.startswith("energy.")), None)
 
 
 def owner_of(section: str, raw: dict[str, Any]) -> type[Section] | None:
