@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -432,6 +433,22 @@ def test_a_full_device_says_what_to_set(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Trainer, "step", full)
     assert "layout.micro_batch (it is 16)" in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(("wrong", "error"), [("key", "log.wandb: No API key configured. Log in once with wandb login, or set WANDB_MODE=offline."), ("package", "of the extra track: pip install")])
+def test_wandb_is_checked_before_anything_is_measured(capsys, monkeypatch, tmp_path, wrong, error):
+    from gradus.train import run
+
+    class UsageError(Exception):
+        pass
+
+    def login():
+        raise UsageError("No API key configured. Use `wandb login` to log in.".replace(". Use", ".\nUse"))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(login=login) if wrong == "key" else None)
+    monkeypatch.setattr(run, "open_session", lambda *_: pytest.fail("the data were opened"))
+    assert error in fails(capsys, "train", *COPY, f"log.dir={tmp_path / 'run'}", "log.wandb=true")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

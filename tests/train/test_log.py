@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,16 @@ def test_elsewhere_lines_are_plain_and_no_thread_runs(tmp_path, capsys, monkeypa
     monkeypatch.setenv("TERM", "dumb")
     told()
     assert screen.close() == "step 1/2  loss 1.0\r\n"
+
+
+@pytest.mark.parametrize(("given", "project"), [("true", "copy-task"), ("mine", "mine"), ("false", None)])
+def test_the_project_of_wandb(given, project, tmp_path, monkeypatch):
+    begun = []
+    wandb = types.SimpleNamespace(init=lambda **how: begun.append(how["project"]) or types.SimpleNamespace(finish=lambda: None))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    recipe = recipes.load("copy-task", [f"log.wandb={given}"])
+    logs.RunLog(tmp_path, recipe.log, recipe.model_dump(mode="json")).close()
+    assert begun == ([project] if project else [])
 
 
 def log_in(folder: Path):

@@ -709,6 +709,11 @@ LINE_VALUES = dict.fromkeys(("step", "steps", "accumulations"), 1) | dict.fromke
 )
 
 
+def _project(value: Any) -> Any:
+    word = str(value).lower()
+    return word if word == "true" else None if word == "false" else value
+
+
 def _line(text: str | None) -> str | None:
     if text is None:
         return None
@@ -731,7 +736,7 @@ class Log(Section):
     every: Steps = 10  # steps between two rows and lines
     line: Annotated[str | None, AfterValidator(_line)] = None  # another line, e.g. "{step:6d} | {loss:.2f} | {lr:.1e}"
     tensorboard: bool = False  # also write rows for TensorBoard
-    wandb: str | None = None  # the project; off when not given
+    wandb: Annotated[str | None, BeforeValidator(_project)] = None  # the project; true: the recipe's name; None: off
 
 
 def _grid(text: str | None) -> str | None:

@@ -112,6 +112,26 @@ class LiveLine:
             self.stream.flush()
 
 
+def check_trackers(config: Log) -> None:
+    """Before anything is measured: raises UserError where what `log` names is not installed, or W&B knows no key (on a
+    terminal it asks for one)."""
+    if config.tensorboard:
+        need("torch.utils.tensorboard", "track", "log.tensorboard=true")
+    if config.wandb:
+        wandb = need("wandb", "track", "log.wandb")
+        with _wandb_errors():
+            wandb.login()
+
+
+@contextlib.contextmanager
+def _wandb_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:
+        why = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0].rstrip(".")
+        raise UserError(f"log.wandb: {why}. Log in once with wandb login, or set WANDB_MODE=offline.") from None
+
+
 class RunLog(Hook):
     """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
 
@@ -122,7 +142,9 @@ class RunLog(Hook):
             self.board = tensorboard.SummaryWriter(str(folder / "tensorboard"))
         if config.wandb:
             wandb = need("wandb", "track", "log.wandb")
-            self.wandb = wandb.init(project=config.wandb, dir=str(folder), config=recipe, name=folder.name)
+            project = recipe["name"] if config.wandb == "true" else config.wandb
+            with _wandb_errors():
+                self.wandb = wandb.init(project=project, dir=str(folder), config=recipe, name=folder.name)
         self.file = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self.live = LiveLine(sys.stdout)

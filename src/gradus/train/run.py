@@ -26,7 +26,7 @@ from gradus.train import resolve
 from gradus.train.clock import MEASURES, begin_run, peaks
 from gradus.train.evaluation import Evaluation
 from gradus.train.hooks import Hook
-from gradus.train.log import RunLog, environment, run_folder, write_json, write_text
+from gradus.train.log import RunLog, check_trackers, environment, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
 from gradus.train.machine import bf16_units
 from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
@@ -149,9 +149,11 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
     go on with a run, or none."""
     with contextlib.ExitStack() as stack:
         folder, problem = resume or recipe.log.dir, None
-        if world.first and not (has_parent() and folder):
+        if world.first:
             try:
-                folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
+                if not (has_parent() and folder):
+                    folder = stack.enter_context(run_folder(recipe.log, recipe.name, resume))
+                check_trackers(recipe.log)
             except UserError as e:
                 problem = str(e)
         worlds.meet(world, recipe.layout)
