@@ -157,6 +157,13 @@ def test_a_loss_that_is_not_finite():
     assert "not finite" in verdict(seen, "gradients").text
 
 
+def test_memory_is_of_the_largest_batch_and_of_a_usual_step(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("text,label\n" + "\n".join(f"{'word ' * (1 if i % 100 else 60)}{i},{i % 2}" for i in range(400)))
+    assert main(["new", str(tmp_path / "t.yaml"), "--data", str(tmp_path / "t.csv")]) == 0
+    text = verdict(looked(str(tmp_path / "t.yaml"), **{"data.pad": "longest", "model.n_layers": 1, "model.d_model": 16, "model.n_heads": 2, "data.workers": 0}), "memory").text
+    assert "with the largest batch (" in text and "in a step of " in text and "None" not in text and "measured" not in text
+
+
 def test_too_little_memory(monkeypatch):
     from gradus.proof import memory_budget
 

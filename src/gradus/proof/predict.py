@@ -97,7 +97,7 @@ def predict(case: Case) -> Predicted:
         shape = batches.describe_largest(case.micro_batches)
         if step[0].allocated != memory.allocated:
             line += f" with the largest batch ({batch}); tensors {size(step[0].allocated)}"
-            line += f" in step {case.step} ({shape}), which is measured"
+            line += f" in step {case.step} ({shape}), which is measured" if case.step else f" in a step of {shape}"
         of_step = list(step_rows(case, *step, shape))
         rows += of_step
         line += cost_of_step(case, {row.name: row.value for row in of_step})
