@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -72,6 +74,51 @@ def test_what_is_ambiguous_or_no_class_is_asked_about(tmp_path, capsys, header, 
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1, err
     assert not (tmp_path / "x.yaml").exists()
+
+
+ALPACA = {"instruction": "Name a colour of the sky.", "input": "", "output": "blue"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (ALPACA, ("instructions with their answers, as Alpaca's (columns 'instruction', 'input' and 'output')", "in a column 'text'")),
+        ({"messages": [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]}, ("chats, a list of messages each (column 'messages')", "in a column 'text'")),
+        ({"prompt": "Two plus two is what?", "chosen": "4", "rejected": "5"}, ("answers that were chosen and rejected",)),
+    ],
+)  # fmt: skip
+def test_data_of_assistants_are_named_and_not_half_read(tmp_path, capsys, row, words):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for _ in range(20)))
+    assert main(["new", "a.yaml", "--data", str(tmp_path / "a.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words) and len(error.splitlines()) == 1 and not Path("a.yaml").exists()
+
+
+def test_with_a_column_of_whole_texts_or_a_named_one_they_can_be_learned(tmp_path):
+    rows = [{**ALPACA, "input": str(i), "text": f"Question {i}: name a colour. Answer: blue"} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert look([str(tmp_path / "a.jsonl")], None, False).data["text"] == "text"
+    assert look([str(tmp_path / "a.jsonl")], "output", False).data["text"] == "output"
+
+
+def test_several_classes_in_one_cell_are_said(tmp_path):
+    said = {}
+    for name, labels in (("several", ("a;b", "b;c")), ("one", ("York, UK", "Bonn, DE"))):
+        table(tmp_path / f"{name}.csv", [[f"film number {i}", labels[i % 2]] for i in range(20)], ("text", "tags"))
+        said[name] = [line for line in look([str(tmp_path / f"{name}.csv")], "text", "tags").lines if line.startswith("note")]
+    assert "'a;b' is a class by itself: a text has one class here, not several" in said["several"][0] and not said["one"]
+
+
+@pytest.mark.parametrize(("languages", "pair"), [(("de", "en"), ("de", "en")), (("de", "en", "fr"), None)])
+def test_a_pair_by_its_stem(tmp_path, languages, pair):
+    for language in languages:
+        (tmp_path / f"short.{language}").write_text("one line\nanother line\n")
+    if pair is None:
+        with pytest.raises(UserError, match=r"short: in de, en and fr. Name the two files, the language to translate first"):
+            look([str(tmp_path / "short")])
+        return
+    data = look([str(tmp_path / "short")]).data
+    assert (data["source"], data["target"], data["train"]) == (*pair, "short")
 
 
 def test_what_was_asked_about_can_be_answered(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import re
@@ -22,6 +23,13 @@ ROWS, CHARACTERS = 1000, 1 << 24  # the rows that columns are judged by: so many
 TEXT_NAMES = ("body", "comment", "message", "tweet", "document", "abstract")
 LABEL_NAMES = ("sentiment", "category", "topic", "rating", "score", "stars", "intent", "emotion", "y")
 DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")
+QUESTIONS = (  # column names of data to fine-tune assistants with: what they are called
+    ({"instruction", "output"}, "instructions with their answers, as Alpaca's"),
+    ({"instruction", "response"}, "instructions with their answers"),
+    ({"prompt", "completion"}, "prompts with answers"), ({"prompt", "response"}, "prompts with answers"),
+    ({"chosen", "rejected"}, "answers that were chosen and rejected"),
+    ({"messages"}, "chats, a list of messages each"), ({"conversations"}, "chats, a list of messages each"),
+)  # fmt: skip
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -47,6 +55,8 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | bool
     path = expanded(paths[0])
     if len(paths) == 2:
         summary = _pair(path, expanded(paths[1]))
+    elif stem := _stem(path):
+        summary = stem
     elif path.is_dir() and not is_hub(path):
         summary = _folder(path, text_column, label)
     elif find_cifar(path):
@@ -83,6 +93,17 @@ def _pairs(folder: Path, name: str, source: str, target: str) -> DataSummary:
         data["train"] = name
     line = f"found      {folder / name}.{source} and .{target}: parallel sentences, "
     return DataSummary(data, [f"{line}to translate from {source} to {target} (data.source, data.target)"])
+
+
+def _stem(path: Path) -> DataSummary | None:
+    """short, of short.de and short.en. Raises UserError where there are more languages than two."""
+    if path.exists() or is_hub(path) or not path.parent.is_dir():
+        return None
+    sides = (side for f in sorted(path.parent.iterdir()) if (side := _side(f)) and side[0] == path.name)
+    languages = list(dict.fromkeys(language for _, language in sides))
+    if len(languages) > 2:
+        raise UserError(f"{path}: in {either(languages, 'and')}. Name the two files, the language to translate first.")
+    return _pairs(path.parent, path.name, *languages) if len(languages) == 2 else None
 
 
 def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> DataSummary:
@@ -144,6 +165,17 @@ class Column:
         return few and (self.is_whole or not self.is_number) and not all(map(DATE.fullmatch, self.distinct))
 
     @property
+    def several(self) -> str | None:
+        """A value that looks like several classes in one cell (a;b), whose parts stand in other cells too."""
+        for mark in ";|,":
+            parts = {value: {part.strip() for part in value.split(mark)} for value in sorted(self.distinct)}
+            times = collections.Counter(itertools.chain(*parts.values()))
+            for value, own in parts.items():
+                if len(own) > 1 and any(times[part] > 1 for part in own):
+                    return value
+        return None
+
+    @property
     def is_score(self) -> bool:
         """Whether these are numbers that are neither classes nor those of the rows."""
         return self.is_number and not self.is_few and not (self.is_whole and len(self.distinct) == self.n_rows)
@@ -174,6 +206,8 @@ def _table(path: str | Path, file: Path, text: str | None, label: str | bool | N
         raise UserError(f"--text {text} --label {label}: one column cannot be both. Name two.")
     if kind_of(file) in ("csv", "tsv") and not (text or label):
         _need_header(file, columns)
+    if text is None and not _named(columns, TEXT_COLUMNS):
+        _refuse_questions(file, columns)
     picture = next((name for name, column in columns.items() if column.is_image), None)
     if picture:
         if text is not None:
@@ -188,6 +222,9 @@ def _table(path: str | Path, file: Path, text: str | None, label: str | bool | N
         raise UserError(f"{file}: no column looks like a label; there are: {_names(columns)}. Name it: --label COLUMN.")
     label_line = f"label      {f'column {label!r}: {why}' if label else why}"
     lines = [f"found      {path}: a table with columns {_names(columns)}", input_line, label_line]
+    if label and (several := others[label].several):
+        text_of = f"{several!r} is a class by itself: a text has one class here, not several"
+        lines.append(f"note       column {label!r}: {text_of}; for one of them, write a column with yes and no")
     if picture:
         return DataSummary({"kind": "images", "path": where, "image": picture, "label": label}, lines)
     data = {"kind": "labelled" if label else "text", "path": where, "text": text}
@@ -197,6 +234,18 @@ def _table(path: str | Path, file: Path, text: str | None, label: str | bool | N
 def _names(columns: dict[str, Column]) -> str:
     shown = ", ".join([*columns][:20])
     return shown + (f", ... ({len(columns):,} in all)" if len(columns) > 20 else "")
+
+
+def _refuse_questions(file: Path, columns: dict[str, Column]) -> None:
+    """Raises UserError for data of assistants, of which no single column says what is to be learned."""
+    by_name = {name.strip().casefold(): name for name in columns}
+    for names, what in QUESTIONS:
+        if names <= by_name.keys():
+            shown = either([repr(name) for key, name in by_name.items() if key in names | {"input", "system"}], "and")
+            cannot = "Gradus cannot yet learn the answers alone, given the rest"
+            can = "Write each row as one text (question, then answer) in a column 'text' of a new file, and give that: "
+            what += f" (column{'s' * (' and ' in shown)} {shown})"
+            raise UserError(f"{file}: {what}. {cannot}. {can}all of it is learned, token by token.")
 
 
 def _need_header(file: Path, columns: dict[str, Column]) -> None:
@@ -264,7 +313,8 @@ def _choose_label(file: Path, columns: dict[str, Column], label: str | bool | No
     column = columns[likely[0]]
     n, rows = len(column.distinct), f"in the first {column.n_rows:,} rows"
     if not n:
-        raise UserError(f"{file}: column {column.name!r} holds no label {rows}. Name another: --label COLUMN.")
+        what = "lists, and a text has one class here, not several" if not column.is_scalar else f"no label {rows}"
+        raise UserError(f"{file}: column {column.name!r} holds {what}. Name another: --label COLUMN.")
     if column.is_number and not column.is_few and not (label and column.is_whole):
         raise _no_classes(file, column)
     if label:
