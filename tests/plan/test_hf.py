@@ -34,6 +34,8 @@ THEIRS = {  # name → (configuration, class)
     "qwen2": (hf.Qwen2Config(**LLAMA, num_key_value_heads=2, sliding_window=32), hf.Qwen2ForCausalLM),
     "gemma": (hf.GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=20), hf.GemmaForCausalLM),
     "phi3": (hf.Phi3Config(**LLAMA, num_key_value_heads=2, pad_token_id=0), hf.Phi3ForCausalLM),
+    "ministral": (hf.MinistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12, sliding_window=32), hf.MinistralForCausalLM),
+    "ernie4_5": (hf.Ernie4_5Config(**LLAMA, num_key_value_heads=2, head_dim=20), hf.Ernie4_5ForCausalLM),
     "granite": (hf.GraniteConfig(**LLAMA, num_key_value_heads=2, logits_scaling=8.0), hf.GraniteForCausalLM),
     "bert": (hf.BertConfig(**BERT), hf.BertModel),
     "bert-masked-lm": (hf.BertConfig(**BERT, attention_probs_dropout_prob=0.0), hf.BertForMaskedLM),
@@ -53,6 +55,40 @@ THEIRS = {  # name → (configuration, class)
             hf.ViTForImageClassification),
     "ijepa": (hf.IJepaConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, num_labels=7),
               hf.IJepaForImageClassification),
+}  # fmt: skip
+
+
+KEYS = {**LLAMA, "num_key_value_heads": 2}
+WINDOW = {**KEYS, "head_dim": 20, "sliding_window": 32}
+DISTIL = hf.DistilBertConfig(vocab_size=97, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=66, num_labels=3)
+
+
+def qk(c):
+    return 2 * c.head_dim * c.num_hidden_layers
+
+
+def norms(c):
+    return c.hidden_size * (2 * c.num_hidden_layers + 1)
+
+
+NEAR = {  # name → (configuration, class, what it has more than ours)
+    "qwen3": (hf.Qwen3Config(**KEYS, head_dim=20), hf.Qwen3ForCausalLM, qk),
+    "qwen3_moe": (hf.Qwen3MoeConfig(**KEYS, head_dim=20, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2), hf.Qwen3MoeForCausalLM,
+                  lambda c: 2 * (getattr(c, "head_dim", None) or 128) * c.num_hidden_layers),
+    "hunyuan_v1_dense": (hf.HunYuanDenseV1Config(**KEYS, head_dim=20), hf.HunYuanDenseV1ForCausalLM,
+                         lambda c: 2 * (c.head_dim or c.hidden_size // c.num_attention_heads) * c.num_hidden_layers),
+    "smollm3": (hf.SmolLM3Config(**KEYS, pad_token_id=0), hf.SmolLM3ForCausalLM, lambda c: 0),
+    "olmo": (hf.OlmoConfig(**KEYS), hf.OlmoForCausalLM, lambda c: -norms(c)),
+    **{name: (config(**KEYS), cls, lambda c: c.hidden_size * (1 + c.num_key_value_heads / c.num_attention_heads) * c.num_hidden_layers)
+       for name, config, cls in (("olmo2", hf.Olmo2Config, hf.Olmo2ForCausalLM), ("olmo3", hf.Olmo3Config, hf.Olmo3ForCausalLM))},
+    "exaone4": (hf.Exaone4Config(**KEYS, sliding_window=32), hf.Exaone4ForCausalLM, lambda c: 2 * c.hidden_size // c.num_attention_heads * c.num_hidden_layers),
+    "gemma2": (hf.Gemma2Config(**WINDOW), hf.Gemma2ForCausalLM, lambda c: norms(c) - c.hidden_size),
+    "gemma3_text": (hf.Gemma3TextConfig(**WINDOW), hf.Gemma3ForCausalLM, lambda c: norms(c) - c.hidden_size + qk(c)),
+    "cohere": (hf.CohereConfig(**KEYS), hf.CohereForCausalLM, lambda c: -c.hidden_size * c.num_hidden_layers),
+    "cohere2": (hf.Cohere2Config(**WINDOW), hf.Cohere2ForCausalLM, lambda c: -c.hidden_size * c.num_hidden_layers),
+    "stablelm": (hf.StableLmConfig(**KEYS), hf.StableLmForCausalLM, norms),
+    "distilbert": (DISTIL, hf.DistilBertForMaskedLM, lambda c: -c.dim),
+    "distilbert-classes": (DISTIL, hf.DistilBertForSequenceClassification, lambda c: -c.dim),
 }  # fmt: skip
 
 
@@ -78,14 +114,41 @@ def test_as_many_parameters_as_theirs(name, tmp_path):
     ours, note = from_hf(written(tmp_path, config, cls))
     assert models.count(ours)["total"] == count_of(cls, config)
     assert ("planned" in note or "left out" in note or "used" in note) == (
-        name in ("gpt2-dropouts", "opt", "llama-linear-rope", "mistral", "gemma", "granite", "bert-masked-lm", "t5-gated")
+        name in ("gpt2-dropouts", "opt", "llama-linear-rope", "mistral", "ministral", "gemma", "granite", "bert-masked-lm", "t5-gated")
         or "roberta" in name
         or name == "camembert"
     ), note
 
 
+@pytest.mark.parametrize("name", NEAR)
+def test_what_a_near_family_lacks_is_said_and_is_next_to_nothing(name, tmp_path):
+    """As many parameters as theirs but for what the note names; of the sizes that transformers has by default, under 0.1 %. It is not trained."""
+    config, cls, more = NEAR[name]
+    folder, entry = written(tmp_path, config, cls), others.planned()[config.model_type]
+    ours = from_hf(folder)[0]
+    assert models.count(ours)["total"] + more(config) == count_of(cls, config)
+    usual = type(config)()
+    assert abs(more(usual)) < 0.001 * models.count(from_hf(written(tmp_path, usual, cls))[0])["total"]
+    notes: list[str] = []
+    recipe_for(folder, notes=notes)
+    said = f"model_type={config.model_type} can be planned, not trained: it is planned as family {entry['family']} {entry['near']}: under 0.1 % of the parameters"
+    assert said in notes
+    with pytest.raises(UserError, match="can be planned, not trained"):
+        models.config_of(folder.removeprefix("hf:"))
+
+
+@pytest.mark.parametrize("experts", ["num_experts", "num_local_experts"])
+def test_qwen3_moe_as_published_and_as_transformers_writes_it(tmp_path, experts):
+    """Qwen3-30B-A3B has 30.53 billion parameters, 3.3 of them active."""
+    content = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+               "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, experts: 128,
+               "num_experts_per_tok": 8, "tie_word_embeddings": False, "max_position_embeddings": 40_960, "rope_theta": 1e6, "mlp_only_layers": []}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert models.count(from_hf(f"hf:{tmp_path}")[0])["total"] == 30_532_122_624 - 48 * 2 * 128
+
+
 def test_every_reader_is_tested_and_none_is_also_refused():
-    kinds = {config.model_type for config, _ in THEIRS.values()} | {"marian", "pegasus"}
+    kinds = {config.model_type for config, *_ in (*THEIRS.values(), *NEAR.values())} | {"marian", "pegasus"}
     assert kinds == set(others.planned()) and not kinds & set(others.table()["refused"])
 
 

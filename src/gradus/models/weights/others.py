@@ -22,8 +22,10 @@ def planned() -> dict[str, dict[str, Any]]:
 
 def not_trained(kind: str) -> str:
     """Of a model_type that is planned."""
-    family = planned()[kind]["family"]
-    same = f"family {family} has the same parameters and operations, but other weights"
+    entry = planned()[kind]
+    same = f"family {entry['family']} has the same parameters and operations, but other weights"
+    if "near" in entry:
+        same = f"it is planned as family {entry['family']} {entry['near']}: under 0.1 % of the parameters"
     return f"model_type={kind} can be planned, not trained: {same}"
 
 
