@@ -12,7 +12,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,34 @@ def packaged(name: str) -> Any:
 def cache_dir(cache: str | Path | None = None) -> Path:
     """Where made things are kept: `cache` if given, else $GRADUS_CACHE, else ~/.cache/gradus."""
     return Path(os.path.expanduser(cache or os.environ.get("GRADUS_CACHE") or "~/.cache/gradus"))
+
+
+def remembered(path: Path, kind: str, least: float, compute: Callable[[Path], str]) -> str:
+    """What `compute` makes of a file's content, in hexadecimal: of a file of at least `least` bytes it is kept in the
+    cache, under `kind`, as long as the file's size and dates stay. Raises OSError."""
+    about = path.stat()
+    if about.st_size < least:
+        return compute(path)
+    stamp = [about.st_size, about.st_mtime_ns, about.st_ctime_ns]
+    name = hashlib.sha256(f"{kind} {path.resolve()}".encode()).hexdigest()[:40]
+    memo = cache_dir() / "files" / f"{name}.json"
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # none, or damaged
+        match json.loads(memo.read_text()):
+            case {"stamp": kept, "value": str(known)} if kept == stamp and re.fullmatch("[0-9a-f]+", known):
+                return known
+    value = compute(path)
+    # a younger file may change again without its dates showing it
+    if time.time() - max(about.st_mtime, about.st_ctime) > 5:
+        with contextlib.suppress(OSError):  # only a convenience
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            write_json(memo, {"stamp": stamp, "value": value})
+    return value
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file's content. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

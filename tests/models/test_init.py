@@ -74,6 +74,10 @@ def test_absent_folders(tmp_path):
         ('{"model_type": "mistral", "sliding_window": 8}', "sliding_window=8 is not supported by family llama"),
         ('{"model_type": "vit"}', "config.json: num_hidden_layers is missing"),
         ('{"model_type": "gpt2", "n_head": 7}', "config.json: d_model=768 is not a multiple of n_heads=7"),
+        ('{"model_type": "gpt2", "gradus": -1}', "config.json: gradus: expected an object, got -1"),
+        ('{"model_type": "gpt2", "gradus": {"freeze": [null]}}', r"config.json: a value of the wrong kind \(gradus.freeze=\[None\]\)"),
+        ('{"model_type": "gpt2", "gradus": {"adapter": {}}}', "gradus.base in config.json: expected the folder or name of the base, got None"),
+        ('{"model_type": "gpt2", "vocab_size": null}', "config.json: vocab_size is missing, and the model cannot be built without it"),
     ],
 )
 def test_broken_config(content, error, tmp_path):

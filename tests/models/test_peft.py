@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
+import time
 import warnings
 
 import peft
@@ -242,6 +245,44 @@ def test_another_base_is_refused(bases, tmp_path):
         models.load(tmp_path / "adapter")
 
 
+def test_the_base_is_what_is_read_of_its_folder_and_read_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    base = tmp_path / "base"
+    models.save(shaken(models.build(CONFIGS["llama"], seed=3)), base)
+    models.save(adapted("llama", base), tmp_path / "adapter")
+    for name in ("optimizer.pt", "scheduler.bin", "rng_state.pth", "checkpoint-5/model.safetensors"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_bytes(b"of somebody's training")
+    models.load(tmp_path / "adapter")
+    now, read, file_digest = time.time() + 10, [], hashlib.file_digest
+    monkeypatch.setattr(time, "time", lambda: now)  # a young file may still change without its dates showing it
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(file.name) or file_digest(file, kind))
+    for _ in range(3):
+        models.load(tmp_path / "adapter")
+    assert read == [str(base / "model.safetensors")]
+    for memo in (tmp_path / "cache" / "files").iterdir():
+        memo.write_text('{"stamp": 5, "value": []}')
+    models.load(tmp_path / "adapter")
+    dates = os.stat(base / "model.safetensors")
+    models.save(shaken(models.build(CONFIGS["llama"], seed=4)), base)
+    os.utime(base / "model.safetensors", ns=(dates.st_atime_ns, dates.st_mtime_ns))
+    with pytest.raises(UserError, match="digest"):
+        models.load(tmp_path / "adapter")
+
+
+def test_a_digest_of_an_earlier_version_still_holds(bases, tmp_path):
+    """It was of all that could be weights, also of a second format that nobody reads."""
+    base = tmp_path / "base"
+    models.save(models.load(bases["llama"]), base)
+    (base / "pytorch_model.bin").write_bytes(b"the same in another format")
+    models.save(adapted("llama", base), tmp_path / "adapter")
+    about = json.loads((tmp_path / "adapter" / "gradus_config.json").read_text())
+    parts = [hashlib.sha256((base / name).read_bytes()).digest() for name in ("model.safetensors", "pytorch_model.bin")]
+    about["gradus"]["base_digest"] = hashlib.sha256(b"".join(parts)).hexdigest()
+    (tmp_path / "adapter" / "gradus_config.json").write_text(json.dumps(about))
+    models.load(tmp_path / "adapter")
+
+
 def test_a_frozen_part_that_the_base_lacks_is_refused(tmp_path):
     body = CONFIGS["bert"].model_copy(update={"head": "none", "n_classes": None, "pooler": False})
     models.save(models.build(body, seed=1), tmp_path)
@@ -348,6 +389,14 @@ FAULTS = {
     "an extra tensor": ("llama", lambda ts: ts | {"base_model.model.model.x.weight": torch.zeros(2)}, {}, "extra model.x"),
     "PiSSA": ("llama", lambda ts: ts, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     "no base": ("llama", lambda ts: ts, {"base_model_name_or_path": None}, "base_model_name_or_path"),
+    "an empty base": ("llama", lambda ts: ts, {"base_model_name_or_path": ""}, "base_model_name_or_path .* got ''"),
+    "a broken rank_pattern": ("llama", lambda ts: ts, {"rank_pattern": {"(": 4}}, r"rank_pattern: .* cannot be matched \(unclosed group\)"),
+    "a broken alpha_pattern": ("llama", lambda ts: ts, {"alpha_pattern": {"*": 4}}, r"alpha_pattern: .* \(repetition operator missing"),
+    "a broken target_modules": ("llama", lambda ts: ts, {"target_modules": "("}, r"target_modules: '\('.*unclosed group"),
+    "an expression too large": ("llama", lambda ts: ts, {"target_modules": r"(\w{999}){999}"}, "exceeds size limit"),
+    "an expression too long": ("llama", lambda ts: ts, {"exclude_modules": "(x)" * 400}, "longer than 1,000 characters"),
+    "too many expressions": ("llama", lambda ts: ts, {"rank_pattern": {f"({i})": 4 for i in range(60)}}, "more than 50 expressions"),
+    "too many names": ("llama", lambda ts: ts, {"target_modules": ["q_proj"] * 100_001}, "target_modules: more than 100,000 entries"),
     "a base that is gone": ("llama", lambda ts: ts, {"base_model_name_or_path": "/nowhere/at/all"}, "its base: /nowhere"),
 }  # fmt: skip
 
@@ -360,6 +409,59 @@ def test_nothing_that_is_missing_or_foreign_is_passed_over(fault, bases, tmp_pat
     with pytest.raises(UserError, match=named) as e:
         models.load(tmp_path)
     assert str(tmp_path) in str(e.value)
+
+
+@pytest.mark.parametrize("about", [
+    {"rank_pattern": {"(([a-z0-9._]+)+)+!": 4}}, {"alpha_pattern": {"(([a-z0-9._]+)+)+!": 4}}, {"target_modules": "(([a-z0-9._]+)+)+!"},
+    {"exclude_modules": "(([a-z0-9._]+)+)+!"},
+])  # fmt: skip
+def test_an_expression_that_bursts_is_matched_at_once(about, bases, tmp_path):
+    """Python's own engine would take hours, and it can be stopped from the main thread only."""
+    theirs = written_by_peft("llama", bases["llama"], tmp_path)
+    change(tmp_path, **about)
+    assert far(models.load(tmp_path).eval()(IDS), theirs(input_ids=IDS).logits) < 1e-5
+
+
+def test_patterns_are_read_as_peft_reads_them():
+    from peft.utils.other import get_pattern_key
+
+    modules = [f"model.layers.{i}.{part}_proj" for i in range(12) for part in ("self_attn.q", "self_attn.v", "mlp.up")]
+    patterns = [
+        "q_proj", r"model\.layers\.1\.mlp\.up_proj", "^model.layers.2.self_attn.q_proj$", "^layers.3.mlp.up_proj", r"layers\.[45]\..*", "8.mlp.up_proj$",
+        "^.*6.*(q|v)_proj$", "up_proj|v_proj", r".*\.1\d\.\w+\.q_proj", "self-attn", "nothing",
+    ]  # fmt: skip
+    for first in range(len(patterns)):
+        order = patterns[first:] + patterns[:first]
+        value_of = weights.peft._by_module({"rank_pattern": {key: key for key in order}}, "rank_pattern", None)
+        assert [value_of(m) or m for m in modules] == [get_pattern_key(order, m) for m in modules]
+
+
+def test_an_adapter_is_no_base(bases, tmp_path):
+    for name in ("a", "b"):
+        written_by_peft("llama", bases["llama"], tmp_path / name)
+    for base, named in (("a", "the adapter itself"), ("b", "an adapter itself. Merge that")):
+        change(tmp_path / "a", base_model_name_or_path=str(tmp_path / base))
+        change(tmp_path / "b", base_model_name_or_path=str(tmp_path / "a"))
+        for read in (models.load, models.config_of):
+            with pytest.raises(UserError, match=named):
+                read(tmp_path / "a")
+
+
+def test_what_is_edited_in_pefts_file_is_told_and_then_obeyed(bases, tmp_path):
+    ours = adapted("llama", bases["llama"], targets=["attention"])
+    models.save(ours, tmp_path / "adapter")
+    (tmp_path / "moved").symlink_to(bases["llama"])
+    change(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "moved"))
+    assert models.load(tmp_path / "adapter").eval()(IDS).equal(ours.eval()(IDS)), "where the base is may be set there"
+    for about in ({"lora_alpha": 32}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}}):
+        models.save(ours, tmp_path / "adapter")
+        change(tmp_path / "adapter", **about)
+        with pytest.raises(UserError, match=rf"{next(iter(about))}=.*adapter_config.json.* delete gradus_config.json") as e:
+            models.load(tmp_path / "adapter")
+        assert "\n" not in str(e.value)
+        (tmp_path / "adapter" / "gradus_config.json").unlink()
+        theirs = in_peft("llama", bases["llama"], tmp_path / "adapter").eval()
+        assert far(models.load(tmp_path / "adapter").eval()(IDS), theirs(input_ids=IDS).logits) < 1e-5
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

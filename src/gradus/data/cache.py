@@ -6,8 +6,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,24 +28,10 @@ def identity(path: str | Path) -> str:
         return digest("hf", hub_split(path)._fingerprint)
     path = expanded(path)
     try:
-        with open(limits.regular(path), "rb") as file:
-            about = os.fstat(file.fileno())
-            stamp, large = [about.st_size, about.st_mtime_ns], about.st_size >= 1 << 26
-            memo = files.cache_dir() / "files" / f"{digest(str(path.resolve()))}.json"
-            if large:
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    known = json.loads(memo.read_text())
-                    if known["stamp"] == stamp:
-                        return known["hash"]
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+        return files.remembered(limits.regular(path), "sha256", 1 << 26, files.content_hash)
     except OSError as e:
         meant = near(path) if isinstance(e, FileNotFoundError) else ""
         raise DataError(f"{path}: cannot be read ({e.strerror}).{meant}") from None
-    if large and time.time() - about.st_mtime > 5:  # a younger file may change again without its date showing it
-        with contextlib.suppress(OSError):  # only a convenience
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(memo, {"stamp": stamp, "hash": content})
-    return content
 
 
 MADE = "made.json"  # in a kept folder: of each of its files the mark
@@ -85,7 +69,8 @@ def keep(
         with files.aside(folder) as aside:
             aside.mkdir()
             write(aside)
-            files.write_json(aside / MADE, {file.name: _mark(file) for file in aside.iterdir()})
+            if whole is unchanged:
+                files.write_json(aside / MADE, {file.name: _mark(file) for file in aside.iterdir()})
             if not whole(folder):
                 with contextlib.suppress(FileNotFoundError):
                     files.remove(folder)

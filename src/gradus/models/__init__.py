@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,7 +192,7 @@ def _is_vit(path: Path) -> bool:
 
 def _from_hub(name: str, weights_too: bool) -> Path:
     """A repository in Hugging Face's layout, or else in Meta's, whose sizes are in its weights too."""
-    description = ["*.json", "*.txt", "*.model"]
+    description = ["*.json", "*.txt", "*.model", "*.jinja"]
     meta = [*description, "consolidated.*.pth"]
     whole = [[*description, "*.safetensors"], [*description, "pytorch_model*.bin"], meta]
     patterns = whole if weights_too else [["config.json"], meta]
@@ -223,13 +223,10 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
             return meta_llama.read(path)
     hf: dict[str, Any] = {}
     if path.is_dir():
-        small = (".json", ".txt", ".model")
-        checksums.verify(path, lambda name: not name.startswith("training.") and (weights_too or name.endswith(small)))
-        if (path / peft.CONFIG).is_file():
+        _verify(path, weights_too)
+        if is_adapter(path):
             return _open_adapter(path, weights_too)
         hf = limits.read_object(path / "config.json")
-        if "adapter" in (hf.get("gradus") or {}):  # a checkpoint of several processes
-            return _open_adapter(path, weights_too)
     if path.is_file() or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
         from gradus.models.weights import vit_names
 
@@ -244,6 +241,30 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     return config, weights.read_tensors(path) if weights_too else {}
 
 
+def _verify(folder: Path, weights_too: bool) -> None:
+    """Raises UserError where a folder has checksums and what is read of it is not what they are of."""
+    if not os.path.lexists(folder / checksums.FILE):
+        return
+    ours = (folder / peft.OURS).is_file()  # then adapter_config.json, where the base is set, is compared by itself
+
+    def wanted(name: str) -> bool:
+        if name.startswith("training.") or (ours and name == peft.CONFIG):
+            return False
+        return weights_too or name.endswith((".json", ".txt", ".model", ".jinja"))
+
+    read = [name for name in ("config.json", peft.OURS, "params.json") if (folder / name).is_file()]
+    parts = weight_files(folder) if weights_too else []
+    checksums.verify(folder, wanted, [*read, *(os.path.relpath(part, folder) for part in parts)])
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter: PEFT's files, or a checkpoint of several processes."""
+    if (folder / peft.CONFIG).is_file() or not (folder / "config.json").is_file():
+        return (folder / peft.CONFIG).is_file()
+    ours = limits.read_object(folder / "config.json").get("gradus")
+    return isinstance(ours, dict) and "adapter" in ours
+
+
 def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
     """The same of an adapter's folder: the configuration names the base in `init`, and the tensors are the base's with
     the adapter's in their place. Ours has a file with all that the recipe said; PEFT's own its sizes alone."""
@@ -251,21 +272,26 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     hf = limits.read_object(file) if file else {}
     own = hf.get("gradus", {}) if isinstance(hf.get("gradus"), dict) else {}
     about = peft.read_config(path) if (path / peft.CONFIG).is_file() else {}  # none in one of several processes
-    named = str(about.get("base_model_name_or_path") or own["base"])
+    key = f"base_model_name_or_path in {peft.CONFIG}" if about else "gradus.base in config.json"
+    named = about.get("base_model_name_or_path") if about else own.get("base")
+    if not isinstance(named, str) or not named.strip():
+        raise UserError(f"{path}: {key}: expected the folder or name of the base, got {named!r:.40}")
     here = Path(os.path.expanduser(named)).exists()
     try:
         base = locate(path / named if not here and (path / named).exists() else named, weights_too)
     except UserError as e:
-        raise UserError(f"{path}: its base: {e} Set base_model_name_or_path in {peft.CONFIG} to where it is.") from None
-    stored, tensors = _open(base, weights_too)
-    if stored.adapter:
+        raise UserError(f"{path}: its base: {e} Set {key} to where it is.") from None
+    if base.is_dir() and is_adapter(base):
+        if base.samefile(path):
+            raise UserError(f"{path}: its base {named} is the adapter itself. Set {key} to the model that it is for")
         raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
+    stored, tensors = _open(base, weights_too)
     if "adapter" in own:
-        config = _from_config_json(hf, file)
-        if weights_too and own.get("base_digest") not in (None, digest(base)):
+        config, known = _from_config_json(hf, file), own.get("base_digest")
+        if weights_too and known is not None and known != digest(base) and known != _digest_of_all(base):
             raise UserError(
                 f"{base}: not the weights that the adapter in {path} was trained on (their digest differs). "
-                f"Put those back, or set base_model_name_or_path in {peft.CONFIG} to where they are"
+                f"Put those back, or set {key} to where they are"
             )
     if (path / "sharded").is_dir():
         if not weights_too:
@@ -295,6 +321,8 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
 
         tensors = vit_names.resized(stored, config, tensors)
     model, taken = whole(config), {bare(name) for name in adapter}
+    if about and "adapter" in own:
+        peft.refuse_edited(model, about, path)
     used, _ = weights.match(model, tensors, False, base)
     return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
 
@@ -320,22 +348,35 @@ def _of_peft(
     return config.trained(adapter, [f"-{name}" for name in names]), tensors
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The files from which `load` reads the weights of what `locate` gives; of an adapter its own. Raises UserError for
+    a shard that is missing."""
+    if (path / "sharded").is_dir():
+        return sorted((path / "sharded").glob("*.safetensors"))
+    if (path / peft.CONFIG).is_file():
+        return [file for file in (path / peft.WEIGHTS, path / peft.PICKLED) if file.is_file()][:1]
+    if (path / "params.json").is_file() and not (path / "config.json").is_file():
+        return sorted(path.glob("consolidated.*.pth"))
+    return list(weights.files_of(path))
+
+
 def digest(base: Path) -> str:
-    """SHA-256 of the files of weights in a folder, or of one file."""
-    files_ = [base] if base.is_file() else sorted(f for f in base.rglob("*") if f.suffix in WEIGHTS and f.is_file())
-    return _digest(tuple((f, f.stat().st_size, f.stat().st_mtime_ns) for f in files_ if "training" not in f.name))
+    """SHA-256 of the files that hold a model's weights. They are read once and not again while their dates stay."""
+    return _digest(weight_files(base))
 
 
-WEIGHTS = (".safetensors", ".bin", ".pth", ".pt")
+def _digest(paths: Iterable[Path]) -> str:
+    try:
+        known = (files.remembered(path, "sha256", 0, files.content_hash) for path in paths)
+        return hashlib.sha256(b"".join(map(bytes.fromhex, known))).hexdigest()
+    except OSError as e:
+        raise UserError(f"{e.filename}: cannot be read ({e.strerror}). Copy or download it again") from None
 
 
-@functools.lru_cache(maxsize=16)
-def _digest(known: tuple[tuple[Path, int, int], ...]) -> str:
-    whole = hashlib.sha256()
-    for path, *_ in known:
-        with open(path, "rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-    return whole.hexdigest()
+def _digest_of_all(base: Path) -> str:
+    """As earlier versions had it: of everything below a folder that could hold weights."""
+    kinds = (".safetensors", ".bin", ".pth", ".pt")
+    return _digest(sorted(f for f in base.rglob("*") if f.suffix in kinds and "training" not in f.name and f.is_file()))
 
 
 # ---------------------------------------------------------------- config.json
@@ -352,9 +393,13 @@ def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
         adapter, freeze = ours.get("adapter"), ours.get("freeze", ())
+        if not all(isinstance(pattern, str) for pattern in freeze):
+            raise ValueError(f"gradus.freeze={freeze!r:.40}")
         if fields := {key: value for key, value in ours.items() if key not in ABOUT_ADAPTER}:
             config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **fields})
         config = config.trained(adapter and schema.Adapter(**adapter), freeze)
+        if config.reads == "text" and config.vocab_size is None:
+            raise KeyError("vocab_size")
     if any(name != f"LABEL_{i}" for i, name in names.items()):  # transformers writes LABEL_i where nobody named a class
         config = config.named([names[i] for i in sorted(names)])
     return config

@@ -133,15 +133,38 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     Raises UserError for a damaged file, one that weights_only refuses, or a folder without weights.
     """
     path = Path(path)
+    if not (parts := files_of(path)):
+        where = "whole or in shards with an index.json (graphs for engines and quantized folders have none: give their "
+        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}run)")
+    tensors: dict[str, Stored] = {}
+    for part in parts:
+        tensors |= _read_file(part)
+    if absent := [name for names in parts.values() for name in names if name not in tensors]:
+        raise UserError(f"{path}: its index.json: {some(absent)} in none of its shards. Copy or download it again")
+    return tensors
+
+
+def files_of(path: Path) -> dict[Path, list[str]]:
+    """The files that `read_tensors` opens, each with the tensors that an index puts into it; none in a folder without
+    weights. Raises UserError for a shard that is missing."""
     if path.is_file():
-        return _read_file(path)
+        return {path: []}
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).is_file():
-            return _read_file(path / name)
-        if (path / f"{name}.index.json").is_file():
-            return _read_shards(path / f"{name}.index.json")
-    where = "whole or in shards with an index.json (graphs for engines and quantized folders have none: give their run)"
-    raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}")
+            return {path / name: []}
+        if (index := path / f"{name}.index.json").is_file():
+            break
+    else:
+        return {}
+    weight_map = limits.read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index}: no weight_map. Copy or download it again")
+    parts: dict[Path, list[str]] = {path / name: [] for name in sorted(set(weight_map.values()))}
+    if absent := next((part for part in parts if not part.is_file()), None):
+        raise UserError(f"{absent}: this shard is missing ({index.name} names it). Copy or download it")
+    for tensor, name in weight_map.items():
+        parts[path / name].append(tensor)
+    return parts
 
 
 def _read_file(file: Path) -> dict[str, Stored]:
@@ -152,23 +175,6 @@ def _read_file(file: Path) -> dict[str, Stored]:
         name: Stored(tuple(tensor.shape), partial(identity, tensor), dtype=str(tensor.dtype))
         for name, tensor in state.items()
     }  # fmt: skip
-
-
-def _read_shards(index: Path) -> dict[str, Stored]:
-    weight_map = limits.read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: no weight_map. Copy or download it again")
-    tensors: dict[str, Stored] = {}
-    for name in sorted(set(weight_map.values())):
-        if not (index.parent / name).is_file():
-            raise UserError(
-                f"{index.parent / name}: this shard is missing ({index.name} names it). Copy or download it"
-            )
-        tensors |= _read_file(index.parent / name)
-    absent = [name for name in weight_map if name not in tensors]
-    if absent:
-        raise UserError(f"{index}: {some(absent)} in none of its shards. Copy or download the folder again")
-    return tensors
 
 
 def unpickle(file: Path) -> dict[str, Tensor]:

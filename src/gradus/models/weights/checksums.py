@@ -3,19 +3,21 @@
     checksums.json    {"model.safetensors": {"bytes": 1234, "crc32": "9ae0daaf"}, "sharded/shard-00001-...": ..., ...}
 
 A checkpoint of another program, or of a version of this one that wrote none, has no such file, and nothing is compared.
+Hidden files and .md are nobody's to check: a card, what git keeps.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from gradus import files, limits
-from gradus.errors import UserError, disk_full, not_written
+from gradus.errors import UserError, disk_full, not_written, some
 
 FILE = "checksums.json"
 
@@ -29,10 +31,15 @@ def of(file: Path) -> dict[str, int | str]:
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
+def names(folder: Path) -> list[str]:
+    """Every file below a folder that checksums are kept of."""
+    paths = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
+    return sorted(str(p) for p in paths if p.suffix != ".md" and not any(part.startswith(".") for part in p.parts))
+
+
 def write(folder: Path, known: Mapping[str, dict] = {}) -> None:
-    """Write checksums.json for every file below `folder`. known: checksums computed already, by path below `folder`."""
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != FILE)
-    sums = {name: known.get(name) or of(folder / name) for name in names}
+    """Write checksums.json for the files below `folder`. known: checksums computed already, by path below `folder`."""
+    sums = {name: known.get(name) or of(folder / name) for name in names(folder)}
     (folder / FILE).write_text(json.dumps(sums, indent=1) + "\n")
 
 
@@ -73,10 +80,12 @@ def read(folder: Path) -> dict[str, dict] | None:
 
 
 def damage(
-    folder: Path, chosen: Callable[[list[str]], Iterable[str]] = list, needs: str | None = None
-) -> str | None:
+    folder: Path, chosen: Callable[[list[str]], Iterable[str]] = list, needs: str | None = None,
+    listed: Collection[str] = (), least: float = math.inf,
+) -> str | None:  # fmt: skip
     """What is wrong with the chosen files of a folder, in words; None where they are as they were written. needs: a
-    file whose checksum must be known."""
+    file whose checksum must be known. listed: those that must be where there are any. least: files of so many bytes
+    are read once, and not again while their dates stay."""
     try:
         sums = read(folder)
     except ValueError:
@@ -85,12 +94,15 @@ def damage(
         return f"{FILE} cannot be read ({e.strerror})"
     if needs is not None and needs not in (sums or {}):
         return f"{FILE} is missing" if sums is None else f"{FILE} does not list {needs}"
+    if sums is not None and (unknown := [name for name in listed if name not in sums]):
+        return f"{FILE} does not list {some(unknown)}"
     for name in chosen(sorted(sums or {})):
         try:
             size = (folder / name).stat().st_size
             if size != sums[name]["bytes"]:
                 return f"{name} has {size:,} bytes and was written with {sums[name]['bytes']:,}"
-            if of(folder / name) != sums[name]:
+            crc = files.remembered(folder / name, "crc32", least, lambda file: str(of(file)["crc32"]))
+            if crc != sums[name]["crc32"]:
                 return f"{name} is not what was written (its checksum differs)"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -99,9 +111,10 @@ def damage(
     return None
 
 
-def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Raises UserError where a file with such a name is not as it was written."""
-    if problem := damage(folder, lambda names: filter(wanted, names)):
+def verify(folder: Path, wanted: Callable[[str], bool], listed: Collection[str] = ()) -> None:
+    """Raises UserError where a file with such a name is not as it was written, and where one of `listed` is in none of
+    the checksums."""
+    if problem := damage(folder, lambda names: filter(wanted, names), listed=listed, least=1 << 26):
         raise UserError(
             f"{folder}: {problem}. Copy the folder again, or use another checkpoint; "
             f"after a change by hand, delete its {FILE}"

@@ -10,8 +10,8 @@ the sum of the ranks. Read, one A for all of them becomes a copy for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,9 +208,20 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file}: an adapter of type {about.get('peft_type')!r:.40}; only LORA is read")
     if lacks := [f"{key}={about[key]!r:.40}" for key, none in REFUSED.items() if about.get(key) not in none]:
         raise UserError(f"{file}: {some(lacks)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
-    if not isinstance(about.get("base_model_name_or_path"), str):
-        raise UserError(f"{file}: base_model_name_or_path: expected the folder or name of the base")
+    if long := [key for key, value in about.items() if isinstance(value, list | dict) and len(value) > limits.MODULES]:
+        raise UserError(f"{file}: {some(long)}: more than {limits.MODULES:,} entries. Is it the right file?")
     return about
+
+
+def refuse_edited(model: nn.Module, about: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError where adapter_config.json, which PEFT reads, says something else than gradus_config.json, from
+    which the model is."""
+    others = ("task_type", "inference_mode", "base_model_name_or_path")  # which change no output
+    for key, ours in described(model, "", None).items():
+        if key not in others and about.get(key) != ours:
+            both = f"{key}={about.get(key)!r:.60} in {CONFIG}, {ours!r:.60} by {OURS}"
+            alone = f"delete {OURS} and checksums.json, and {CONFIG} is read as PEFT reads it"
+            raise UserError(f"{folder}: {both}. Make them equal; or {alone}")
 
 
 def module_of(theirs: str, config: ModelConfig) -> str:
@@ -249,15 +260,17 @@ def targets(
     what the base has not."""
     found: dict[str, tuple[int, float]] = {}
     tensors, rslora = dict(tensors), bool(about.get("use_rslora"))
+    ranks = _by_module(about, "rank_pattern", about.get("r", 8))
+    alphas = _by_module(about, "alpha_pattern", about.get("lora_alpha", 8))
     for rule, names in _matrices(model.config):
         module = module_of(rule.theirs, model.config)
         a, b = (tensors.get(f"{PREFIX}{module}.lora_{x}.weight") for x in "AB")
         if a is None or b is None or names[0] in found:
             continue
-        stated = _own(about.get("rank_pattern"), module, about.get("r", 8))
+        stated = ranks(module)
         if a.shape[0] != stated:
             raise UserError(f"{module} has rank {a.shape[0]}, and {CONFIG} says {stated}. Copy both files again")
-        rank, alpha = a.shape[0], float(_own(about.get("alpha_pattern"), module, about.get("lora_alpha", 8)))
+        rank, alpha = a.shape[0], float(alphas(module))
         scale = alpha / (rank**0.5 if rslora else rank)
         each = rank
         if len(names) > 1:
@@ -291,10 +304,12 @@ def _lacking(
     from torch import nn
 
     modules, config = dict(model.named_modules()), model.config
+    targeted, excluded = (_named(about, key) for key in ("target_modules", "exclude_modules"))
     for rule, names in _matrices(config):
         module = module_of(rule.theirs, config)
         linear = all(isinstance(modules.get(name), nn.Linear) for name in names)
-        asked = (_asked(about, name) for name in (module, rule.theirs.rpartition(".")[0]))  # an older name too
+        both = (module, rule.theirs.rpartition(".")[0])  # an older name too
+        asked = (_transformed(about, name) and targeted(name) and not excluded(name) for name in both)
         if linear and PREFIX + module not in known and any(asked) and not _saved(about, module):
             yield f"{PREFIX}{module}.lora_A.weight"
     seen: set[tuple] = set()
@@ -310,19 +325,20 @@ def _saved(about: Mapping[str, Any], module: str) -> bool:
     return any(f".{name}." in f".{module}." for name in about.get("modules_to_save") or ())
 
 
-def _asked(about: Mapping[str, Any], module: str) -> bool:
-    """Whether target_modules has a Linear, as PEFT reads them: names or their ends, or an expression for the whole."""
+def _named(about: Mapping[str, Any], key: str) -> Callable[[str], bool]:
+    """Whether a list of modules has one, as PEFT reads it: names or their ends, or an expression for the whole."""
+    by = about.get(key) or ()
+    if isinstance(by, str):
+        return _expression(key, by)
+    names = set(by)
+    return lambda module: not names.isdisjoint(_ends(module))
 
-    def named(by: str | list[str]) -> bool:
-        if isinstance(by, str):
-            return re.fullmatch(by, module) is not None
-        return any(f".{module}".endswith(f".{name}") for name in by)
 
+def _transformed(about: Mapping[str, Any], module: str) -> bool:
+    """Whether the layer that a module is in, if it is in one, is adapted."""
     layers, number = about.get("layers_to_transform"), re.match(r".*?\.[^.]*\.(\d+)\.", module)
     layers = [layers] if isinstance(layers, int) else layers
-    if layers and not (number and int(number[1]) in layers):
-        return False
-    return named(about.get("target_modules") or []) and not named(about.get("exclude_modules") or [])
+    return not layers or bool(number and int(number[1]) in layers)
 
 
 def _copies(a: Stored, n: int) -> Tensor:
@@ -333,6 +349,45 @@ def _spread(b: Stored, outs: list[int]) -> Tensor:
     return _diagonal(*b.read().split(outs))
 
 
-def _own(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
-    """The value of the first pattern that ends the module's name, as PEFT reads them."""
-    return next((v for k, v in (patterns or {}).items() if re.match(rf"(.*\.)?({k})$", module)), usual)
+def _by_module(about: Mapping[str, Any], key: str, usual: Any) -> Callable[[str], Any]:
+    """The value of the first pattern that ends a module's name, as PEFT reads them: most are plain names."""
+    names: dict[str, tuple[int, Any]] = {}
+    others: list[tuple[Callable[[str], bool], tuple[int, Any]]] = []
+    for entry in enumerate((about.get(key) or {}).items()):
+        number, (pattern, value) = entry
+        if plain := re.fullmatch(r"(\^?)((?:\w|\\?[.-])+)\$?", pattern):
+            names.setdefault(plain[1] + plain[2].replace("\\", ""), (number, value))
+        else:
+            others.append((_expression(key, rf"(.*\.)?({pattern})"), (number, value)))
+        if len(others) > limits.EXPRESSIONS:
+            raise UserError(f"{CONFIG}: {key}: more than {limits.EXPRESSIONS} expressions. Write names of modules")
+
+    def value_of(module: str) -> Any:
+        hits = [names[end] for end in (f"^{module}", *_ends(module)) if end in names]
+        hits += [hit for fits, hit in others if fits(module)]
+        return min(hits, key=lambda hit: hit[0])[1] if hits else usual
+
+    return value_of
+
+
+def _ends(module: str) -> Collection[str]:
+    """a.b.c, b.c and c."""
+    parts = module.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+@lru_cache(maxsize=2 * limits.EXPRESSIONS)
+def _expression(key: str, pattern: str) -> Callable[[str], bool]:
+    """Whether an expression of adapter_config.json matches the whole of a name. pydantic's engine takes time linear in
+    the name; Python's would take an exponential one where the pattern asks for it. Raises UserError for one that is
+    broken, too long, or needs more than such an engine has (look-around, references to groups)."""
+    from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+    why = f"longer than {limits.EXPRESSION:,} characters" if len(pattern) > limits.EXPRESSION else None
+    try:
+        if not why:
+            whole = core_schema.str_schema(pattern=f"^(?:{pattern})$", regex_engine="rust-regex")
+            return SchemaValidator(whole).isinstance_python
+    except SchemaError as e:
+        why = str(e).strip().rpartition("rror: ")[2].rstrip(" .")
+    raise UserError(f"{CONFIG}: {key}: {pattern!r:.60} cannot be matched ({why}). Write names of modules instead")
