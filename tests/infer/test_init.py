@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import torch
-from small_models import LLAMA, saved
+from small_models import LLAMA, flip, saved
 
 from gradus import models
 from gradus.data import tokenizers
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, train_bpe
 from gradus.errors import InputError, UserError
-from gradus.infer import Encoded, encode, end_tokens, find, fits, readable, special
+from gradus.infer import Encoded, encode, end_tokens, find, fits, readable, sidecar, special
 from gradus.infer.quantized import write as write_quantized
 from gradus.models.weights import checksums
-from gradus.recipe.schema import LlamaConfig
+from gradus.recipe.schema import Adapter, LlamaConfig
 
 WORDS = ["the ball she saw was red and round", "a red ball and a round one"] * 3
 
@@ -49,12 +50,44 @@ def test_a_run_is_its_best_checkpoint_with_its_recipe(tmp_path):
     assert find(str(tmp_path / "alone" / "checkpoints" / "best")).recipe is None
 
 
-def test_weights_are_all_files_of_weights_and_no_state_of_training(tmp_path):
+def test_weights_are_the_files_that_are_read(tmp_path):
     saved("gpt", tmp_path)
-    (tmp_path / "training.safetensors").write_bytes(b"moments")
+    for name in ("training.safetensors", "optimizer.bin", "rng_state.pth"):
+        (tmp_path / name).write_bytes(b"moments")
+    assert [p.name for p in find(str(tmp_path)).weights()] == ["model.safetensors"]
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / "shard-1.safetensors").write_bytes(b"part")
-    assert [p.name for p in find(str(tmp_path)).weights()] == ["model.safetensors", "shard-1.safetensors"]
+    assert [p.name for p in find(str(tmp_path)).weights()] == ["shard-1.safetensors"]
+
+
+def test_what_is_kept_of_a_model_is_of_all_that_it_computes_with(tmp_path):
+    """Graphs, checks and the fastest engine are kept by this: of an adapter also by its base and its scale."""
+    saved("gpt", tmp_path / "base")
+    start = models.config_of(tmp_path / "base").model_copy(update={"init": str(tmp_path / "base")}).trained(Adapter(rank=2))
+    models.save(models.load_start(start, 0).on("cpu"), tmp_path / "adapter")
+    (tmp_path / "adapter" / "gradus_config.json").unlink()  # as PEFT's own
+    about, seen = tmp_path / "adapter" / "adapter_config.json", []
+    for change in (lambda: None, lambda: about.write_text(about.read_text().replace("16.0", "32")), lambda: flip(tmp_path / "base" / "model.safetensors")):
+        change()
+        seen.append(find(str(tmp_path / "adapter")).content())
+    folder = tmp_path / "made"
+    quantized = write_quantized(folder, models.load(tmp_path / "base"), "int8", {})
+    for told in ("checked", "checked again"):
+        (folder / "quantized.json").write_text(json.dumps(quantized | {"told": told}))
+        checksums.write(folder)
+        seen.append(find(str(folder)).content())
+    assert all(one != other for one, other in itertools.combinations(seen, 2))
+
+
+def test_a_peft_folder_takes_from_its_base_what_it_lacks(tmp_path, bpe):
+    published("gpt", tmp_path / "base", bpe)
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    start = models.config_of(tmp_path / "base").model_copy(update={"init": str(tmp_path / "base")}).trained(Adapter(rank=2))
+    models.save(models.load_start(start, 0).on("cpu"), tmp_path / "adapter")
+    source = find(str(tmp_path / "adapter"))
+    assert end_tokens(source, source.tokenizers()[""]) == [7, 9]
+    sidecar.write(source, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "generation_config.json").read_text()) == {"eos_token_id": [7, 9]}
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path, bpe):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from run_parts import TINY, losses
 from safetensors.torch import load_file
 
@@ -17,11 +18,17 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from distributed import run  # noqa: E402
 from test_processes import many, same  # noqa: E402
 
-from gradus import models  # noqa: E402
+from gradus import models, tasks  # noqa: E402
 from gradus import recipe as recipes  # noqa: E402
+from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, train_bpe  # noqa: E402
 from gradus.errors import UserError  # noqa: E402
+from gradus.infer import find  # noqa: E402
 from gradus.infer.export import export  # noqa: E402
+from gradus.infer.generate import Continuation  # noqa: E402
+from gradus.models.decoding import greedy  # noqa: E402
+from gradus.recipe.schema import GPTConfig  # noqa: E402
 from gradus.train.run import train  # noqa: E402
+from gradus.train.session import open_session  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_plan")
 SHORT = [word for word in TINY if not word.startswith("model.")] + ["train.steps=9", "optimizer.eps=1e-4", "train.keep=9"]
@@ -94,6 +101,74 @@ def test_two_processes_and_back(undisturbed, tmp_path):
         alone = ["layout.shard=1", "layout.pipeline=1", f"log.dir={tmp_path / name}"]
         train(recipes.load(tmp_path / name, alone), resume=tmp_path / name)
         same(tmp_path / "one", tmp_path / name)
+
+
+MADE = {"bpe": lambda: train_bpe([TEXT], 280), "byte": ByteTokenizer, "char": lambda: CharTokenizer.from_texts([TEXT]), "word": lambda: WordTokenizer.from_texts([TEXT])}
+TEXT = "\n\n".join(f"to be or not to be, that is question {i % 7} of a red ball" for i in range(40))
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """kind of tokenizer → (a model that ends at many tokens and has a chat template, settings of a run that starts from it)."""
+    (tmp_path / "t.txt").write_text(TEXT)
+
+    def make(kind: str, beside: str) -> tuple[Path, list[str]]:
+        tokenizer, base = MADE[kind](), tmp_path / kind
+        config = GPTConfig(n_layers=1, d_model=16, n_heads=2, d_ff=16, vocab_size=tokenizer.vocab_size, seq_len=48)
+        model, draw = models.build(config, seed=1), torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():  # away from what says the same token for ever
+                p.add_(torch.randn(p.shape, generator=draw), alpha=0.3)
+        models.save(model, base)
+        tokenizer.save(base)
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(0, config.vocab_size, 2))}))
+        if beside.endswith(".jinja"):
+            (base / beside).write_text(CHAT)
+        else:
+            about = json.loads((base / beside).read_text())
+            (base / beside).write_text(json.dumps(about | {"chat_template": CHAT}))
+        more = ["data.limit=16", "data.limit_valid=8", "data.valid_fraction=0.3", "batch.samples=4", "train.steps=1", "schedule.warmup_steps=0"]
+        quiet = ["evaluate.every=null", "evaluate.samples=0", "train.epochs=null", "layout.device=cpu", f"data.path={tmp_path / 't.txt'}"]
+        return base, [*more, *quiet, "model.preset=null", f"model.init={base}", f"log.dir={tmp_path / 'run'}"]
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "beside", "more"), [
+    ("bpe", "chat_template.jinja", ["tokenizer.kind=file"]), ("byte", "tokenizer_config.json", ["tokenizer.kind=byte"]),
+    ("char", "chat_template.jinja", ["tokenizer.kind=file", "adapter.rank=2"]), ("word", "tokenizer_config.json", ["tokenizer.kind=file", "adapter.rank=2"]),
+])  # fmt: skip
+def test_what_is_trained_further_stops_where_it_did_and_is_spoken_to_as_before(kind, beside, more, spoken, tmp_path):
+    base, words = spoken(kind, beside)
+    train(recipes.load("shakespeare-char-gpt", [*words, *more]))
+    merge = any("adapter" in word for word in more)
+    outs = {"merged": True, "adapter": False} if merge else {"out": False}
+    for name, whole in outs.items():
+        list(export(str(tmp_path / "run"), tmp_path / name, merge=whole))
+    (last,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    tasks.save_tokenizers(tmp_path / "resumed", tasks.load_tokenizers(last))
+    for folder in (last, tmp_path / "resumed", *(tmp_path / name for name in outs)):
+        assert (folder / "generation_config.json").read_text() == (base / "generation_config.json").read_text()
+        assert (folder / "chat_template.jinja").read_text() == CHAT
+    out = tmp_path / next(iter(outs))
+    chat = [{"role": "user", "content": "to be"}]
+    assert transformers.AutoTokenizer.from_pretrained(out).apply_chat_template(chat, tokenize=False) == "<user>to be"
+    ours = Continuation(find(str(tmp_path / "run")), ["to be or"], max_new=24)
+    for _ in ours.steps(greedy):
+        pass
+    ids = torch.tensor([ours.before[0]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).generate(ids, do_sample=False, max_new_tokens=24)[0].tolist()
+    assert len(theirs) < ids.shape[1] + 24 and (theirs[:-1], theirs[-1] % 2) == (ours.rows[0], 0)
+
+
+def test_what_belongs_to_another_tokenizer_is_left_out_and_told(spoken, tmp_path, capsys):
+    _, words = spoken("byte", "chat_template.jinja")
+    other = CharTokenizer.from_texts([TEXT])
+    other.save(tmp_path / "other")
+    session = open_session(recipes.load("shakespeare-char-gpt", [*words, "tokenizer.kind=file", f"tokenizer.path={tmp_path / 'other'}"]))
+    assert "note: chat_template.jinja and generation_config.json of model.init left out: its tokenizer is another" in capsys.readouterr().err
+    assert session.task.tokenizer.beside == {}
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -58,6 +58,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         """Write the model under the name that Hugging Face's T5 or Llama tokenizer looks for, and its settings."""
+        super().save(folder)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         name, kind = ("spiece.model", "T5Tokenizer") if self.extra_ids else ("tokenizer.model", "LlamaTokenizer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +48,33 @@ def load(path: str | Path) -> Tokenizer:
     if read is None or file.name == "tokenizer_config.json":
         raise UserError(f"{file}: unknown tokenizer format. Give a folder, or {KINDS}.")
     try:
-        return read(limits.regular(file, limits.TOKENIZER_FILE))
+        tokenizer = read(limits.regular(file, limits.TOKENIZER_FILE))
     except OSError as e:
         raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
     except _Damaged as e:
         raise UserError(f"{file}: truncated, corrupt or of another kind ({e}). Get the file again.") from None
+    tokenizer.beside = chat_templates(file.parent)
+    return tokenizer
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """How a conversation becomes a text, by the names of the files in which transformers keeps it; of an older one,
+    which keeps it in tokenizer_config.json, by those of a newer one."""
+    paths = [folder / TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+    kept = {str(p.relative_to(folder)): limits.read_text(p, limits.TOKENIZER_FILE) for p in paths if p.is_file()}
+    if not kept and (folder / "tokenizer_config.json").is_file():
+        stated = _json(folder / "tokenizer_config.json").get("chat_template")
+        several = stated if isinstance(stated, list) else [{"name": "default", "template": stated}]
+        for one in several:
+            match one:
+                case {"name": "default", "template": str(text)}:
+                    kept[TEMPLATE] = text
+                case {"name": str(name), "template": str(text)} if re.fullmatch(r"\w[\w.-]*", name):
+                    kept[f"{MORE_TEMPLATES}/{name}.jinja"] = text
+    return kept
+
+
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 class _Damaged(Exception):

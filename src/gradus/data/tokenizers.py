@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Tokenizer:
     mask_id: int | None = None
     cls_id: int | None = None
     sep_id: int | None = None
+    # texts that are kept with it, by the names of their files: chat templates, and of a checkpoint's what ends a text
+    beside: Mapping[str, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. No special tokens are added."""
@@ -84,8 +86,10 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
-        """Write the files from which `load(folder)` gives this tokenizer back."""
-        raise NotImplementedError
+        """Write the files from which `load(folder)` gives this tokenizer back, and what is kept `beside`."""
+        for name, text in self.beside.items():
+            (file := Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            files.write_text(file, text)
 
 
 def last_border(text: str, start: int = 0, stop: int = sys.maxsize) -> int:
@@ -190,6 +194,7 @@ class FastTokenizer(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
+        super().save(folder)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))

@@ -12,17 +12,19 @@ from torch import nn
 from gradus import models
 from gradus import recipe as recipes
 from gradus.data import tokenizer_files
+from gradus.data.cache import identity
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
 from gradus.limits import CONFIG_FILE, TOKEN, read_json
-from gradus.models.weights import checksums
+from gradus.models.weights import checksums, peft
 from gradus.parallel.device import pick_device
 from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.tasks import GENERATION
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
-GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"  # Hugging Face's, beside weights
+PREPROCESSOR = "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass
@@ -48,11 +50,27 @@ class ModelSource:
         return self.path if self.path.is_dir() else self.path.parent
 
     def weights(self) -> list[Path]:
-        """The files that hold its weights; none of the state of its training."""
-        if self.path.is_file():
-            return [self.path]
-        paths = (p for kind in ("*.safetensors", "*.bin", "*.pth", "sharded/**/*") for p in self.path.glob(kind))
-        return sorted(p for p in paths if p.is_file() and not p.name.startswith("training"))
+        """The files that hold its weights, of an adapter its base's too; none of the state of its training."""
+        if self.export_info:
+            return sorted(self.folder.glob("*.safetensors"))
+        return [file for path in self.places for file in models.weight_files(path)]
+
+    @property
+    def places(self) -> list[Path]:
+        """Where its weights are: of an adapter its base's place too."""
+        return [self.path, *([models.locate(self.config.init)] if self.config.init else [])]
+
+    def beside(self, *names: str) -> list[Path]:
+        """Those files that lie beside its weights; of an adapter each may lie beside its base's instead."""
+        folders = [place for place in self.places if place.is_dir()]
+        paths = (next((folder / name for folder in folders if (folder / name).is_file()), None) for name in names)
+        return [path for path in paths if path]
+
+    def content(self) -> list[str]:
+        """Hashes of all that it computes with."""
+        about = (place / name for place in self.places for name in (peft.CONFIG, peft.OURS, "config.json"))
+        paths = [*self.weights(), *(file for file in about if file.is_file())]
+        return [identity(file) for file in ([self.folder / checksums.FILE] if self.export_info else paths)]
 
     def tokenizers(self, path: str | None = None) -> dict[str, Tokenizer]:
         """By side: "", and "target" where the target language has its own. path: replaces the tokenizer beside the
@@ -65,12 +83,13 @@ class ModelSource:
         if path is not None:
             tokenizers = {"": tokenizer_files.load(path)}
         else:
+            folder = next((file.parent for file in self.beside(*tokenizer_files.FILES)), self.folder)
             try:
-                tokenizers = {"": tokenizer_files.load(self.folder)}
+                tokenizers = {"": tokenizer_files.load(folder)}
             except UserError as e:
                 raise UserError(f"{e} {PUT_TOKENIZER}") from None
-            if (self.folder / "target").is_dir():
-                tokenizers["target"] = tokenizer_files.load(self.folder / "target")
+            if (folder / "target").is_dir():
+                tokenizers["target"] = tokenizer_files.load(folder / "target")
         for side, tokenizer in tokenizers.items():
             size = getattr(self.config, "target_vocab_size", None) if side else self.config.vocab_size
             if (n := tokenizer.vocab_size) > (size := size or self.config.vocab_size):
@@ -150,7 +169,7 @@ def read_export_info(folder: Path) -> dict[str, Any] | None:
     file = next((name for name in KEYS if (folder / name).is_file()), None)
     if file is None:
         return None
-    problem = checksums.damage(folder, needs=file)
+    problem = checksums.damage(folder, needs=file, listed=checksums.names(folder))
     export_info = None if problem else read_json(folder / file, CONFIG_FILE)
     if not problem and not (isinstance(export_info, dict) and export_info.keys() >= KEYS[file]):
         problem = f"{file} has another version"
@@ -185,14 +204,15 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a text: those of generation_config.json, else the tokenizer's. Raises UserError for ids that
     the model does not have."""
     usual = special(tokenizer, "bos" if source.path.is_file() else "eos", "sep")  # of llama2.c: the next one's begin
-    file, configured = source.folder / GENERATION, None
-    if file.is_file() and not source.path.is_file():
+    configured = None
+    for file in source.beside(GENERATION):
         settings = read_json(file, CONFIG_FILE)
         configured = settings.get("eos_token_id") if isinstance(settings, dict) else "?"
     ends = [i for i in (configured if isinstance(configured, list) else [configured]) if i is not None]
     n = getattr(source.config, "target_vocab_size", None) or source.config.vocab_size
     if not all(type(i) is int and 0 <= i < n for i in ends):
-        raise UserError(f"{file}: eos_token_id: expected an id below {n:,} or a list of them, got {configured!r:.60}.")
+        said = f"eos_token_id: expected an id below {n:,} or a list of them, got {configured!r:.60}"
+        raise UserError(f"{source.beside(GENERATION)[0]}: {said}.")
     return ends or [i for i in [usual] if i is not None]
 
 

@@ -326,7 +326,7 @@ def mean_and_std(source: ModelSource) -> tuple[list[float], list[float]]:
         data = source.recipe.data
         where, mean, std = f"{source.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
     else:
-        file = source.folder / PREPROCESSOR
+        file = next(iter(source.beside(PREPROCESSOR)), source.folder / PREPROCESSOR)
         settings = limits.read_object(file) if file.is_file() else {}
         where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
     n = source.config.n_channels

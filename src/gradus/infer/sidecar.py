@@ -10,8 +10,9 @@ from pathlib import Path
 from gradus import errors, files, tasks
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import GENERATION, PREPROCESSOR, PUT_TOKENIZER, ModelSource, end_tokens, note, special
+from gradus.infer import PREPROCESSOR, PUT_TOKENIZER, ModelSource, end_tokens, note, special
 from gradus.models.weights import checksums
+from gradus.tasks import GENERATION
 
 
 @contextlib.contextmanager
@@ -41,10 +42,10 @@ def write(source: ModelSource, to: Path) -> bool:
     tasks.save_tokenizers(to, tokenizers)
     if source.recipe is not None and source.config.reads == "images":
         (to / PREPROCESSOR).write_text(json.dumps(image_processor(source), indent=2) + "\n")
-    copied = [n for n in (GENERATION, PREPROCESSOR) if source.path.is_dir() and (source.folder / n).is_file()]
-    for name in copied:
-        (to / name).write_bytes((source.folder / name).read_bytes())
-    if tokenizers and GENERATION not in copied and source.family.attention != "both":
+    copied = source.beside(GENERATION, PREPROCESSOR)
+    for file in copied:
+        (to / file.name).write_bytes(file.read_bytes())
+    if tokenizers and GENERATION not in [f.name for f in copied] and source.family.attention != "both":
         (to / GENERATION).write_text(json.dumps(generation(source, tokenizers), indent=2) + "\n")
     return bool(tokenizers)
 

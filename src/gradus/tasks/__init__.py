@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradus import limits
+
 if TYPE_CHECKING:
+    from gradus.data.tokenizers import Tokenizer
     from gradus.recipe.schema import Recipe
     from gradus.tasks.base import Task
+
+
+GENERATION = "generation_config.json"  # Hugging Face's: the tokens that end a text
 
 
 def open_task(recipe: Recipe, tokenizers: dict | None = None) -> Task:
@@ -35,7 +41,35 @@ def load_tokenizers(checkpoint: Path) -> dict | None:
         folder = checkpoint / place
         if any((folder / name).exists() for name in tokenizer_files.FILES):
             tokenizers[place] = tokenizer_files.load(folder)
+    if "" in tokenizers:
+        tokenizers[""].beside = _beside(checkpoint)
     return tokenizers or None
+
+
+def _beside(folder: Path) -> dict[str, str]:
+    """What says how the model of a folder is spoken to and where it stops, by the names of the files."""
+    from gradus.data import tokenizer_files
+
+    file, templates = folder / GENERATION, tokenizer_files.chat_templates(folder)
+    return templates | ({GENERATION: limits.read_text(file, limits.CONFIG_FILE)} if file.is_file() else {})
+
+
+def inherit(tokenizers: dict, folder: Path) -> list[str]:
+    """Keep with the tokenizers of a run what lies in the folder of the weights that it starts from. Returns the names
+    of the files that are left out, since the tokens there are others."""
+    if not (beside := _beside(folder)) or "" not in tokenizers:
+        return []
+    own, theirs = tokenizers[""], load_tokenizers(folder)
+    if theirs and (theirs.keys() != tokenizers.keys() or any(_other(theirs[p], tokenizers[p]) for p in theirs)):
+        return sorted(beside.keys() - own.beside.keys())
+    own.beside = {**beside, **own.beside}
+    return []
+
+
+def _other(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether an id means another token."""
+    n = one.vocab_size
+    return n != other.vocab_size or [one.token(i) for i in range(n)] != [other.token(i) for i in range(n)]
 
 
 def save_tokenizers(folder: Path, tokenizers: dict) -> None:

@@ -18,9 +18,9 @@ from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
 from gradus.text import size
 
-DESCRIPTION = ("*.json", "*.txt", "*.model")  # configuration and tokenizer
+DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
 TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "gradus_tokenizer.json", "vocab.*",
-              "merges.txt", "encoder.json", "*.model", "tok*.bin")  # fmt: skip
+              "merges.txt", "encoder.json", "*.model", "tok*.bin", "*.jinja")  # fmt: skip
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -84,7 +84,7 @@ def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return "beside the weights: nothing more to fetch", {}
     path, place = Path(os.path.expanduser(config.path)), to
     if path.is_file():  # files that say how to read this one lie beside it
-        companions = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe")]
+        companions = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe", ".jinja")]
         _copy([path, *companions], to)
         place = to / path.name
     elif path.is_dir():

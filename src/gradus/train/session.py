@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -105,8 +106,11 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
     weights, this machine or the number of processes cannot follow.
     """
     device = _open_device(recipe.layout, world)
-    with worlds.one_first(world):  # caches of tokens are made once per host
+    with worlds.one_first(world):  # caches of tokens, and what is known of large files, are made once per host
+        if recipe.adapter and world.size > 1:
+            models.digest(models.base_of(recipe.model))
         task = tasks.open_task(recipe, tokenizers)
+    _inherit(task, recipe, world)
     if recipe.evaluate.test and "test" not in task.splits:
         raise UserError("evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false.")
     best, known = recipe.evaluate.best, [f"valid/{metric}" for metric in task.units]
@@ -126,6 +130,15 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
         print(f"note: {change}, to fit a run of {steps.total} steps", file=sys.stderr)
     task.recipe = resolved
     return Session(resolved, task, device, precision, mesh, steps)
+
+
+def _inherit(task: Task, recipe: Recipe, world: World) -> None:
+    """Keep with the run what lies beside the weights of model.init: where the model stops, how it is spoken to."""
+    place = None
+    with contextlib.suppress(UserError):  # a run that is resumed does without them
+        place = recipe.model.init and models.locate(recipe.model.init)
+    if place and place.is_dir() and (lost := tasks.inherit(task.tokenizers, place)) and world.first:
+        print(f"note: {' and '.join(lost)} of model.init left out: its tokenizer is another", file=sys.stderr)
 
 
 def _open_device(layout: Layout, world: World) -> torch.device:
