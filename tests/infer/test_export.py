@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -17,10 +18,10 @@ from gradus.cli import main
 from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.models.decoding import complete
-from gradus.recipe.schema import Model
+from gradus.recipe.schema import Adapter, Model
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_models import SIX, SMALL, needs_onnx, predicted, saved
+from small_models import SIX, SMALL, flip, needs_onnx, predicted, saved
 
 
 @pytest.mark.parametrize(("family", "words", "told"), [
@@ -111,6 +112,37 @@ def test_a_plan_is_built_strongly_typed():
     assert {call[0] for call in calls if isinstance(call, tuple)} >= set(graph.inputs)
     with pytest.raises(UserError, match=r"does not read model\.onnx: no Foo; no Bar"):
         export_tensorrt.build(stand_in([], ["no Foo", "no Bar"]), Path("model.onnx"), recipe)
+
+
+def test_a_folder_of_weights_keeps_checksums_of_what_is_read(tmp_path):
+    saved("gpt", tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "base")]) == 0
+    start = models.config_of(tmp_path / "base").model_copy(update={"init": str(tmp_path / "base")}).trained(Adapter(rank=2))
+    models.save(models.load_start(start, 0).on("cpu"), tmp_path / "adapted")
+    words = {"base": (), "shards": ("--shard-gb", "1e-6"), "adapter": (), "merged": ("--merge",)}
+    for name, more in words.items():
+        source = tmp_path / ("adapted" if name in ("adapter", "merged") else "model")
+        assert main(["export", str(source), "--to", str(tmp_path / name), *more]) == 0
+        (tmp_path / name / "README.md").write_text("a card")
+        (tmp_path / name / "optimizer.pt").write_bytes(b"of somebody's training")
+        models.load(tmp_path / name)
+    for name in words:
+        file = next((tmp_path / name).glob("*.safetensors"))
+        content = file.read_bytes()
+        flip(file)
+        with pytest.raises(UserError, match=rf"{file.name} is not what was written .*after a change by hand, delete its checksums"):
+            models.load(tmp_path / name)
+        file.write_bytes(content)
+    shutil.copy(tmp_path / "merged" / "model.safetensors", tmp_path / "shards")  # which is read in their place
+    with pytest.raises(UserError, match=r"checksums\.json does not list model\.safetensors"):
+        models.load(tmp_path / "shards")
+    about = tmp_path / "adapter" / "adapter_config.json"
+    (tmp_path / "base").rename(tmp_path / "moved")
+    about.write_text(about.read_text().replace(str(tmp_path / "base"), str(tmp_path / "moved")))
+    models.load(tmp_path / "adapter")
+    about.write_text(about.read_text().replace('"lora_alpha": 16.0', '"lora_alpha": 32'))
+    with pytest.raises(UserError, match=r"lora_alpha=32 in adapter_config\.json, 16\.0 by gradus_config\.json"):
+        models.load(tmp_path / "adapter")
 
 
 def test_transformers_generates_with_nothing_more(tmp_path):

@@ -35,6 +35,8 @@ def changed(**more):
     ("model.pt", flip), ("model.pt", Path.unlink), ("model.pt", lambda file: file.write_bytes(file.read_bytes()[:1000])),
     ("export.json", changed(told="checked: perfect")), ("export.json", changed(graphs=[1])), ("export.json", lambda file: file.write_text("5")),
     ("config.json", changed(id2label={"0": "a"}, num_labels=1)), ("checksums.json", Path.unlink), ("checksums.json", lambda file: file.write_text("[]")),
+    ("checksums.json", lambda file: file.write_text(json.dumps({k: v for k, v in checksums.read(file.parent).items() if k != "model.pt"}))),
+    ("checksums.json", lambda file: file.with_name("generation_config.json").write_text("{}")),
 ])  # fmt: skip
 def test_an_export_of_other_bytes_is_refused(vit, tmp_path, name, change, capsys):
     assert predicted(vit / "out", vit, capsys)[0] == 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradus import files, limits
-from gradus.data.cache import digest, identity
+from gradus.data.cache import digest
 from gradus.errors import UserError, did_you_mean, either
 from gradus.models.decoding import Steps
 from gradus.train.machine import cpu_flags, cpu_name
@@ -150,7 +150,7 @@ def installed(engine: type[Engine]) -> None:
 def cache_key(source: ModelSource, *more: str) -> str:
     """A key of a model's weights and configuration, by what they hold, on this processor and PyTorch, and of `more`."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else [cpu_name(), cpu_flags()]
-    return digest([identity(p) for p in source.weights()], f"{source.config!r}", *more, device, torch.__version__)
+    return digest(source.content(), f"{source.config!r}", *more, device, torch.__version__)
 
 
 def best_at(source: ModelSource) -> Path:

@@ -17,7 +17,7 @@ from gradus.infer import ModelSource, engines, exported, find, sidecar
 from gradus.infer.graphs import DTYPES
 from gradus.models import weights
 from gradus.models.adapt import merged
-from gradus.models.weights import peft
+from gradus.models.weights import checksums, peft
 
 
 def export(
@@ -80,6 +80,7 @@ def in_hugging_face_layout(
         else:
             models.convert(source.path, folder, shard_gb * 1e9, dtype)
         with_tokenizer = sidecar.write(source, folder)
+        checksums.write(folder)
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     n = len(list(to.glob("*.safetensors")))
     tokenizer = ", tokenizer" if with_tokenizer else ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus import files, models
-from gradus.data.cache import digest, identity, keep
+from gradus.data.cache import digest, keep
 from gradus.errors import UserError
 from gradus.infer import EXPORTED as FILE
 from gradus.infer import ModelSource, read_export_info, sidecar
@@ -143,7 +143,7 @@ def cached_folder(source: ModelSource, kind: type[GraphEngine], precision: str) 
         fill(source, kind, folder, precision)
         checksums.write(folder)
 
-    key = digest([identity(p) for p in source.weights()], f"{source.config!r}", kind.name, precision, torch.__version__)
+    key = digest(source.content(), f"{source.config!r}", kind.name, precision, torch.__version__)
     try:
         return keep(files.cache_dir() / "exports" / key, make, "GRADUS_CACHE", whole)
     except UserError as e:
