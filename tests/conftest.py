@@ -10,6 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import gradus  # noqa: F401  (before torch, which reads how long its threads spin)
+
+# isort: split
 import pytest
 import torch
 

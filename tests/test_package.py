@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -84,3 +88,44 @@ def test_the_licence_is_whole():
     assert "Copyright 2026 The Gradus contributors" in text and "[yyyy]" not in text
     assert re.findall(r"^   (\d)\. ", text, re.M) == [*"123456789"] and "END OF TERMS AND CONDITIONS" in text
 
+
+# ---------------------------------------------------------------- threads that wait
+
+LOAD = "import ctypes, glob; ctypes.CDLL(glob.glob({!r} + '/lib/libgomp*')[0])".format(str(Path(importlib.util.find_spec("torch").origin).parent))
+OWN = gradus.SPIN["GOMP_SPINCOUNT"]
+ENDLESS = "30000000000"  # what libgomp makes of `active`
+
+
+def displayed(command: list[str], **environment: str) -> dict[str, str]:
+    """What the OpenMP library says that it took of the environment when it was loaded."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"OMP_WAIT_POLICY", *gradus.SPIN}} | {"OMP_DISPLAY_ENV": "verbose", **environment}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r"(\w+) = '(.*)'", done.stderr)) | {"stdout": done.stdout.strip().splitlines()[-1]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
+@pytest.mark.parametrize(
+    ("user", "spins", "blocktime"),
+    [({}, OWN, "0"), ({"GOMP_SPINCOUNT": "7"}, "7", "0"), ({"KMP_BLOCKTIME": "9"}, OWN, "9"), ({"OMP_WAIT_POLICY": "active"}, ENDLESS, "None")],
+)
+def test_waiting_threads_spin_shortly_where_the_user_set_nothing(user, spins, blocktime):
+    found = displayed(["-c", f"import gradus, os; {LOAD}; print(os.environ.get('KMP_BLOCKTIME'))"], **user)
+    assert found["GOMP_SPINCOUNT"] == spins and found["stdout"] == blocktime
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
+@pytest.mark.parametrize("command", [["-m", "gradus", "env"], ["-c", "import gradus.api, gradus.train.loop; print(gradus.api.train)"]])
+def test_every_way_in_sets_it_before_torch_is_loaded(command):
+    assert displayed(command)["GOMP_SPINCOUNT"] == OWN
+
+
+def test_workers_have_it(tmp_path):
+    code = "import os\nfrom gradus.parallel.processes import Worker\nif __name__ == '__main__': print(Worker().ask(os.getenv, 'GOMP_SPINCOUNT', 60))"
+    (tmp_path / "own.py").write_text(code)
+    assert displayed([str(tmp_path / "own.py")])["stdout"] == OWN
+
+
+def test_the_tests_spin_shortly_too():
+    assert not gradus.TORCH_SPINS, "torch was imported before gradus"

@@ -125,6 +125,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "first rung" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
     (r"decode\.yaml", 'decode.yaml --rounds 1 --steps 1 --only "llama-15m · 1 thread · gradus torch"'),
     (r"exports\.py", "exports.py torchscript"),
+    (r"busy\.py", "busy.py --what decode --neighbours 1 --rounds 1 --seconds 0.1"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --models gpt2 vit-l16 --steps 2 --out rows.jsonl"),
     (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
