@@ -64,3 +64,25 @@ def test_a_whole_number_of_the_command_line_is_what_it_says_or_refused(number, m
 def test_what_is_no_positive_number(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be a positive number"):
         limits.real(above=0)(text)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 1),  # a group has what those above it leave
+        ("0::/not/in/this/container", {"cpu.max": "300000 100000"}, 3),
+        ("4:memory:/x\n1:cpu,cpuacct:/x\n0::/", {"cpu/x/cpu.cfs_quota_us": "400000", "cpu/x/cpu.cfs_period_us": "100000"}, 4),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("", {}, None),
+    ],
+)
+def test_processors_are_those_of_the_affinity_and_of_the_quota(tmp_path, monkeypatch, groups, files, quota):
+    for name, text in {"groups": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n" if text else "")
+    monkeypatch.setattr(limits, "CGROUP", tmp_path / "groups")
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "cores", lambda: 3)
+    assert limits.cpu_quota() == (quota or float("inf")) and limits.processors() == min(3, quota or 3)

@@ -8,13 +8,14 @@ answer, or one line that says why there is none.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gradus.errors import UserError
@@ -77,6 +78,8 @@ CONNECTIONS = 64  # at a time
 PLANNERS = 3  # plans at a time, each in a process of its own
 PLANNING = 120.0  # s of one plan or search; the largest preset on a million devices takes about 20
 PLANNING_MEMORY = 16 * GB  # of one such process
+
+CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # Linux: this process's control groups, and all
 
 
 # ---------------------------------------------------------------- files
@@ -260,5 +263,32 @@ def memory() -> float:
 
 
 def processors() -> int:
-    """Those that this process may use."""
+    """Those that this process may use, by its affinity and by its quota."""
+    return int(min(cores(), cpu_quota()))
+
+
+def cores() -> int:
+    """Those that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float:
+    """Processors whose time this process's control groups may use (docker run --cpus), rounded up; infinity for no
+    limit."""
+    quota = math.inf
+    with contextlib.suppress(OSError):
+        for line in CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):  # of version 2, of version 1
+                group = PurePosixPath(path)
+                for folder in (group, *group.parents):  # in a container, the whole path may not be there
+                    quota = min(quota, _quota_of(CGROUPS / ("cpu" if controllers else "") / str(folder).strip("/")))
+    return max(1, math.ceil(quota)) if quota < math.inf else quota
+
+
+def _quota_of(group: Path) -> float:
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
+            microseconds, period = map(int, " ".join((group / name).read_text() for name in names).split())
+            return microseconds / period if microseconds > 0 else math.inf
+    return math.inf

@@ -75,7 +75,9 @@ def test_t5_translates_rows_longer_than_its_training_length(pairs):
 @pytest.mark.parametrize(("threads", "local", "told"), [(4, 1, "layout.threads=4: "), (2, 2, "layout.threads=2 in each of 2 processes: "), (1, 2, None), (2, 1, None)])
 def test_more_threads_than_processors_are_told(monkeypatch, capsys, threads, local, told):
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("gradus.limits.cores", lambda: 8)
+    monkeypatch.setattr("gradus.limits.cpu_quota", lambda: 2)
     _open_device(Layout(device="cpu", threads=threads), World(size=local, local_size=local))
     err = capsys.readouterr().err
-    assert err.startswith(f"note: {told}more than the 2 processors here") and err.endswith(f"Use {2 // local}.\n") if told else not err
+    assert err.startswith(f"note: {told}more than the 2 processors allowed here") and err.endswith(f"Use {2 // local}.\n") if told else not err

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from gradus import limits
 from gradus.errors import UserError
+
+if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > limits.cpu_quota():
+    torch.set_num_threads(int(limits.cpu_quota()))  # PyTorch's choice knows no quota
 
 
 def pick_device(name: str) -> torch.device:

@@ -116,8 +116,8 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
     best, known = recipe.evaluate.best, [f"valid/{metric}" for metric in task.units]
     if best is not None and best not in known:
         raise UserError(f"evaluate.best={best}: no such metric here.{did_you_mean(best, known)}")
-    if recipe.data.workers > (os.cpu_count() or 1) and world.first:
-        print(f"note: data.workers={recipe.data.workers} share {os.cpu_count()} processors", flush=True)
+    if recipe.data.workers > (processors := limits.processors()) and world.first:
+        print(f"note: data.workers={recipe.data.workers} share {processors} processors", flush=True)
     resolved = task.resolved(recipe.model_copy(update={"model": task.complete(recipe.model)}))
     check.validate(resolved, world.size)  # once more, now that every size is known
     precision = Precision(recipe.layout.precision, device)
@@ -143,15 +143,15 @@ def _inherit(task: Task, recipe: Recipe, world: World) -> None:
 
 def _open_device(layout: Layout, world: World) -> torch.device:
     """This process's device, with the threads and the arithmetic that the layout asks for."""
-    processors, local = os.cpu_count() or 1, world.local_size
+    local, allowed = world.local_size, limits.processors()  # srun and mpirun may bind each process
+    processors = int(min(os.cpu_count() or 1, limits.cpu_quota())) if local > 1 else allowed
     if layout.threads:
         torch.set_num_threads(layout.threads)
         if world.first and layout.threads * local > processors:
             threads = f"layout.threads={layout.threads}" + f" in each of {local} processes" * (local > 1)
-            waits = f"more than the {processors} processors here, so threads wait for each other"
+            waits = f"more than the {processors} processors allowed here, so threads wait for each other"
             print(f"note: {threads}: {waits}. Use {max(1, processors // local)}.", file=sys.stderr)
     elif world.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        allowed = limits.processors()  # srun and mpirun may bind each process
         torch.set_num_threads(max(1, min(allowed, processors // local)))
     device = pick_device(layout.device)
     if device.type == "cuda":
