@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from gradus import cli, hardware
 from gradus.cli import main
 from gradus.hardware import Device
+from gradus.parallel.processes import run_program
 from gradus.parallel.world import World
 from gradus.plan import tables
 from gradus.proof import calibrate, calibration_points
@@ -119,7 +121,7 @@ def test_mistakes_are_one_line(words, said, capsys):
 
 
 @pytest.fixture
-def newcomer(monkeypatch, own_files):
+def newcomer(monkeypatch, own_files, tmp_path):
     """(a session of one thread on a machine that was never measured, what was started to measure it)."""
     started = []
 
@@ -132,6 +134,7 @@ def newcomer(monkeypatch, own_files):
 
     for name in ("CI", "GRADUS_NO_CALIBRATE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibrate, "run_program", run)
     recipe, mesh = types.SimpleNamespace(layout=types.SimpleNamespace(timeout=600.0)), types.SimpleNamespace(world=World())
     return types.SimpleNamespace(recipe=recipe, mesh=mesh, device=torch.device("cpu")), started
@@ -170,26 +173,50 @@ def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, 
 def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
     session, _ = newcomer
     monkeypatch.setattr(calibrate, "run_program", lambda command, environment, **_: (2, "one\nerror: no room\n"))
-    calibrate.calibrate_once(session)
-    assert capsys.readouterr().out.endswith("0 s; failed: error: no room\n")
+    assert calibrate.calibrate_once(session) == "it failed: error: no room"
+    assert capsys.readouterr().out.endswith("0 s; given up: it failed: error: no room\n")
 
 
-def test_a_calibration_that_takes_too_long_is_given_up_in_plain_words(newcomer, monkeypatch, capsys):
-    session, _ = newcomer
+def test_a_calibration_is_given_up_once_others_have_the_processors_and_not_tried_again_for_an_hour(newcomer, monkeypatch, capsys, tmp_path):
+    session, started = newcomer
+    real, run = run_program, calibrate.run_program
+    monkeypatch.setattr(calibrate, "run_program", lambda command, environment, **how: real([sys.executable, "-c", "import time; time.sleep(60)"], **how))
+    monkeypatch.setattr(calibrate, "LOOK", 0.2)
+    monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: calibrate.limits.cores())
+    began = time.monotonic()
+    assert calibrate.calibrate_once(session) == calibrate.OTHERS and time.monotonic() - began < 15
+    assert capsys.readouterr().out.endswith(" s; given up: other programs use the processors; gradus calibrate when they do not\n")
+    monkeypatch.setattr(calibrate, "run_program", run)
+    monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.0)
+    assert calibrate.calibrate_once(session) == calibrate.OTHERS and not started and not capsys.readouterr().out, "remembered"
+    (memo,) = (tmp_path / "cache").iterdir()
+    os.utime(memo, (time.time() - 3601,) * 2)
+    assert calibrate.calibrate_once(session) is None and len(started) == 1 and device_of(session.device, 1)
 
-    def slow(command, environment, **_):
-        raise TimeoutError
 
-    monkeypatch.setattr(calibrate, "run_program", slow)
-    calibrate.calibrate_once(session)
-    assert capsys.readouterr().out.endswith("0 s; given up: other programs used the processors. gradus calibrate when they do not\n")
+def test_none_is_begun_while_others_have_the_processors(newcomer, capsys, tmp_path):
+    session, started = newcomer
+    assert calibrate.calibrate_once(session, busy=True) == calibrate.OTHERS
+    assert not started and not capsys.readouterr().out and not (tmp_path / "cache").exists(), "the next run looks again"
 
 
 def test_a_machine_that_others_use_is_said(newcomer, monkeypatch, capsys):
     session, _ = newcomer
     monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.5)
-    calibrate.calibrate_once(session)
-    assert capsys.readouterr().out.endswith("0 s; other programs used the processors: gradus calibrate when they do not\n")
+    assert calibrate.calibrate_once(session) is None
+    assert capsys.readouterr().out.endswith("0 s; other programs use the processors; gradus calibrate when they do not\n")
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.05, ""), (0.5, "other programs used 0.5 processors"), (9.0, "other programs use 2.0 of the 2 processors; 1 thread (--threads 1) may be faster")])
+def test_the_verb_says_that_others_use_the_machine(share, said, monkeypatch, own_files, capsys):
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_: device())
+    monkeypatch.setattr(calibrate, "lines", lambda _: [])
+    monkeypatch.setattr(calibrate.limits, "cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if share > 1 else 1)
+    monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: share)
+    assert main(["calibrate", "--seconds", "10"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"note: {said}: this machine is faster than measured. Calibrate when they do not.\n") if said else "note" not in out
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -22,6 +22,7 @@ from gradus.proof import (
     memory_budget,
     results,
     study,
+    timing,
 )
 from gradus.proof.predict import Planner
 from gradus.rows import read_rows
@@ -204,3 +205,14 @@ def test_a_study_refuses_what_will_not_fit_unless_forced(tmp_path, monkeypatch):
     (tmp_path / "plan.jsonl").unlink()
     rows, refused = harness.planned(of_two(recipe, force=True), tmp_path, said.append)
     assert rows and not refused and said[-1].startswith("2 processes, plan: ")
+
+
+def test_a_study_on_a_busy_machine_says_so_once_with_what_helps(tmp_path, monkeypatch, capsys):
+    facts = {"device": "cpu", "threads": 2}
+    disturbed = timing.Timed([], 1.0, [[0.0, 1.0, 0.0, 0.0]], 8, [], {}, 1.9, 2, facts=facts)
+    monkeypatch.setattr(harness, "run_group", lambda *_, log: [disturbed])
+    monkeypatch.setattr("gradus.limits.cores", lambda: 2)
+    assert main(["study", str(written(tmp_path, OWN)), "--to", str(tmp_path / "out")]) == 0
+    captured = capsys.readouterr()
+    note = "note: other programs use 1.9 of the 2 processors; 1 thread (OMP_NUM_THREADS=1) may be faster. Delete "
+    assert (captured.out + captured.err).count(note) == 1, captured

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -365,6 +366,39 @@ def test_times_of_unequal_batches_are_those_like_the_measured_one():
     assert step_seconds(times, 0, 4)[0] == pytest.approx(0.3)
     alone = [StepTime(i, 0.01 * i, 10 * i) for i in range(1, 9)]  # no batch is like another, each token takes as long
     assert step_seconds(alone, 0, 3) == pytest.approx((0.03, 0.03, 0.03, 3))
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds", "notes"),
+    [
+        (2.0, 1.0, ["a step takes 1 s, 10 × its plan: other programs use 2.0 of the 2 processors"]),
+        (0.1, 1.0, ["a step takes 1 s, 10 × its plan: gradus profile runs/it shows where the time goes"]),
+        (2.0, 0.4, []),
+    ],
+)
+def test_steps_that_take_many_times_their_plan_are_told_once(others, seconds, notes, monkeypatch, capsys):
+    monkeypatch.setattr(prove.OtherPrograms, "share", lambda self: others)
+    monkeypatch.setattr("gradus.limits.cores", lambda: 2)
+    proof = Proof()
+    proof._watch_others()
+    proof.step, proof.predicted = 3, types.SimpleNamespace(rows=[Row("time/step", 0.1, "s")])
+    clock, progress = types.SimpleNamespace(seconds={"train": 0.0, "data": 0.0}), types.SimpleNamespace(step=0, tokens=0)
+    trainer = types.SimpleNamespace(clock=clock, progress=progress, start_step=0, device=torch.device("cpu"), folder=Path("runs/it"))
+    proof._mark_time(trainer)
+    for step in range(1, 65):
+        clock.seconds["train"], progress.step, progress.tokens = step * seconds, step, 100 * step
+        proof.after_step(trainer, types.SimpleNamespace(step=step))
+    assert capsys.readouterr().out == "".join(f"note: {note}\n" for note in notes)
+
+
+def test_who_else_uses_the_processors_is_told_before_step_0_and_kept(tmp_path, capsys, monkeypatch, no_plan):
+    monkeypatch.setattr(prove.OtherPrograms, "share", lambda self: 1.87)
+    monkeypatch.setattr("gradus.limits.cores", lambda: 2)
+    assert main(["train", *words(**{"log.dir": tmp_path / "run", "train.steps": 2, "schedule.warmup_steps": 0})]) == 0
+    out = capsys.readouterr().out
+    assert out.index("note: other programs use 1.9 of the 2 processors\n") < out.index("step 2/2")
+    load = json.loads((tmp_path / "run/summary.json").read_text())["load"]
+    assert load == {"processors": 2, "before": 1.87, "during": 1.87}
 
 
 @pytest.mark.parametrize(

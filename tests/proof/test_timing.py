@@ -65,3 +65,20 @@ def test_a_window_has_enough_by_number_and_time():
     assert not window.enough(9, 11) and not window.enough(11, 9) and window.enough(10, 10)
     assert window.enough(100, 1) and window.enough(1, 60) and not window.enough(0, 99)
     assert Window(3, 0, 0).enough(3, 0.0) and not Window(3, 0, 0).enough(2, 99.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "threads", "line"),
+    [
+        (None, 2, None),
+        (0.2, 2, None),
+        (1.2, 1, None),
+        (1.9, 2, "other programs use 1.9 of the 2 processors; 1 thread (layout.threads=1) may be faster"),
+        (2.3, 1, "other programs use 2.0 of the 2 processors"),
+    ],
+)
+def test_processors_that_others_have_are_told_with_what_helps(others, threads, line, monkeypatch):
+    monkeypatch.setattr(timing.limits, "cores", lambda: 2)
+    assert timing.taken(others, threads) == line
+    monkeypatch.setattr(timing, "TORCH_SPINS", True)  # torch was imported before gradus
+    assert (timing.taken(others, threads) or "").endswith("its threads spin while they wait") == bool(line and threads > 1)

@@ -61,6 +61,26 @@ def test_the_table_is_what_the_summaries_say(folders):
     assert [float(value) for value in quality.rows[0][6:]] == pytest.approx(list(summaries[0]["metrics"].values()), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("loads", "processes", "said"),
+    [
+        ((0.1, 1.9), 1, "Not comparable: other programs used unequally many processors (0.1 during short, 1.9 during long)."),
+        ((0.1, 0.2), 1, ""),
+        ((None, None), 2, "An efficiency above 1.05 has another cause"),
+    ],
+)
+def test_speeds_of_a_busy_machine_are_not_comparable(folders, tmp_path, loads, processes, said):
+    for name, load in zip(("short", "long"), loads):
+        shutil.copytree(folders / name, tmp_path / name)
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        summary["load"] = {} if load is None else {"processors": 2, "during": load}
+        summary |= {"processes": processes, "train_samples_per_second": 1000.0} if name == "long" else {"train_samples_per_second": 100.0}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+    (found,) = by_recipe(read([str(tmp_path / "short"), str(tmp_path / "long")]))
+    speed, _ = compared(found)
+    assert said in speed.caption if said else speed.caption.endswith("against short.")
+
+
 def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path):
     text = "16.7 Wh (65 W per device, PUE 1.1; energy.watts), 6.42 g CO2 (as stated: 0.385 kg/kWh)"
     known = variant(folders / "short", tmp_path / "known", energy={"text": text, "devices": 1}, energy_wh=16.7)

@@ -338,13 +338,13 @@ class Programs:
                 _signal_program(process, signal.SIGKILL)
                 process.wait(30)
 
-    def wait(self) -> dict[int, int | None]:
-        """Exit codes, once all have ended or the time of those that have not (None) is over."""
+    def wait(self, hopeless: Callable[[], bool] = lambda: False) -> dict[int, int | None]:
+        """Exit codes, once all have ended or the time of those that have not (None) is over, or `hopeless()`."""
         while True:
             codes = {i: process.poll() for i, process in enumerate(self.processes)}
             if any(codes.values()):
                 self.deadline = min(self.deadline, time.monotonic() + self.grace)
-            if None not in codes.values() or time.monotonic() >= self.deadline:
+            if None not in codes.values() or time.monotonic() >= self.deadline or hopeless():
                 return codes
             time.sleep(0.05)
 
@@ -355,13 +355,13 @@ def start_program(command: Sequence[str], environment: Mapping[str, str] | None 
 
 def run_program(
     command: Sequence[str], environment: Mapping[str, str] | None = None, *,
-    capture: bool = False, stopping: str = "", seconds: float = math.inf,
+    capture: bool = False, stopping: str = "", seconds: float = math.inf, hopeless: Callable[[], bool] = lambda: False,
 ) -> tuple[int, str]:  # fmt: skip
     """(exit code, standard error where `capture`) of a program.
 
     Signals that ask for a stop are passed on to it, and its end is waited for, however long it saves; `stopping` is
     printed meanwhile. Then they hold for this process: KeyboardInterrupt, SystemExit. Raises FileNotFoundError for no
-    such program, TimeoutError where it takes longer than `seconds`.
+    such program, TimeoutError where it takes longer than `seconds`, or once `hopeless()`.
     """
     programs = Programs(stopping=stopping)
     with tempfile.TemporaryFile() as errors, programs.passing_on_signals():
@@ -369,7 +369,7 @@ def run_program(
         start = functools.partial(start_program, command, environment, stdin=subprocess.DEVNULL, **streams)
         with programs.running([start]):
             programs.deadline = min(programs.deadline, time.monotonic() + seconds)
-            (code,) = programs.wait().values()
+            (code,) = programs.wait(hopeless).values()
         errors.seek(0)
         text = errors.read().decode(errors="replace")
     if programs.signals:

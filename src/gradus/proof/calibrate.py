@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import shlex
+import socket
 import statistics
 import sys
 import time
@@ -55,7 +56,7 @@ from gradus.proof.calibration_points import (
     memory_bound,
 )
 from gradus.proof.memory_budget import coarse_name, device_of
-from gradus.proof.timing import BUSY, OtherPrograms
+from gradus.proof.timing import BUSY, OtherPrograms, taken
 from gradus.recipe import presets, schema
 from gradus.train import machine
 from gradus.train.session import Session
@@ -66,6 +67,9 @@ KEPT = 2**25  # bytes of results that stay alive
 LEAST = 10  # s of a calibration
 FINE = 30  # s from which a calibration has all points
 FIRST = 15  # s of the calibration before a machine's first run
+LOOK = 3  # s between two looks, during it, whether other programs have the processors
+REMEMBERED = 3600  # s that a calibration which came to nothing is not tried again
+OTHERS = "other programs use the processors; gradus calibrate when they do not"
 clock: Callable[[], float] = time.perf_counter
 
 
@@ -385,7 +389,11 @@ def run(args: Any) -> list[str]:
     files.writable(Path(args.to or user_file("hardware")))  # before the work
     if args.threads:
         torch.set_num_threads(args.threads)
+    others = OtherPrograms()
     device = calibrate(args.seconds, on, functools.partial(print, flush=True))
+    if on.type == "cpu" and (share := others.share() or 0.0) > BUSY:
+        use = taken(share, torch.get_num_threads(), "--threads ") or f"other programs used {share:.1f} processors"
+        print(f"note: {use}: this machine is faster than measured. Calibrate when they do not.", flush=True)
     if "coarse" in device.measured:
         with contextlib.suppress(UserError):  # there is none
             if "coarse" not in (hardware.find("this", args.to).measured or {}):
@@ -395,33 +403,55 @@ def run(args: Any) -> list[str]:
     return [*lines(device), f"written to {file}; use it with --on {name}"]
 
 
-def calibrate_once(session: Session) -> None:
+def calibrate_once(session: Session, busy: bool = False) -> str | None:
     """Before a run on a CPU of which no step time is known with so many threads: a coarse calibration, in a process of
     its own, which leaves nothing in this one's memory. Nothing where other processes wait too short for it, and where
-    CI or GRADUS_NO_CALIBRATE is set."""
+    CI or GRADUS_NO_CALIBRATE is set. busy: other programs have the processors, so none is begun. Returns why there is
+    none; a reason that took time to find is remembered for an hour."""
     layout, several, threads = session.recipe.layout, session.mesh.world.size > 1, torch.get_num_threads()
     off = os.environ.get("CI") or os.environ.get("GRADUS_NO_CALIBRATE") or (several and layout.timeout < 4 * FIRST)
     if off or session.device.type != "cpu" or pick_device("auto").type == "mps" or device_of(session.device, threads):
-        return
+        return None
+    memo = files.cache_dir() / f"not-measured-{socket.gethostname()}-{threads}.txt"
+    with contextlib.suppress(OSError):
+        if time.time() - memo.stat().st_mtime < REMEMBERED:
+            return memo.read_text(encoding="utf-8")
+    if busy:
+        return OTHERS
     start = f"first run here with {threads} thread{'s' * (threads > 1)}: measuring this machine for the time of a step"
     print(f"{start} (GRADUS_NO_CALIBRATE=1: never) ...", end=" ", flush=True)
-    began, others = time.perf_counter(), OtherPrograms(os.getpid())
-    problem = calibrate_in_process(threads)
-    if not problem and (others.share() or 0) > BUSY:
-        problem = "other programs used the processors: gradus calibrate when they do not"
-    print(f"{time.perf_counter() - began:.0f} s{f'; {problem}' if problem else ''}", flush=True)
+    began, others = time.perf_counter(), OtherPrograms()
+    problem = calibrate_in_process(threads, others)
+    if problem:
+        with contextlib.suppress(OSError):  # only a convenience
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            memo.write_text(problem, encoding="utf-8")
+    end = f"; given up: {problem}" if problem else f"; {OTHERS}" if (others.share() or 0) > BUSY else ""
+    print(f"{time.perf_counter() - began:.0f} s{end}", flush=True)
+    return problem
 
 
-def calibrate_in_process(threads: int) -> str | None:
-    """A coarse calibration by a program of its own, which is none of this run's processes; why it failed, if it did."""
+def calibrate_in_process(threads: int, others: OtherPrograms) -> str | None:
+    """A coarse calibration by a program of its own, which is none of this run's processes; why it failed, if it did. It
+    is given up once others are seen to have the processors."""
     command = [sys.executable, "-m", "gradus", "calibrate", "--seconds", str(FIRST), "--threads", str(threads)]
     launchers = {name for launcher in worlds.LAUNCHERS for name in launcher[1:]}
     environment = {name: value for name, value in os.environ.items() if name not in launchers}
     environment |= {status.PARENT: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
+    looks = itertools.count(LOOK, LOOK)
+    look = next(looks)
+
+    def hopeless() -> bool:
+        nonlocal look
+        if others.elapsed() < look:
+            return False
+        look = next(looks)
+        return taken(others.share(), threads) is not None
+
     try:
-        code, errors = run_program(command, environment, capture=True, seconds=4 * FIRST)
+        code, errors = run_program(command, environment, capture=True, seconds=4 * FIRST, hopeless=hopeless)
     except TimeoutError:
-        return "given up: other programs used the processors. gradus calibrate when they do not"
+        return OTHERS
     except OSError as e:
-        return f"failed: {e}"
-    return f"failed: {(errors.strip().splitlines() or ['no error message'])[-1]}" if code else None
+        return f"it failed: {e}"
+    return f"it failed: {(errors.strip().splitlines() or ['no error message'])[-1]}" if code else None

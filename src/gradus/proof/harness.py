@@ -30,7 +30,7 @@ from gradus.proof.runners import load_steps, own_steps, train_steps, whole_round
 from gradus.proof.study import Configuration, Study, unit_of
 from gradus.proof.study_rows import rows_of
 from gradus.proof.study_store import PLAN, Sample, StudyStore, claimed, keep
-from gradus.proof.timing import Window
+from gradus.proof.timing import Window, taken
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, as_lines, read_rows
 from gradus.signals import ended_by_sigterm
@@ -192,6 +192,7 @@ def measure_missing(study: Study, folder: Path, say: Say, names: set[str], more:
     def is_missing(k: int, c: Configuration) -> bool:
         return not store.has(c, k) and not store.too_slow(study, c)
 
+    noted = False
     with contextlib.closing(store.file), ended_by_sigterm():
         for i, (k, c) in enumerate(todo, 1):
             if is_missing(k, c):
@@ -200,6 +201,9 @@ def measure_missing(study: Study, folder: Path, say: Say, names: set[str], more:
                 left = sum(store.expected_seconds(other) for j, other in todo[i:] if is_missing(j, other))
                 line = f"round {k} of {rounds}, {i} of {len(todo)}: {c.name}: {described(sample)}"
                 say(line + (f"; {duration(left)} left" if left else ""))
+                if not noted and (busy := busy_line(c, sample)):
+                    say(f"note: {busy}. Delete {folder} to measure again when they do not.")
+                    noted = True
     own_rows = list(more(study, store))
     replaced = {row_key(row) for row in own_rows}
     return [*(row for row in rows_of(study, store, plan, refused) if row_key(row) not in replaced), *own_rows]
@@ -213,6 +217,14 @@ def _sample(study: Study, c: Configuration, number: int, folder: Path) -> Sample
         if study.strict:
             raise UserError(f"{c.name}: {e}") from None
         return Sample(number, failed=str(e))
+
+
+def busy_line(c: Configuration, sample: Sample) -> str | None:
+    """A line where other programs had the processors that a sample on a CPU needed."""
+    if not sample.ranks or sample.ranks[0].facts.get("device") != "cpu":
+        return None
+    threads = sum(t.facts.get("threads", 1) for t in sample.ranks)
+    return taken(sample.ranks[0].others, threads, "layout.threads=" if c.recipe else "OMP_NUM_THREADS=")
 
 
 def row_key(row: Row) -> tuple[str, str, str]:

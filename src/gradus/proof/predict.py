@@ -47,6 +47,7 @@ class Case:
     budget: MemoryBudget
     step: int | None  # of the start, that is measured
     micro_batches: list[Batch] | None  # of that step on rank 0
+    no_time: str | None = None  # why this machine was not measured
 
 
 @dataclasses.dataclass
@@ -134,7 +135,8 @@ def cost_of_step(case: Case, values: dict[str, Any]) -> str:
     if "time/step" in values:
         coarse = " (coarse: gradus calibrate)" if "coarse" in (device.measured or {}) else ""
         return f"{text}; {duration(values['time/step'])} per step{coarse}"
-    return f"{text}; no time (gradus calibrate{f' --threads {threads}' if threads else ''})"
+    command = f"gradus calibrate{f' --threads {threads}' if threads else ''}"
+    return f"{text}; no time ({f'not measured: {case.no_time}' if case.no_time else command})"
 
 
 def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:

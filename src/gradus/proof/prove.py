@@ -10,12 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
+import os
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from gradus import limits
 from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.energy import Meter, total
@@ -27,16 +32,20 @@ from gradus.proof.pairs import LABELS, errors_table, pairs_of_run, table
 from gradus.proof.predict import PATIENCE, Planner, Predicted, case_of
 from gradus.proof.run_energy import add_energy
 from gradus.proof.step_memory import memory_of_step
+from gradus.proof.timing import OtherPrograms, taken
 from gradus.rows import Row, as_lines, read_rows
+from gradus.text import duration
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
 from gradus.train.resolve import RunContext
 from gradus.train.run import Outcome, Plan, start
 from gradus.train.session import Session
 
+FIRST_LOOK = 4  # steps of a start after which they are compared with their plan; then after 8, 16, ...
 FIRST_STEPS = 5  # of a start: their times do not count
 MARKS = 4096  # latest marks of the time that are kept: on a CPU one for each step
 MEASURED = {"kind": "measured"}
+SLOW = 5.0  # times its plan, from which a step is said to be slow
 WAIT = 0.25  # of layout.timeout, after which others that wait for the plan give this process up
 
 
@@ -93,12 +102,16 @@ class Proof(Plan):
         self.seconds_before = 0.0  # of the run, up to this start
         self.opened = contextlib.ExitStack()  # the planner, then the meter
         self._meter_mark: MeterMark | None = None
+        self.others: OtherPrograms | None = None  # since the start, then since the first step
+        self.load: dict[str, float | None] = {}  # processors that others took
+        self.next_look = FIRST_LOOK
         self.marks: deque[TimeMark] = deque(maxlen=MARKS)
 
     # ------------------------------------------------------------ before
 
     def __enter__(self) -> Proof:
         """Before the processes meet."""
+        self._watch_others()
         if self.world.first:
             with contextlib.suppress(Exception):  # then there is no plan, and `before` says so
                 self.planner = self.opened.enter_context(Planner())
@@ -119,8 +132,8 @@ class Proof(Plan):
         """(why the run is refused, the step that will be measured). Prints the plan, or why there is none."""
         step = None
         try:
-            calibrate_once(session)
-            case = case_of(session, position)
+            why = calibrate_once(session, self._taken(session.device.type) is not None)
+            case = dataclasses.replace(case_of(session, position), no_time=why)
             step = case.step
             if self.planner is None:
                 raise UserError("no process could be started for it")
@@ -132,8 +145,21 @@ class Proof(Plan):
                 print(f"note: {note}")
         except Exception as e:
             print(f"note: no plan ({why_not(e)})", flush=True)
+        self.load["before"] = self.others.share()
+        if line := self._taken(session.device.type):
+            print(f"note: {line}", flush=True)
         self.opened.close()
         return self.predicted.refusal if self.predicted else None, step
+
+    def _watch_others(self) -> None:
+        """From now on. The processes of this host have one parent; of one process, its parent may be anything."""
+        if self.world.first:
+            self.others = OtherPrograms(os.getppid() if self.world.local_size > 1 else os.getpid())
+
+    def _taken(self, device: str) -> str | None:
+        """A line where other programs have the processors that a run on a CPU needs."""
+        threads = torch.get_num_threads() * self.world.local_size
+        return taken(self.others.share(), threads) if device == "cpu" else None
 
     def begin(self, folder: Path) -> None:
         with contextlib.suppress(OSError):  # the run's own rows will say that the disk is full
@@ -146,6 +172,7 @@ class Proof(Plan):
 
     def start(self, trainer: Trainer) -> None:
         """Each GPU has a meter of its own; the processors of a host have one together."""
+        self._watch_others()
         self._mark_time(trainer)
         self.seconds_before = sum(trainer.clock.seconds.values())
         if trainer.device.type == "cuda" or trainer.parallel.mesh.world.local_rank == 0:
@@ -167,10 +194,27 @@ class Proof(Plan):
     def after_step(self, trainer: Trainer, result: Taken) -> None:
         if trainer.device.type == "cpu":
             self._mark_time(trainer)
+            steps = result.step - trainer.start_step
+            if steps >= self.next_look and self.others is not None:
+                self.next_look = math.inf if self._note_slow(trainer) else 2 * steps
         elif result.step - trainer.start_step == FIRST_STEPS:
             with trainer.clock.count("train", wait=True):
                 pass
             self._mark_time(trainer)
+
+    def _note_slow(self, trainer: Trainer) -> bool:
+        """Prints what helps where steps take many times their plan. Returns whether they do."""
+        rows = self.predicted.rows if self.predicted else []
+        planned = next((row.value for row in rows if row.name == "time/step"), None)
+        measured = step_seconds(times_of(self.marks), trainer.start_step, self.step)
+        if not planned or not measured or measured.median < SLOW * planned:
+            return False
+        why = self._taken("cpu")
+        if why is None and self.world.size == 1:
+            why = f"gradus profile {trainer.folder} shows where the time goes"
+        times = f"{duration(measured.median)}, {measured.median / planned:.0f} × its plan"
+        print(f"note: a step takes {times}{f': {why}' if why else ''}", flush=True)
+        return True
 
     def _mark_time(self, trainer: Trainer) -> None:
         seconds = trainer.clock.seconds
@@ -207,6 +251,9 @@ class Proof(Plan):
         energies = [energy for energy in worlds.gathered(own_energy) if energy]
         if not trainer.parallel.mesh.world.first:
             return []
+        load = self.load | {"during": self.others and self.others.share()}
+        known = {name: round(share, 2) for name, share in load.items() if share is not None}
+        summary["load"] = {"processors": limits.cores(), **known}
         if trainer.progress.step == trainer.start_step:  # of a run that had ended before
             predicted, measured = self._as_it_was(trainer.folder)
         else:

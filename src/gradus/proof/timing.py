@@ -29,12 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradus import TORCH_SPINS, limits
 from gradus.proof.step_memory import allocated_storages, peak_memory_of
 from gradus.train.clock import peak_memory
 
 PARTS = ("computing", "communication", "waiting", "data", "other")
 SPENT = ("data", "computing", "ready", "blocked")  # columns of Timed.spent
 BUSY = 0.1  # share of a processor that other programs may take while steps are timed
+TAKEN = 0.25  # share of a processor that they may take of those that this program's threads need
 REPEATS_IF_BUSY = 2  # how often steps are timed again because of other programs
 SHORT = 0.5  # s below which the system's ticks are too coarse to tell
 
@@ -168,11 +170,11 @@ def _clocks() -> tuple[float, float, float]:
 
 
 class OtherPrograms:
-    """The time since now that programs other than `root` and the processes below it took of the processors that this
-    process may use."""
+    """The time since now that programs other than `root` (None: this process) and the processes below it took of the
+    processors that this process may use."""
 
-    def __init__(self, root: int):
-        self.root, self.began = root, time.perf_counter()
+    def __init__(self, root: int | None = None):
+        self.root, self.began = root or os.getpid(), time.perf_counter()
         self.before = self._seconds()
 
     def _seconds(self) -> float | None:
@@ -180,12 +182,29 @@ class OtherPrograms:
             return (_busy_ticks() - sum(_ticks_below(self.root))) / os.sysconf("SC_CLK_TCK")
         return None
 
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.began
+
     def share(self) -> float | None:
         """Their share of one processor's time. None where the system does not tell, or too little time has passed."""
-        elapsed, now = time.perf_counter() - self.began, self._seconds()
+        elapsed, now = self.elapsed(), self._seconds()
         if elapsed < SHORT or now is None or self.before is None:
             return None
         return max(0.0, now - self.before) / elapsed
+
+
+def taken(others: float | None, threads: int, key: str = "layout.threads=") -> str | None:
+    """A line where other programs, at so many processors' time, leave too few of them for this one's threads; with what
+    helps: fewer, by that key."""
+    cores = limits.cores()
+    if others is None or threads <= cores - others + TAKEN:
+        return None
+    fewer = max(1, round(cores - others))
+    line = f"other programs use {min(others, cores):.1f} of the {cores} processors"
+    line += f"; {fewer} thread{'s' * (fewer > 1)} ({key}{fewer}) may be faster" if fewer < threads else ""
+    if TORCH_SPINS and threads > 1:
+        line += "; import gradus before torch, or set GOMP_SPINCOUNT: its threads spin while they wait"
+    return line
 
 
 def _busy_ticks() -> int:

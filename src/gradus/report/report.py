@@ -13,6 +13,7 @@ from gradus import files
 from gradus.errors import UserError, not_written
 from gradus.limits import read_text
 from gradus.proof.pairs import signed
+from gradus.proof.timing import TAKEN
 from gradus.report import plots, runs, studies, study_plots
 from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, narrow, plain
 from gradus.report.page import to_html, to_pdf
@@ -135,9 +136,23 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
         head += ["speed-up", "efficiency"]
         caption += f" Speed-up and efficiency are against {base.name}"
         caption += "; a run of another model, or not finished, has none." if not all(r.speed_up for r in group) else "."
+        caption += uneven_load(group, base)
     yield Table(head, speed, caption)
     head = ["run", "state", "epochs", "samples", "training loss, mean", "training loss, last", *map(words, metrics)]
     yield Table(head, quality, "The metrics are those of the last evaluation.")
+
+
+def uneven_load(group: Sequence[Run], base: Run) -> str:
+    """A sentence where other programs used more of the processors during some runs, or n times as many processes are
+    more than n times as fast."""
+    loads = {run.name: run.summary.load.during for run in group if run.summary.load.during is not None}
+    if loads and max(loads.values()) - min(loads.values()) > TAKEN:
+        used = ", ".join(f"{load:.1f} during {name}" for name, load in loads.items())
+        return f" Not comparable: other programs used unequally many processors ({used})."
+    more = [run for run in group if run.speed_up and run.processes > base.processes]
+    if any(run.speed_up * base.processes > 1.05 * run.processes for run in more):
+        return " An efficiency above 1.05 has another cause: other settings, or other programs on the processors."
+    return ""
 
 
 def energy(group: Sequence[Run]) -> Iterator[Table]:

@@ -40,6 +40,12 @@ class Pair(Content):
     batch: str = ""
 
 
+class Load(Content):
+    """Processors that other programs used while a run trained."""
+
+    during: Amount | None = None
+
+
 class Energy(Content):
     """Of a whole run, in words."""
 
@@ -59,6 +65,7 @@ class Summary(Content):
     train_loss: float | None = None
     metrics: dict[str, float | str] = {}
     proof: dict[str, Pair] = {}
+    load: Load = Load()
     energy: Energy | None = None
 
 
