@@ -22,6 +22,7 @@ from gradus import SPIN, limits
 from gradus.rows import Row, as_lines
 
 SLEEP, OWN, DEFAULT = 0, int(SPIN["GOMP_SPINCOUNT"]), 300_000
+BLOCKTIME = {SLEEP: "0", DEFAULT: "200"}  # ms, of libiomp and libomp
 
 
 def training() -> Iterator[int]:
@@ -30,7 +31,6 @@ def training() -> Iterator[int]:
     from gradus.measure.profile import endless
     from gradus.train.loop import Trainer
     from gradus.train.session import open_session
-
     session = open_session(recipes.load("copy-task", ["layout.device=cpu"]))
     trainer, before = Trainer(session, session.lay_out(), Path(os.devnull), []), 0
     for step in endless(trainer.loader):
@@ -44,7 +44,6 @@ def decoding() -> Iterator[int]:
     from gradus import models
     from gradus.models.decoding import generate
     from gradus.recipe.schema import LlamaConfig
-
     config = LlamaConfig(vocab_size=32_000, d_model=288, n_layers=6, n_heads=6, d_ff=768, seq_len=256)
     model = models.build(config, seed=0).eval()
     while True:
@@ -62,7 +61,8 @@ def speed(what: str, seconds: float) -> float:
 
 
 def run_sample(what: str, threads: int, spin: int, seconds: float) -> float:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(spin), "KMP_BLOCKTIME": "200" if spin == DEFAULT else "0"}
+    setting = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(spin), "KMP_BLOCKTIME": BLOCKTIME.get(spin, SPIN["KMP_BLOCKTIME"])}
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | setting
     command = [sys.executable, __file__, "--sample", what, "--seconds", str(seconds)]
     return float(subprocess.check_output(command, env=environment, text=True).split()[-1])
 
@@ -70,7 +70,6 @@ def run_sample(what: str, threads: int, spin: int, seconds: float) -> float:
 def measure(neighbours: int, what: list[str], settings: list[tuple[int, int]], rounds: int, seconds: float) -> Iterator[Row]:
     """Rows of one number of neighbours. settings: (threads, spin count)."""
     from gradus.measure.machine import conditions
-
     about = conditions()  # before the neighbours are there
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbours)]
     try:

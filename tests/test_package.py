@@ -107,7 +107,7 @@ def displayed(command: list[str], **environment: str) -> dict[str, str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
 @pytest.mark.parametrize(
     ("user", "spins", "blocktime"),
-    [({}, OWN, "0"), ({"GOMP_SPINCOUNT": "7"}, "7", "0"), ({"KMP_BLOCKTIME": "9"}, OWN, "9"), ({"OMP_WAIT_POLICY": "active"}, ENDLESS, "None")],
+    [({}, OWN, "1"), ({"GOMP_SPINCOUNT": "7"}, "7", "1"), ({"KMP_BLOCKTIME": "9"}, OWN, "9"), ({"OMP_WAIT_POLICY": "active"}, ENDLESS, "None")],
 )
 def test_waiting_threads_spin_shortly_where_the_user_set_nothing(user, spins, blocktime):
     found = displayed(["-c", f"import gradus, os; {LOAD}; print(os.environ.get('KMP_BLOCKTIME'))"], **user)

@@ -11,7 +11,7 @@ _ROOMS = ("recipe", "rows", "layers", "models", "data", "tasks", "parallel", "tr
 # How long a thread without work spins before it sleeps: a variable of each OpenMP library, read when torch is loaded.
 # libgomp: turns of a loop, by default 300,000, 7 to 14 ms. libiomp and libomp: ms, by default 200. Where other programs
 # use the processors, a thread that spins keeps the one that it waits for from running: benchmarks/busy.py.
-SPIN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+SPIN = {"GOMP_SPINCOUNT": "500", "KMP_BLOCKTIME": "1"}
 TORCH_SPINS = "torch" in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", *SPIN}  # it was imported before
 if "OMP_WAIT_POLICY" not in os.environ:
     for _name, _value in SPIN.items():

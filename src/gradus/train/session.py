@@ -149,7 +149,8 @@ def _open_device(layout: Layout, world: World) -> torch.device:
         torch.set_num_threads(layout.threads)
         if world.first and layout.threads * local > processors:
             threads = f"layout.threads={layout.threads}" + f" in each of {local} processes" * (local > 1)
-            waits = f"more than the {processors} processors allowed here, so threads wait for each other"
+            limit = f"{processors} processor{'s' * (processors > 1)} allowed here"
+            waits = f"more than the {limit}, so threads wait for each other"
             print(f"note: {threads}: {waits}. Use {max(1, processors // local)}.", file=sys.stderr)
     elif world.size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(allowed, processors // local)))
