@@ -50,6 +50,7 @@ EPSILON = 1.0  # of a norm or an optimizer
 RATE = 1e30  # a learning rate: above it fp32 has no square
 FIGURE = 1e18  # what a source says of a run: s, bytes, samples/s
 REAL = 1e12  # a rate, a factor, a number of MB: above it is a slip of the keyboard
+QUANTITY = 1e24  # bytes, operations/s, W or s of a device: all memory in the world has about 1e22 bytes; least: 1 / it
 
 # ---- files
 MB, GB = 10**6, 10**9

@@ -209,6 +209,12 @@ devices:
     assert hardware.cluster("2xToaster").n == 2
 
 
+def test_the_users_memory_is_not_cut_to_what_a_program_gets_of_the_packaged_one(tmp_path):
+    packaged = hardware.find("A100", write(tmp_path / "none.yaml", "devices: {}"))
+    assert packaged.usable < 1
+    assert hardware.find("A100", write(tmp_path / "mine.yaml", "devices: {A100-80GB: {memory: 160 GiB}}")).capacity == 160 * 2**30
+
+
 def test_the_usual_place(tmp_path):
     folder = tmp_path / "config" / "gradus"
     folder.mkdir(parents=True)
@@ -233,6 +239,8 @@ def test_the_usual_place(tmp_path):
             "Y: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [z]}}",
             "Y.aliases: z is X's alias already",
         ),
+        ("devices: {A100-80GB: {memory: 1e300 GB}}", "A100-80GB.memory: '1e300 GB': too large for anything that is built"),
+        ("devices: {A100-80GB: {bandwidth: 1e-40 GB/s}}", "A100-80GB.bandwidth: '1e-40 GB/s': too small for anything that is built"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path, text, says):

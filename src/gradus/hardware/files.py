@@ -112,7 +112,8 @@ def _load(file: Path | None, stamp: float | None) -> tuple[dict[str, Device], di
         for name, entry in t.devices.items():
             if name in raw:  # the user's figures over the packaged ones, and said so
                 old = [] if "source" in entry else [all_devices[name].source]
-                entry = {**raw[name], "source": [*old, f"{one}: {', '.join(entry)}"], **entry}
+                kept = {k: v for k, v in raw[name].items() if k != "usable" or "memory" not in entry}  # a part of it
+                entry = {**kept, "source": [*old, f"{one}: {', '.join(entry)}"], **entry}
             raw[name] = entry
             device = device_from(name, entry, f"{one}: devices.{name}.", context)
             for alias in device.aliases:

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+from gradus import limits
 from gradus.errors import did_you_mean
 
 # unit → (what it measures, how many of the plain unit). GB is 10^9 bytes, GiB 2^30; b is a bit, B a byte.
@@ -38,7 +39,11 @@ def quantity(text: Any, what: str) -> float:
         number = math.nan
     if not math.isfinite(number) or number <= 0:
         raise ValueError(f"{text!r}: {match[1]} is not a positive number.")
-    return number * known[match[2]]
+    value = number * known[match[2]]
+    if not 1 / limits.QUANTITY <= value <= limits.QUANTITY:
+        size = "large" if value > 1 else "small"
+        raise ValueError(f"{text!r}: too {size} for anything that is built. Check the number and its unit.")
+    return value
 
 
 def in_unit(value: float, what: str, unit: str) -> str:
