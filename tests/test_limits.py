@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 
 import pytest
 from hypothesis import given
@@ -86,3 +87,22 @@ def test_processors_are_those_of_the_affinity_and_of_the_quota(tmp_path, monkeyp
     monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     monkeypatch.setattr(limits, "cores", lambda: 3)
     assert limits.cpu_quota() == (quota or float("inf")) and limits.processors() == min(3, quota or 3)
+
+
+def test_threads_that_cannot_start_are_one_error(monkeypatch):
+    """Beyond the limit PyTorch's threads (libgomp) end the process with exit code 1 and no line of ours."""
+    start, started = threading.Thread.start, []
+
+    def third_fails(thread):
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(limits, "processors", lambda: 2)
+    monkeypatch.setattr(threading.Thread, "start", third_fails)
+    limits.start_threads(2, "layout.threads=2")
+    assert not started, "as many as there are processors need no trial"
+    with pytest.raises(UserError, match=r"layout\.threads=4: this process can start 3 threads .* Use 2"):
+        limits.start_threads(4, "layout.threads=4")
+    assert len(started) == 3 and not any(thread.is_alive() for thread in started)

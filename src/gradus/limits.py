@@ -14,6 +14,7 @@ import math
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -293,3 +294,21 @@ def _quota_of(group: Path) -> float:
             microseconds, period = map(int, " ".join((group / name).read_text() for name in names).split())
             return microseconds / period if microseconds > 0 else math.inf
     return math.inf
+
+
+def start_threads(n: int, option: str) -> None:
+    """Start n threads and end them. Raises UserError where there cannot be so many: PyTorch's library of threads would
+    end the process without a line."""
+    stop, threads = threading.Event(), []
+    try:
+        for _ in range(n if n > processors() else 0):
+            threads += [thread := threading.Thread(target=stop.wait)]
+            thread.start()
+    except (RuntimeError, MemoryError):
+        threads.pop()
+        at_most = f"this process can start {len(threads)} threads (ulimit -u, ulimit -v)"
+        raise UserError(f"{option}: {at_most}. Use {processors()}, the number of processors.") from None
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

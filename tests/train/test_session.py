@@ -53,6 +53,7 @@ def test_a_span_has_at_least_one_token(text, tmp_path):
     [
         (["model.share_embeddings=false", "model.target_vocab_size=3"], "model.target_vocab_size=3: the data has 13 tokens"),
         (["evaluate.best=valid/bleu", "evaluate.decode=false"], "evaluate.best=valid/bleu: no such metric here"),
+        (["evaluate.beams=14"], "evaluate.beams=14: more than the vocabulary's 13 tokens"),
         (
             ["tokenizer.kind=file", "tokenizer.path=.", "tokenizer.shared=false", "model.share_embeddings=false"],
             "tokenizer.shared=false has no effect",

@@ -388,6 +388,7 @@ def run(args: Any) -> list[str]:
         raise UserError(f"--seconds {args.seconds:g}: too short to measure every point twice; give at least {least}.")
     files.writable(Path(args.to or user_file("hardware")))  # before the work
     if args.threads:
+        limits.start_threads(args.threads, f"--threads={args.threads}")
         torch.set_num_threads(args.threads)
     others = OtherPrograms()
     device = calibrate(args.seconds, on, functools.partial(print, flush=True))

@@ -129,6 +129,8 @@ class Translation(SequenceToSequence):
         self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
         self.target_tokenizer = self.tokenizers.get("target", self.tokenizer)
         self.label_smoothing = recipe.task.label_smoothing
+        if (beams := recipe.evaluate.beams) > (n := self.target_tokenizer.vocab_size):
+            raise UserError(f"evaluate.beams={beams}: more than the vocabulary's {n:,} tokens. 4 is usual.")
         self.pad_id = self.tokenizer.pad_id or 0
         t, source_eos = self.target_tokenizer, self.tokenizer.eos_id
         self.eos_id = t.eos_id if t.eos_id is not None else t.sep_id

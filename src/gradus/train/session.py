@@ -146,6 +146,7 @@ def _open_device(layout: Layout, world: World) -> torch.device:
     local, allowed = world.local_size, limits.processors()  # srun and mpirun may bind each process
     processors = int(min(os.cpu_count() or 1, limits.cpu_quota())) if local > 1 else allowed
     if layout.threads:
+        limits.start_threads(layout.threads, f"layout.threads={layout.threads}")
         torch.set_num_threads(layout.threads)
         if world.first and layout.threads * local > processors:
             threads = f"layout.threads={layout.threads}" + f" in each of {local} processes" * (local > 1)
