@@ -109,3 +109,9 @@ def test_the_nearest_right_name_is_one(text):
     assert schema.right_name(name) == name and 0 < len(name.encode()) <= 100
     assert Path("runs", name).resolve().parent == Path("runs").resolve() and name.isprintable()
     assert schema._name(name) == name
+
+
+@pytest.mark.parametrize(("multiplier", "d_ff"), [(1e-300, "0"), (1e12, "2,800,000,000,000,000")])
+def test_a_width_that_follows_from_a_factor_is_one_that_could_be_meant(multiplier, d_ff):
+    with pytest.raises(ValueError, match=f"d_ff={d_ff} follows from ffn_multiplier"):
+        schema.LlamaConfig(n_layers=1, d_model=1050, n_heads=1, ffn_multiplier=multiplier)

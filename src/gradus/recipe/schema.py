@@ -319,8 +319,8 @@ class LlamaConfig(ExpertsConfig):
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
-        if self.d_ff > limits.FF:
-            raise ValueError(f"d_ff={self.d_ff:,} follows from ffn_multiplier; at most {limits.FF:,} is planned")
+        if not 1 <= self.d_ff <= limits.FF:
+            raise ValueError(f"d_ff={self.d_ff:,} follows from ffn_multiplier; 1 to {limits.FF:,} are planned")
         return self
 
 
