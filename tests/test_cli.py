@@ -224,6 +224,15 @@ def test_training_arguments_in_show_plan_fetch_and_evaluate(arguments, tmp_path,
     assert f"{arguments}: an evaluation uses only evaluate.batch of it; the rest is for training" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("more", "says"), [
+    (["layout.tensor=3"], "layout.tensor=3 does not divide model.n_heads=4"),
+    (["layout.pipeline=3", "--processes", "2"], "pipeline 3 = 3 processes, and 2 were started"),
+])  # fmt: skip
+def test_a_layout_that_cannot_be_is_not_shown_without_the_data(more, says, capsys):
+    assert main(["show", "copy-task", "--no-data", *more]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_training_arguments_travel_with_a_launch(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = ["log.dir=RUN", "--json_file", "args.json"]

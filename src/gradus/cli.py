@@ -598,6 +598,7 @@ def show(args) -> int:
     if args.rank is not None:
         raise UserError("--rank has no effect without --modules. Leave it out.")
     if args.no_data:
+        room("parallel.check").validate(recipe, args.processes or room("recipe.axes").needed(recipe.layout))
         return dump(recipe).splitlines()
     session = room("train.session").open_for(recipe, args.processes)
     derived = yaml.safe_dump({"derived": room("train.session").derive(session)}, sort_keys=False)
