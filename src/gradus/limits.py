@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -163,11 +164,29 @@ def shallow(tree: Any, where: object, most: float = math.inf) -> None:
     raise UserError(f"{where}: nested deeper than {DEPTH} levels.")
 
 
+@functools.cache
+def _loader() -> Any:
+    """Of plain YAML. A key that is given twice is an error."""
+    import yaml
+
+    class Once(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+                if key.value in seen:
+                    problem = f"{key.value} is given twice. Keep one"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Once
+
+
 def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES) -> Any:
     """The content of a YAML text, of at most `most` values, with the limits of JSON. Raises UserError with one line."""
     import yaml
 
-    quick = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    quick = _loader()
     try:
         depth = 0
         for event in () if loader else yaml.parse(text, quick):  # loading calls itself in C: too deep, the process dies

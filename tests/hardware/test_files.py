@@ -234,6 +234,7 @@ def test_the_usual_place(tmp_path):
         ("a: [", "not valid YAML"),
         pytest.param("[" * 90_000, "nested deeper than 64 levels", id="deep"),  # PyYAML's parser in C dies of it
         ("- 3", "[3]: expected keys with values"),
+        ("devices:\n  X: {}\n  X: {}", "line 3, column 3: not valid YAML: X is given twice. Keep one."),
         (
             "devices: {X: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [Z]}, "
             "Y: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GB, bandwidth: 1 GB/s, aliases: [z]}}",
