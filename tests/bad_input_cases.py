@@ -28,10 +28,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bad_input import RECIPES, Case, Rule, said, same
+from bad_input import ADAPTED, RECIPES, Case, Outcome, Rule, commands, said, same, same_figures
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, "x", "", [], {}, [[]], [None], {"a": 1}, "\ud800",
@@ -1086,7 +1088,7 @@ def process_cases() -> Iterator[Case]:
 
 EXPRESSIONS = ["5", "None", "''", "b'x'", "[]", "{}", "object()", "float('nan')", "-1", "1.5", "10**30", "True",
                "'x\\0'", "['a', 5]", "[None]", "lambda: 0", "(1,)", "'nowhere'", "[b'x']", "{'a': 1}", "-10**400",
-               "float('inf')"]
+               "float('inf')", "'\\ud800'", "'x' * 5000"]
 CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → the values that are none, and why
     "api.train({})": {}, "api.train('gpt.yaml', {})": {},
     "api.train('gpt.yaml', 'log.dir=o', train={})": {"{}": "no settings"},
@@ -1101,11 +1103,11 @@ CALLS: dict[str, dict[str, str]] = {  # a call with a place for a bad value → 
     "api.plan({})": {}, "api.plan('gpt2-small', {})": {}, "api.plan('gpt2-small', on={})": {"None": "no hardware"},
     "api.plan('gpt2-small', on='H100', tokens={})": {"5": "tokens", "None": "the recipe's", "1.5": "tokens"},
     "api.plan('gpt2-small', on='H100', days={})": {**dict.fromkeys(("5", "1.5", "10**30"), "days"), "None": "no deadline"},
-    "api.plan('gpt2-small').value({})": dict.fromkeys(("''", "'nowhere'", "'x\\0'"), "a figure that there is none of"),
+    "api.plan('gpt2-small').value({})": dict.fromkeys(("''", "'nowhere'", "'x\\0'", "'\\ud800'", "'x' * 5000"), "a figure that there is none of"),
     "api.load({})": {}, "api.load('run-bert', {})": {}, "api.load('run-bert')({})": {},
     "api.load('run-bert')(input_ids={})": {}, "api.predict({}, 'a')": {},
-    "api.predict('run-bert', {})": {"[]": "no inputs", "''": "a text", "'x\\0'": "a text", "'nowhere'": "a text",
-                                    "{}": "no inputs"},
+    "api.predict('run-bert', {})": {"[]": "no inputs", "{}": "no inputs", **dict.fromkeys(
+        ("''", "'x\\0'", "'nowhere'", "'\\ud800'", "'x' * 5000"), "a text")},
     "api.predict('run-bert', 'a', top={})": {"5": "all classes", "10**30": "all classes"},
     "api.predict('run-vit', {})": {"[]": "no inputs", "{}": "no inputs"},
     "api.predict('run-copy', {})": {"[]": "no inputs", "{}": "no inputs"},
@@ -1134,14 +1136,15 @@ def api_cases(pick: random.Random, n: int) -> Iterator[Case]:
 
 
 def api(code: str) -> int:
-    """2: it raised UserError, with its text on standard error."""
-    from gradus import api
+    """2: it raised UserError, with its text on standard error. Code of several lines prints what came of it itself."""
+    from gradus import api, limits
     from gradus.errors import UserError
 
+    names = {"api": api, "UserError": UserError}
     try:
-        print(repr(eval(code, {"api": api}))[:300])
+        print(repr((exec if "\n" in code else eval)(code, names))[:300])
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(limits.shown(f"error: {e}"), file=sys.stderr)
         return 2
     return 0
 
@@ -1238,25 +1241,691 @@ def page_cases(pick: random.Random, n: int) -> Iterator[Case]:
     yield from pick.sample(every, min(n, len(every)))
 
 
+# ---------------------------------------------------------------- every number of a recipe at its bounds
+
+SMALLEST = "n_layers: 1, d_model: 16, n_heads: 2, d_ff: 32, seq_len: 16"
+T5 = f"model={{family: t5, {SMALLEST}, d_head: 8}}"
+BASES: dict[str, list[str]] = {  # section and kind, or key → a recipe that has it
+    "model.t5": ["pairs.yaml", T5], "task.span_corruption": ["llama.yaml", T5, "task={name: span_corruption}"],
+    "task.masked_lm": ["gpt.yaml", f"model={{family: bert, head: masked_lm, {SMALLEST}}}", "task={name: masked_lm}"],
+    **{name: [f"{file}.yaml"] for file, names in {
+        "copy": "model.seq2seq task.copy data.synthetic", "bert": "model.bert task.classification data.labelled",
+        "pairs": "task.translation data.pairs", "vit": "model.vit data.images", "llama": "model.llama tokenizer",
+    }.items() for name in names.split()},
+    "optimizer.adam": ["gpt.yaml", "optimizer={name: adam, lr: 1e-3}"],
+    "optimizer.sgd": ["gpt.yaml", "optimizer={name: sgd, lr: 1e-3}"], "adapter": ["bert.yaml", *ADAPTED],
+    "schedule": ["gpt.yaml", "schedule={name: linear}"],
+    "schedule.factor": ["gpt.yaml", "schedule={name: noam, warmup_steps: 2}"],
+    "evaluate.beams": ["pairs.yaml", "evaluate.samples=1"], "evaluate.max_new": ["pairs.yaml", "evaluate.samples=1"],
+    "layout.chunk": ["gpt.yaml", "layout.attention=chunked"],
+    "model.top_k": ["gpt.yaml", "model.n_experts=2"], "model.balance": ["gpt.yaml", "model.n_experts=2"],
+    "train.epochs": ["gpt.yaml", "train.steps=null"], "batch.tokens": ["gpt.yaml", "batch.samples=null"],
+}  # fmt: skip
+ODD = ["1000000000000000000", "-1", "inf", "-inf", "nan", "1e400", "true", "１", "0x10", "1e-320", ""]
+LISTS = ["[0,0]", "[0,1]", "[-1,0]", "[nan,0]", "[1e-320,1e-320]", "[0.9999999,0.9999999]", "[0.9]", "[]", "0.9", "[[0.9],0.9]"]
+SMALL_ENOUGH = 32  # to be trained with; more is planned
+UNLIKE = ("evaluate.beams", "data.prefetch")  # what is trained with at any value, as no plan reads it
+
+
+def bounds(field: FieldInfo) -> dict[str, Any] | None:
+    """JSON schema's words for a key that is a number; None where it is none."""
+    schema = TypeAdapter(Annotated[field.annotation, field]).json_schema()
+    return next((one for one in [schema, *schema.get("anyOf", ())] if one.get("type") in ("integer", "number")), None)
+
+
+def at_bounds(of: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """(a value, whether the schema lets it in)"""
+    whole = of["type"] == "integer"
+    of = {"minimum": of.get("ge"), "maximum": of.get("le")} | of  # a key with a validator before it has pydantic's words
+    low, high, above, below = (of.get(name) for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+    least, most = low if low is not None else above, high if high is not None else below
+    just = (lambda x, by: x + by) if whole else (lambda x, by: x + by * max(1e-9, abs(x) * 1e-9))
+    near = [(least, low is not None), (just(least, 1), True), (just(least, -1), False)]
+    near += [] if most is None else [(most, high is not None), (just(most, -1), True), (just(most, 1), False)]
+    yield from ((repr(int(x) if whole else float(x)), fits) for x, fits in near)
+    yield from (("1.5", not whole and least < 1.5 <= (most or 2)), ("1e3", least <= 1e3 <= (most or 1e3)))
+    for text in ODD:
+        number = float(text) if re.fullmatch(r"[0-9.e+-]+", text) else math.inf
+        yield text, math.isfinite(number) and (number >= 1 or not whole) and least < number <= (most or number)
+
+
+def trained(outcome: Outcome) -> str | None:
+    """Every number that it printed is one."""
+    wrong = re.search(r"\b(nan|inf|infinity)\b", outcome.shown, re.I)
+    return None if wrong else "within the schema's bounds, and every figure is finite"
+
+
+@functools.cache
+def bound_cases() -> list[Case]:
+    from gradus.recipe import fields
+    from gradus.recipe.schema import Recipe
+
+    def walk(path: str, owner: Any) -> Iterator[tuple[str, FieldInfo]]:
+        for name, field in owner.model_fields.items():
+            yield f"{path}.{name}", field
+            for inside in fields.classes_inside(field.annotation):
+                yield from walk(f"{path}.{name}", inside)
+
+    cases, seen = [], set()
+    for section in filter(fields.is_section, Recipe.model_fields):
+        for kind, owner in fields.classes_of(section).items():
+            for key, field in walk(section, owner):
+                of, where = bounds(field), f"{section}.{kind}" if kind else section
+                base = next((BASES[name] for name in (key, where, section) if name in BASES), ["gpt.yaml"])
+                unset = "unset: the default" if not field.is_required() else None
+                listed = "list[float]" in str(field.annotation) or "tuple" in str(field.annotation)
+                values = at_bounds(of) if of else ((value, False) for value in LISTS) if listed else ()
+                if (shown := (key, str(of), base[0])) in seen:
+                    continue  # as in another kind
+                seen.add(shown)
+                for value, inside in values:
+                    large = re.fullmatch(r"[\d.e+]+", value) and float(value) > SMALL_ENOUGH and key not in UNLIKE
+                    verb = ["plan"] if large or "local_sgd" in key or "diloco" in key else ["train", "log.dir=out"]
+                    why = trained if inside or (listed and value in LISTS[:1] + LISTS[4:6]) else unset if value == "" else None
+                    cases.append(Case(f"bound/{where} {key}={value[:24]}", [verb[0], *base, *verb[1:], f"{key}={value}"],
+                                      fine=[said(key), *([why] if why else [])]))
+    return cases
+
+
+# ---------------------------------------------------------------- adapters' folders
+
+ADAPTER_VALUES = [None, 0, -1, 1e30, "x", "", [], {}, [None], {"a": None}, True, math.nan, "9" * 30, 10**400]
+EVIL = "(([a-z0-9._]+)+)+!"
+ADAPTER_CONFIGS: dict[str, tuple[dict[str, Any], str | None]] = {
+    **{f"{key} {name}": ({key: {pattern: 4} if "pattern" in key else pattern}, None)
+       for key in ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
+       for name, pattern in (("evil", EVIL), ("broken", "("), ("starred", "*"), ("long", "(a|" * 5000), ("repeats", "a{99999}" * 9))},
+    "rank 0 in a pattern": ({"rank_pattern": {".*": 0}}, None), "rank [1] in a pattern": ({"rank_pattern": {".*": [1]}}, None),
+    "rank 1e18 in a pattern": ({"rank_pattern": {".*": 10**18}}, None), "alpha [1]": ({"alpha_pattern": {".*": [1]}}, None),
+    "alpha nan": ({"alpha_pattern": {".*": math.nan}}, None), "alpha x": ({"alpha_pattern": {".*": "x"}}, None),
+    "base itself": ({"base_model_name_or_path": "peft"}, None), "base .": ({"base_model_name_or_path": "."}, None),
+    "base an adapter": ({"base_model_name_or_path": "adapter"}, None), "base empty": ({"base_model_name_or_path": ""}, None),
+    "base of another family": ({"base_model_name_or_path": "exported"}, None), "base gone": ({"base_model_name_or_path": "nowhere"}, None),
+    "base a file": ({"base_model_name_or_path": "bert-hf/model.safetensors"}, None), "base ~": ({"base_model_name_or_path": "~"}, None),
+    "base endless": ({"base_model_name_or_path": "/dev/zero"}, None), "base NUL": ({"base_model_name_or_path": "a\0b"}, None),
+    "base on the hub": ({"base_model_name_or_path": "gpt2"}, None), "base http": ({"base_model_name_or_path": "http://127.0.0.1:1/x"}, None),
+    "base half a character": ({"base_model_name_or_path": "\ud800"}, None), "base long": ({"base_model_name_or_path": "x" * 10**6}, None),
+    "base moved beside": ({"base_model_name_or_path": "../bert-hf"}, None), "base the run": ({"base_model_name_or_path": "run-bert"}, None),
+    "rslora": ({"use_rslora": True}, "as PEFT scales it"), "alpha doubled": ({"lora_alpha": 32}, "as PEFT scales it"),
+    "dora": ({"use_dora": True}, None), "layers": ({"layers_to_transform": [0]}, None), "layers x": ({"layers_to_transform": ["x"]}, None),
+    "fan_in_fan_out": ({"fan_in_fan_out": True}, None), "bias": ({"bias": "all"}, None), "type": ({"peft_type": "IA3"}, None),
+    "task": ({"task_type": "CAUSAL_LM"}, None),
+}  # fmt: skip
+
+
+def in_tensors(change: Callable[[dict[str, Any]], dict[str, Any]], path: str) -> Callable[[], Any]:
+    """Writes the tensors of a file as `change` returns them, and checksums that fit where there are any."""
+
+    def write() -> None:
+        from safetensors.torch import load_file, save_file
+
+        from gradus.models.weights import checksums
+
+        file = Path(path)
+        changed = {name: tensor.contiguous().clone() for name, tensor in change(load_file(file)).items()}
+        save_file(changed, file, metadata={"format": "pt"})
+        if (file.parent / "checksums.json").exists():
+            checksums.write(file.parent)
+
+    return write
+
+
+def only_in(part: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda tensors: {name: change(t) if part in name else t for name, t in tensors.items()}
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda tensors: {name.replace(old, new): t for name, t in tensors.items()}
+
+
+def without(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda tensors: {name: t for name, t in tensors.items() if part not in name}
+
+
+def twice(part: str, dim: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return only_in(part, lambda t: t.repeat_interleave(2, dim))
+
+
+OTHER = "other weights, with checksums that fit where there are any"
+ADAPTER_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str | None]] = {
+    "B nan": (only_in("lora_B", lambda t: t * math.nan), None), "A inf": (only_in("lora_A", lambda t: t + math.inf), None),
+    "signs of B": (only_in("lora_B", lambda t: -t), OTHER), "half": (only_in("", lambda t: t.half()), OTHER),
+    "double": (only_in("", lambda t: t.double()), OTHER), "int8": (only_in("", lambda t: t.char()), None),
+    "rank 4": (lambda t: twice("lora_B", 1)(twice("lora_A", 0)(t)), "rank 4, as the tensors have it"),
+    "rank 0": (lambda t: only_in("lora_B", lambda t: t[:, :0])(only_in("lora_A", lambda t: t[:0])(t)), None),
+    "A without B": (without("query.lora_B"), None), "B without A": (without("query.lora_A"), None),
+    "a pair less": (without("query.lora_"), "a module less"), "no pairs": (without("lora_"), None),
+    "no head": (without("classifier"), None), "nothing": (lambda t: {}, None), "3 classes": (twice("classifier", 0), "other classes"),
+    "B transposed": (only_in("lora_B", lambda t: t.T), None), "A flat": (only_in("lora_A", lambda t: t[0]), None),
+    "layer 99": (renamed("layer.0.", "layer.99."), None), "no prefix": (renamed("base_model.model.", ""), OTHER),
+    "prefix twice": (renamed("base_model.model.", "base_model.model.base_model.model."), None),
+    ".default.": (renamed("lora_A.", "lora_A.default."), None),
+    "a pair more": (lambda t: t | {f"base_model.model.zzz.{n}.weight": next(iter(t.values())) for n in ("lora_A", "lora_B")}, None),
+    "a tensor more": (lambda t: t | {"base_model.model.zzz.weight": next(iter(t.values())).clone()}, None),
+}  # fmt: skip
+ADAPTER_USES = [f"predict {{}} {TEXT}", f"predict {{}} {TEXT}", "plan hf:{}", "export {} --to out", "export {} --to out --merge",
+                f"predict bert-hf --adapter {{}} {TEXT}", "evaluate run-bert --checkpoint {}",
+                "train bert.yaml model={} train.steps=1 log.dir=o".replace("{}", "'{{family: bert, init: {}}}'"),
+                f"look {{}} {TEXT} --to p.html"]  # fmt: skip
+
+
+def adapter_cases(world: Path) -> Iterator[Case]:
+    file = world / "peft" / "adapter_config.json"
+    if not file.exists():
+        return
+    good = json.loads(file.read_text())
+    configs: dict[str, tuple[Any, str | None]] = {name: ({**good, **new}, why) for name, (new, why) in ADAPTER_CONFIGS.items()}
+    configs |= {f"without {key}": ({k: v for k, v in good.items() if k != key}, "PEFT's default") for key in good}
+    for key, value in itertools.product(good, ADAPTER_VALUES):
+        number = key == "lora_alpha" and isinstance(value, int | float) and 0 < value < 1e12
+        configs[f"{key}={short(value)}"] = ({**good, key: value}, "another alpha" if number else alike(good[key], value))
+    for (name, (config, why)), n in zip(configs.items(), itertools.count()):
+        use = ADAPTER_USES[n % 2 and n // 2 % len(ADAPTER_USES)].format("peft")
+        yield Case(f"adapter/config {name}/{use[:40]}", shlex.split(use), fine=[same, *([why] if why else [])],
+                   before=put("peft/adapter_config.json", json.dumps(config).encode()))
+    for (name, (change, why)), use in itertools.product(ADAPTER_TENSORS.items(), ADAPTER_USES[1:]):
+        for folder in ("peft", "adapter"):
+            fine = [same, why] if why else [same]
+            yield Case(f"adapter/{folder} {name}/{use[:40]}", shlex.split(use.format(folder)), fine=fine,
+                       before=in_tensors(change, f"{folder}/adapter_model.safetensors"))
+    for damage in ("nan", "signs", "gone", "half"):
+        change = {"nan": only_in("", lambda t: t * math.nan), "signs": only_in("dense", lambda t: -t),
+                  "half": only_in("", lambda t: t.half()), "gone": without("query")}[damage]
+        for folder, use in itertools.product(("peft", "adapter", "run-adapter"), ADAPTER_USES[:3]):
+            why = OTHER if folder == "peft" and damage in ("signs", "half") else None
+            yield Case(f"adapter/{folder}'s base {damage}/{use[:40]}", shlex.split(use.format(folder)),
+                       before=in_tensors(change, "bert-hf/model.safetensors"), fine=[same, *([why] if why else [])])
+
+
+# ---------------------------------------------------------------- weights and outputs that are not finite
+
+FINITE: dict[str, list[str]] = {  # a file of weights → what computes with them
+    "exported/model.safetensors": ["generate exported line --max-new 4", "look exported line --to p.html", "export exported --to out",
+                                   "generate exported line --max-new 4 --temperature 1", "bench exported " + BENCH,
+                                   "train gpt.yaml model={family: gpt, init: exported} train.steps=1 log.dir=o"],
+    "run-gpt/checkpoints/best/model.safetensors": ["generate run-gpt line --max-new 4", "evaluate run-gpt", "export run-gpt --to out"],
+    "bert-hf/model.safetensors": [f"predict bert-hf {TEXT}", f"look bert-hf {TEXT} --to p.html", "evaluate run-bert --checkpoint bert-hf",
+                                  "export bert-hf --to out", "bench bert-hf " + BENCH, f"predict adapter {TEXT}",
+                                  "train bert.yaml model={family: bert, head: classification, init: bert-hf} train.steps=1 log.dir=o"],
+    "run-bert/checkpoints/best/model.safetensors": [
+        f"predict run-bert {TEXT}", "evaluate run-bert", "export run-bert --to out", "export run-bert --to out --as onnx",
+        "quantize run-bert --to out --as dynamic --force", f"predict run-bert {TEXT} --engine onnx", "predict run-bert --split valid --n 4",
+        f"predict run-bert {TEXT} --precision bf16", "export run-bert --to out --as pt2"],
+    "run-vit/checkpoints/best/model.safetensors": ["predict run-vit images/valid/cat/0.png", "evaluate run-vit",
+                                                   "look run-vit images/valid/cat/0.png --to p.html"],
+    "run-pairs/checkpoints/best/model.safetensors": ["predict run-pairs 'ein Satz'", "evaluate run-pairs", "look run-pairs 'ein Satz' --to p.html"],
+    "run-copy/checkpoints/best/model.safetensors": ["predict run-copy '1 2 3 4 5'", "evaluate run-copy", "look run-copy '1 2 3 4 5' --to p.html"],
+    "run-llama/checkpoints/best/model.safetensors": ["generate run-llama line --max-new 4", "evaluate run-llama", "look run-llama line --to p.html"],
+    "run-gpt/checkpoints/step-00000002/model.safetensors": ["train run-gpt --resume train.steps=3"],
+}  # fmt: skip
+FILLED: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "nan": (lambda t: t * math.nan, None), "inf": (lambda t: t + math.inf, None), "-inf": (lambda t: t - math.inf, None),
+    "1e38": (lambda t: t * 0 + 1e38, None), "0": (lambda t: t * 0, "zeros are numbers"), "-0": (lambda t: t * -0.0, "zeros are numbers"),
+}  # fmt: skip
+
+
+def finite_cases(world: Path) -> Iterator[Case]:
+    there = [(path, uses) for path, uses in FINITE.items() if (world / path).exists()]
+    for (path, uses), (name, (change, why)) in itertools.product(there, FILLED.items()):
+        for use in uses:
+            words = [word for word in shlex.split(use) if "{" not in word] + re.findall(r"model=\{.*?\}", use)
+            zeros = [trained] if why else []  # its figures are finite
+            yield Case(f"finite/{path.split('/')[0]} {name}/{use[:60]}", words, before=in_tensors(only_in("", change), path), fine=zeros)
+            if name == "nan":
+                one = only_in("", lambda t: (t.view(-1)[-1:].fill_(math.nan), t)[1])
+                yield Case(f"finite/{path.split('/')[0]} last {name}/{use[:60]}", words, before=in_tensors(one, path))
+
+
+# ---------------------------------------------------------------- gradus look
+
+LOOK_TEXTS = {
+    "one character": "a", "tabs": "\t\t", "a newline": "a\nb", "right to left": "\u202eabc", "combining": "e\u0301" * 40,
+    "emoji": "\U0001f469\u200d\U0001f467" * 8, "HTML": '<script>alert(1)</script>"><img src=x onerror=alert(1)>', "numbers": "1 2 3 4 5",
+    "end of SVG": "</svg><script>x</script></style></title>", "escapes": "\x1b[31mred\x07", "long": "word " * 20_000, "word": "x" * 10**6,
+    "48 tokens": "a b " * 24, "an option": "--help", "minus": "-", "negative": "-5 3", "999": "999 999", "a mask": "[MASK] a <mask> <pad> [SEP]",
+    "a path": "/etc/passwd", "empty": "", "spaces": "   ", "a picture": "x.png", "controls": "".join(map(chr, range(1, 32))),
+}  # fmt: skip
+LOOK_ARGS = """
+look run-gpt
+look run-gpt a b
+look run-gpt --sample 0
+look nowhere x
+look gpt.yaml 'a'
+look gpt2-small x
+look bert-onnx 'a film'
+look bert-int8 'a film'
+look run-gpt line --tokenizer nowhere
+look run-gpt line --tokenizer ground
+look run-vit
+look run-vit 'a film'
+look run-vit --sample -1
+look run-vit --sample x
+look run-vit --sample 1000000000
+look run-vit images/valid/cat/0.png --sample 1
+look run-vit --sample 1 --tokenizer ground
+look run-vit nowhere.png
+look run-vit images
+look run-gpt line --to images
+look run-gpt line --to /proc/x.html
+look run-gpt line --to nowhere/p.html
+look run-gpt line --to /dev/null
+look run-gpt line --to pipe.txt
+look run-gpt line --to ''
+look run-gpt line --to text.txt
+look run-vit --sample 0 --to p.html | an image of the run
+look run-adapter 'a film' --to p.html | an adapter
+look adapter 'a film' --to p.html | an adapter
+"""
+PICTURES: dict[str, tuple[str, tuple[int, ...], str | None]] = {  # mode, (height, width[, channels]), why
+    "8 bits": ("L", (8, 8), "a picture"), "wide": ("RGB", (5, 40, 3), "a picture"), "one pixel": ("RGB", (1, 1, 3), "a picture"),
+    "alpha": ("RGBA", (40, 40, 4), "a picture"), "a palette": ("P", (40, 40), "a picture"), "1 bit": ("1", (8, 8), "a picture"),
+    "16 bits": ("I;16", (8, 8), "a picture"), "CMYK": ("CMYK", (8, 8, 4), "a picture"), "large": ("L", (8000, 8000), "a picture"),
+}  # fmt: skip
+
+
+def picture(path: str, mode: str, shape: tuple[int, ...]) -> Callable[[], None]:
+    def write() -> None:
+        import numpy as np
+        from PIL import Image
+
+        kind = np.uint16 if mode == "I;16" else np.uint8
+        pixels = np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind)
+        Image.fromarray(pixels).convert("L" if mode in ("P", "1") else mode).convert(mode).save(path)
+
+    return write
+
+
+class Tags(HTMLParser):
+    """Raises AssertionError for what runs or loads something."""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "img", "iframe", "object", "embed", "link", "base", "form", "foreignobject"), tag
+        for name, value in attrs:
+            where = (value or "").strip().lower()
+            assert not name.startswith("on") and "javascript:" not in where, (tag, name, value)
+            assert name not in ("src", "href", "xlink:href") or where.startswith(("#", "data:image/png")), (tag, name, value)
+            assert where not in ("nan", "inf", "-inf"), (tag, name, value)
+
+
+def looked(words: list[str]) -> int:
+    """1: refused, and a page was written."""
+    code, page = commands(words), Path("p.html")
+    if page.exists():
+        Tags().feed(page.read_text(encoding="utf-8"))
+        print("of the page:", len(page.read_text(encoding="utf-8")) > 1000)
+    return 1 if code and page.exists() else code
+
+
+def look_cases() -> Iterator[Case]:
+    for (name, text), run in itertools.product(LOOK_TEXTS.items(), ("run-bert", "run-gpt", "run-pairs", "run-copy", "run-llama", "bert-hf")):
+        words = ["look", run, *(["--"] if text.startswith("-") else []), text, "--to", "p.html"]
+        words = words if words[2] != "--" else ["look", run, "--to", "p.html", "--", text]
+        reads = text.strip() and (run != "run-copy" or name == "numbers")
+        yield Case(f"look/{run} {name}", run=functools.partial(looked, words), fine=[WRITES] if reads else [])
+    for line in LOOK_ARGS.strip().splitlines():
+        words, _, why = line.partition(" | ")
+        yield Case(f"look/{words}", shlex.split(words), fine=[why] if why else [])
+    for (name, (mode, shape, why)), verb in itertools.product(PICTURES.items(), ("look", "predict")):
+        file = "<b onload=x>.png" if name == "wide" else "p.jpg" if mode == "CMYK" else "p.png"
+        words = [verb, "run-vit", file, *(["--to", "p.html"] if verb == "look" else [])]
+        yield Case(f"look/{verb} {name}", run=functools.partial(looked, words), before=picture(file, mode, shape), fine=[why] if why else [])
+
+
+# ---------------------------------------------------------------- energy, prices, devices
+
+PLAN = "plan gpt.yaml --tokens 1e6 --on 2xA100"
+WATTS: dict[str, dict[str, str]] = {  # option → the values that one may mean, and why
+    "--watts": {**dict.fromkeys(("1e-9", "1e12", "1e3", "1e-300"), "watts"), "null": "not known"},
+    "--pue": {**dict.fromkeys(("1", "10", "1.0000001"), "a PUE"), "null": "the usual one"},
+    "--grid": {**dict.fromkeys(("FR", "fr", "France", "world", "World", "NO", "no"), "a country"),
+               **dict.fromkeys(("385 g/kWh", "385g/kWh", "385 kg/MWh", "0.385 kg/kWh", "1e3g/kWh"), "as it is stated")},
+    "--price": dict.fromkeys(("0.01", "1e3", "0"), "a price"), "--days": {"1e-3": "days", "1e6": "days"}, "--tokens": {"1e18": "tokens"},
+}  # fmt: skip
+WATTS_NOT = ["0", "-1", "nan", "inf", "1e-320", "1e13", "1e19", "1e400", "", "x", "٣", "0x10", " 5", "0.99", "10.0001", "1,5", "385", "0 g/kWh",
+             "-5 g/kWh", "1e400 g/kWh", "1e300 g/kWh", "1e-300 g/kWh", "385 g/MWh", "385 kWh/g", "٣ g/kWh", "<script>", "x" * 5000, "null",
+             "385 g/kWh; rm", "nan g/kWh", "4-5 g/kWh", "1e g/kWh", " FR", "XX"]  # fmt: skip
+NOT_YAML: dict[str, bytes | str] = {
+    "5": "5", "list": "[1]", "text": "x", "binary": bytes(range(128, 256)), "NUL": "a: \0", "deep": "a: " + "[" * 3000 + "]" * 3000,
+    "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{','.join(['*' + a] * 10)}]\n" for a, b in itertools.pairwise("abcdefghi")),
+    "tag": "a: !!python/object/apply:os.system ['true']", "twice": "date: 2026-01-01\ndate: 2026-01-02\n", "unknown": "zzz: 1",
+    "no day": "date: 2026-99-99", "sources list": "sources: [1]", "sources null": "sources: null", "cycle": "a: &a {b: *a}",
+    "utf16": "date: 2026-01-01".encode("utf-16"),
+}  # fmt: skip
+OWN_FILES: dict[str, dict[str, tuple[str | bytes, str | None]]] = {  # kind → name → (content, why it may be taken)
+    "GRID": {name: (f"grids: {{FR: {entry}}}", why) for name, entry, why in (
+        ("5", "5", None), ("null", "null", None), ("without", "{name: France}", None), ("0", "{intensity: 0 g/kWh}", None),
+        ("a number", "{intensity: 56}", None), ("negative", "{intensity: -5 g/kWh}", None), ("nan", "{intensity: .nan}", None),
+        ("1e400", "{intensity: 1e400 g/kWh}", None), ("1e300", "{intensity: 1e300 g/kWh}", None), ("a list", "[1]", None),
+        ("name 5", "{name: 5, intensity: 5 g/kWh}", None), ("name HTML", "{name: <script>, intensity: 5 g/kWh}", "a name"),
+        ("year -1", "{year: -1, intensity: 5 g/kWh}", None), ("year 1e20", "{year: 99999999999999999999, intensity: 5 g/kWh}", None),
+    )} | {
+        "grids null": ("grids: null", None), "grids list": ("grids: [1]", None), "key 5": ("grids: {5: {intensity: 5 g/kWh}}", None),
+        "key null": ("grids: {null: {intensity: 5 g/kWh}}", None), "NO bare": ("grids: {NO: {intensity: 5 g/kWh}}", None),
+        "world": ("grids: {world: {name: w, intensity: 5 g/kWh}}", "a mean of one's own"),
+        "pue 5": ("pue: 5", None), "pue falls": ("pue: {low: 3, expected: 2, high: 1}", None), "pue 0": ("pue: {low: 0, expected: 0, high: 0}", None),
+        "pue nan": ("pue: {low: .nan, expected: .nan, high: .nan}", None), "pue text": ("pue: {low: a, expected: b, high: c}", None),
+        "pue null": ("pue: null", "none of one's own"), "year x": ("year: x", None), "year 1e20": ("year: 99999999999999999999", None),
+    },
+    "PRICES": {name: (f"date: 2026-01-01\nprices: {{A100: {entry}}}", why) for name, entry, why in (
+        ("5", "5", None), ("null", "null", None), ("[]", "[]", "no quotes of it"), ("falls", "{low: 5, high: 2}", None), ("0", "{low: 0, high: 0}", "for nothing"),
+        ("negative", "{low: -5, high: 2}", None), ("nan", "{low: .nan, high: .nan}", None), ("inf", "{low: .inf, high: .inf}", None),
+        ("1e300", "{low: 1e300, high: 1e300}", None), ("without", "{low: 1}", None), ("text", "{low: a, high: b}", None),
+        ("outside", "{low: 1, high: 2, expected: 9}", None), ("date x", "{low: 1, high: 2, date: x}", None),
+        ("dates", "[{low: 1, high: 2, date: 5}, {low: 1, high: 2, date: '2026'}]", None),
+    )} | {
+        "prices null": ("prices: null", None), "prices list": ("prices: [1]", None), "no device": ("prices: {ZZZ: {low: 1, high: 2}}", None),
+        "no rate": ("currency: EUR\nprices: {A100: {low: 1, high: 2}}", None), "rate 0": ("currency: EUR\nrate: 0\n", None),
+        "rate -1": ("currency: EUR\nrate: -1\n", None), "rate nan": ("currency: EUR\nrate: .nan", None), "rate inf": ("currency: EUR\nrate: .inf", None),
+        "rate 1e300": ("currency: EUR\nrate: 1e300", None), "currency HTML": ("currency: <b>\nrate: 1", "a name"),
+        "currency 5": ("currency: 5\nrate: 1", None), "currency null": ("currency: null", None),
+    },
+    "HARDWARE": {name: (f"devices: {{A100-80GB: {{{entry}}}}}", why) for name, entry, why in (
+        ("nothing", "", "nothing of one's own"), ("power 0", "power: 0 W", None), ("power -5", "power: -5 W", None), ("power x", "power: x", None),
+        ("power 1e300", "power: 1e300 W", None), ("memory 1 B", "memory: 1 B", "a byte: nothing fits"), ("memory 1e300", "memory: 1e300 GB", None),
+        ("memory 1e9", "memory: 1e9 GB", None), ("memory 1e6", "memory: 1e6 GB", "a petabyte"),
+        ("no peaks", "peaks: {}", None), ("peak 1e300", "peaks: {fp32: 1e300 TFLOP/s}", None), ("peak 1e-300", "peaks: {fp32: 1e-300 TFLOP/s}", None),
+        ("driver broken", "driver: '('", None), ("node 0", "node: 0", None), ("node -1", "node: -1", None), ("node 1.5", "node: 1.5", None),
+        ("usable", "usable: 900 GB", None), ("usable 1 B", "usable: 1 B", "a byte: nothing fits"), ("bandwidth 1e-300", "bandwidth: 1e-300 GB/s", None),
+        ("bandwidth 1e300", "bandwidth: 1e300 GB/s", None), ("link zzz", "link: zzz", None),
+        ("latency 1e300", "link: {bandwidth: 1 GB/s, latency: 1e300 s}", None), ("link 1e-300", "link: {bandwidth: 1e-300 GB/s}", None),
+        ("alias", "aliases: [H100]", "the user's alias goes first"), ("year 1e20", "year: 99999999999999999999", None), ("measured 5", "measured: 5", None),
+        ("measured {}", "measured: {}", "none"), ("measured x", "measured: {threads: x, matmul: [1]}", None),
+    )} | {
+        "devices null": ("devices: null", None), "device 5": ("devices: {Z: 5}", None), "device {}": ("devices: {Z: {}}", None),
+        "link a": ("links: {a: {bandwidth: 1 GB/s, latency: 1 us}}\ndevices: {A100-80GB: {link: a}}", "a link of one's own"),
+    },
+}  # fmt: skip
+OWN_USES = {"GRID": [f"{PLAN} --grid FR", "train gpt.yaml energy.grid=FR train.steps=1 log.dir=o", "show gpt.yaml energy.grid=FR"],
+            "PRICES": [PLAN, "plan gpt2-small --devices"],
+            "HARDWARE": [PLAN, "hardware", "plan gpt.yaml --search --on 2xA100", "plan gpt.yaml --tokens 1e6 --days 1 --on A100", f"{PLAN} --picture out.svg"]}
+
+
+def energy_cases() -> Iterator[Case]:
+    for option, good in WATTS.items():
+        plain = PLAN if option != "--tokens" else "plan gpt.yaml --on 2xA100"
+        plain = "plan gpt.yaml --tokens 1e6 --on A100" if option == "--days" else plain
+        for value in [*good, *WATTS_NOT]:
+            number = re.fullmatch(r"[0-9.e-]+", value) and option != "--grid" and float(value)
+            why = good.get(value) or ("a number" if number and option in ("--watts", "--price", "--days", "--tokens") and 1e-300 < number <= 1e12 else None)
+            yield Case(f"energy/{option}={value[:20]}", [*shlex.split(plain), f"{option}={value}"], fine=[why] if why else [])
+    for words, why in {"--watts 100": "watts", "--watts 100 --grid FR --pue 1": "watts", "--pue 2": "no watts", "--grid XX": None, "--watts nan": None,
+                       "--watts 1e-320": None, "--watts 1e12": "watts", "--watts 1 energy.watts=5": None, "energy.watts=0": None}.items():
+        yield Case(f"energy/train {words}", ["train", "gpt.yaml", "train.steps=1", "log.dir=o", *words.split()], fine=[why] if why else [])
+    for words, why in {"--watts 50": "watts of a finished run", "--watts 50 --grid FR": "watts", "energy.watts=70": "watts", "--watts 0": None}.items():
+        yield Case(f"energy/train run-gpt --resume {words}", ["train", "run-gpt", "--resume", *words.split()], fine=[why] if why else [])
+    for kind, uses in OWN_USES.items():
+        files = {name: (text, None) for name, text in NOT_YAML.items()} | OWN_FILES[kind]
+        for (name, (text, why)), use in itertools.product(files.items(), uses):
+            yield Case(f"energy/{kind} {name}/{use}", shlex.split(use), env={f"GRADUS_{kind}": "own.yaml"}, fine=[why] if why else [],
+                       before=put("own.yaml", text if isinstance(text, bytes) else text.encode()))
+        for path in ("nowhere", "images", "/dev/zero", "pipe.txt", "x" * 5000, "/proc/self/mem"):
+            yield Case(f"energy/{kind}={path[:20]}", shlex.split(uses[0]), env={f"GRADUS_{kind}": path})
+
+
+# ---------------------------------------------------------------- layouts, freezing, what an adapter is put beside
+
+LAYOUTS: dict[str, str | None] = {  # of two processes → why it may be accepted
+    **{f"layout.{axis}={value}": None for axis in ("shard", "tensor", "pipeline", "context", "expert") for value in ("0", "3", "-1", "1.5", "1048577")},
+    **{f"layout.{axis}=2": "two processes" for axis in ("shard", "tensor", "context", "shard layout.offload=true", "context layout.context_method=ulysses")},
+    **{f"layout.{axis}=1": "one of that axis" for axis in ("shard", "tensor", "pipeline", "context", "expert")},
+    "layout.expert=2": None, "layout.pipeline=2": None, "layout.pipeline=2 model.n_layers=2": "two stages",
+    "model.n_experts=2 layout.expert=2": "two experts", "model.n_experts=3 layout.expert=2": None,
+    "model.n_layers=3 layout.pipeline=2": "stages of one and two layers", "model.n_layers=2 layout.pipeline=2 layout.stages=2": None,
+    **{f"layout.{key}": None for key in ("bucket_mb=0", "bucket_mb=inf", "bucket_mb=nan", "bucket_mb=-1", "micro_batch=0", "timeout=0", "threads=0",
+                                         "threads=1025", "local_sgd.every=0", "diloco.every=0", "diloco.outer_lr=1", "diloco={every: 1, outer_lr: .nan}",
+                                         "diloco={every: 1, outer_momentum: 1}", "diloco={every: 1, outer_lr: 0}")},
+    **{f"layout.{key}": "a value of that kind" for key in (
+        "bucket_mb=1e-320", "bucket_mb=1e12", "micro_batch=1", "threads=1", "local_sgd.every=1", "local_sgd.every=1000000000000",
+        "diloco.every=1", "diloco={every: 1, outer_momentum: 0}", "diloco={every: 1, outer_lr: 1e12}", "diloco={every: 1, outer_lr: 1.0e-320}",
+        "compress=bf16", "compress=powersgd", "compress=fp16", "replicate=manual", "shard_optimizer=true")},
+    "layout.micro_batch=1000000000": None, "layout.micro_batch=3": None, "layout.timeout=1": "seconds", "layout.timeout=1e-320": None,
+    "model.seq_len=15 layout.context=2": "padded", "model.seq_len=15 layout.tensor=2": "padded", "model.n_heads=1 layout.tensor=2": None,
+    "model.n_heads=1 layout.context=2 layout.context_method=ulysses": None, "model.d_ff=15 layout.tensor=2": "7 and 8",
+    "model.seq_len=1 layout.context=2": None, "model.d_model=15 model.n_heads=3 layout.shard=2": "shards of 8 and 7",
+    "batch.samples=1": None, "batch.samples=3": "2 and 1", "layout.shard=2 layout.param_dtype=fp16": "in fp16",
+    "layout.shard=2 layout.reduce_dtype=bf16": "in bf16", "layout.local_sgd.every=1 layout.diloco.every=1": None,
+    "layout.local_sgd.every=1 train.freeze=[blocks.0]": "the rest is averaged", "layout.diloco.every=1 train.freeze=[all,-head]": "the rest is averaged",
+    "layout.shard=2 layout.tensor=2": None, "layout.checkpointing=selective layout.shard=2": "both",
+}  # fmt: skip
+FROZEN: dict[str, str | None] = {  # train.freeze → why it may be accepted
+    **dict.fromkeys(("[blocks.0]", "[all,-head]", "[all,-blocks.0]", "[token]", "[blocks.0.attention]", "[all,-blocks.0.attention.to_q]",
+                     "[blocks.0,blocks.2]", "[blocks.1,blocks.3]", "[all,-blocks.1]", "[all,'-blocks.*.norm1']", "norm1", "[blocks.0.norm1.weight]",
+                     "[]", "['?']", "[1]"), "a part of it is trained"), "[all,-all]": "all of it is trained",
+    **dict.fromkeys(("[all]", "[-all]", "[zzz]", "['*']", "[blocks.9]", "[blocks.-1]", "['']", "[ALL]", "[all,--head]", "['[']",
+                     "['-']", "[[all]]", "[null]", "{a: 1}", "['" + "x" * 300 + "']", "['(([a-z]+)+)+!']"), None),
+}  # fmt: skip
+TARGETS: dict[str, str | None] = {  # of an adapter → why
+    **dict.fromkeys(("adapter.targets=[to_q]", "adapter.targets=['to_q:3']", "adapter.targets=[all-linear]", "adapter.targets=['to_q:2:8']",
+                     "adapter.targets=[-down]", "adapter.rank=16", "adapter.alpha=1e12", "adapter.dropout=0.999", "adapter.rslora=true",
+                     "adapter.base=int8", "adapter.base=nf4", "adapter.alpha=1e-320", "train.freeze=[-blocks.0.norm1]", "adapter.targets=['*']",
+                     "adapter.targets=[attention,'up:1']", "adapter.targets=['all-linear:3']", "train.freeze=[]", "adapter.targets=null"), "an adapter"),
+    **dict.fromkeys(("adapter.rank=0", "adapter.rank=1048577", "adapter.alpha=0", "adapter.dropout=1", "adapter.targets=[]",
+                     "adapter.targets=[zzz]", "adapter.targets=[all-linear,-all-linear]", "adapter.targets=['']", "adapter.targets=['-']",
+                     "adapter.targets=[':']", "adapter.targets=['to_q:']", "adapter.targets=['to_q:0']", "adapter.targets=['to_q:99999999999999999999']",
+                     "adapter.targets=['to_q:9000000000000000000']", "adapter.targets=['to_q:2:nan']", "adapter.targets=['to_q:2:inf']",
+                     "adapter.targets=['to_q:2:0']", "adapter.targets=['to_q:2:3:4']", "adapter.targets=['up:1.5']", "adapter.targets=['[']",
+                     "adapter.targets=[token]", "adapter.targets=[norm1]", "adapter.base=int4", "train.freeze=[all]", "train.qat=true",
+                     "model.n_layers=3", "model.init=gpt.yaml", "model.init=adapter", "adapter.targets=['to_q:2:1e308']"), None),
+}  # fmt: skip
+
+
+def layout_cases() -> Iterator[Case]:
+    def several(kind: str, table: dict[str, str | None], uses: list[str]) -> Iterator[Case]:
+        for (value, why), use in itertools.product(table.items(), uses):
+            keys = re.findall(r"\S+=(?:\{.*?\}|\S+)", value) if kind != "freeze" else [f"train.freeze={value}"]
+            yield Case(f"{kind}/{value[:50]}/{use[:40]}", [*shlex.split(use), *keys], fine=[trained_or(why), said(keys[0].split("=")[0])] if why else [])
+
+    yield from several("layout", LAYOUTS, ["show gpt.yaml --no-data --processes 2", "plan gpt.yaml --on 2xA100",
+                                           "show gpt.yaml --processes 2 --modules"])
+    yield from several("layout", {k: why for k, why in LAYOUTS.items() if why}, ["train gpt.yaml --processes 2 train.steps=2 log.dir=o"])
+    yield from several("freeze", FROZEN, ["plan gpt.yaml model.n_layers=4", "train gpt.yaml model.n_layers=4 log.dir=o",
+                                          "plan gpt.yaml model.n_layers=4 layout.pipeline=2 --on 2xA100", "show gpt.yaml model.n_layers=4",
+                                          "plan gpt.yaml model.n_layers=4 layout.shard=2 --on 2xA100"])
+    base = " ".join(map(shlex.quote, ADAPTED))
+    yield from several("targets", TARGETS, [f"train bert.yaml {base} log.dir=o", f"plan bert.yaml {base}", f"plan bert.yaml {base} --on 2xA100"])
+
+
+def trained_or(why: str) -> Rule:
+    return lambda outcome: why if trained(outcome) else None
+
+
+# ---------------------------------------------------------------- files beside weights, numbers of a run, places
+
+GOOD_ENDS = ([5, 7], 5, 0)
+BESIDE: dict[str, dict[str, tuple[bytes | str, str | None]]] = {  # file → content → why
+    "generation_config.json": {
+        **{f"{key}={short(value)}": (json.dumps({key: value}), "tokens that it has" if value in GOOD_ENDS and key != "pad_token_id" else None)
+           for key in ("eos_token_id", "bos_token_id", "pad_token_id", "temperature", "max_new_tokens")
+           for value in ([5, 7], 5, 0, [], [-1], -1, 99_999, [99_999], 10**30, 1.5, "x", {}, True, None, [[1]], [None], [1] * 10_000, math.nan)},
+        "[]": ("[]", None), "deep": ("[" * 90_000, None), "bytes": (b"\xff\xfe", None), "empty": ("", None), "digits": ("9" * 5000, None)},
+    "chat_template.jinja": {
+        "huge": (b"{{ x }}" * 3_000_000, None), "binary": (bytes(range(128, 256)), None), "empty": ("", None), "broken": ("{% for %}", None),
+        "endless": ("{% for i in range(10**12) %}x{% endfor %}", None), "deep": ("{% if x %}" * 5000, None), "NUL": ("a\0b", None)},
+    "tokenizer_config.json": {
+        "chat_template 5": ('{"chat_template": 5}', None), "chat_template list": ('{"chat_template": [{"name": 5}]}', None),
+        "chat_template null": ('{"chat_template": null}', None), "eos 5": ('{"eos_token": 5}', None), "added": ('{"added_tokens_decoder": [1]}', None)},
+}  # fmt: skip
+CONFIG_VALUES = [None, -1, 0, 1e30, 10**30, "x", "", [], {}, True, math.nan, 1.5]
+OWN_NUMBERS = {  # file → keys of a line → odd values; a report or a proof may say what it reads, never fail at it
+    "summary.json": ["steps", "samples", "tokens", "train_loss", "best", "metrics", "seconds", "parameters", "trained_parameters", "energy", "skipped_steps"],
+    "proof.jsonl": ["value", "name", "unit", "conditions"], "metrics.jsonl": ["value", "step", "name", "unit"], "plan.jsonl": ["value", "name", "conditions"],
+    "environment.json": ["gpu", "cpu", "torch", "threads", "host"],
+}  # fmt: skip
+NUMBER_VALUES = [10**20, 10**400, 1e308, -1e308, math.nan, [1], {}, None, "x", True, -1, "\ud800"]
+NUMBER_USES = ["report run-gpt --to out", "prove run-gpt", "report run-gpt run-llama --to out"]
+DATA_CHANGED = {"reversed": lambda text: text[::-1], "shorter": lambda text: text[:3000], "others": lambda text: ("\u4e00\u4e8c" * 9000).encode(),
+                "doubled": lambda text: text * 2, "a letter": lambda text: b"L" + text[1:]}
+
+
+def beside_cases(world: Path) -> Iterator[Case]:
+    folders = {"exported": "gpt.yaml", "llama-hf": "llama.yaml", "bert-hf": "bert.yaml"}
+    folders = {name: recipe for name, recipe in folders.items() if (world / name).exists()}
+    for (file, contents), (folder, recipe) in itertools.product(BESIDE.items(), folders.items()):
+        uses = ["predict given 'a film'"] if folder == "bert-hf" else ["generate given line --max-new 4"]
+        uses += ["export given --to out", f"train {recipe} model.init=given train.steps=1 log.dir=out"]
+        for (name, (data, why)), use in itertools.product(contents.items(), uses):
+            data = data if isinstance(data, bytes) else data.encode()
+            yield Case(f"beside/{folder}/{file} {name}/{use}", shlex.split(use), copied=folder, before=put(f"given/{file}", data), fine=[same, *([why] if why else [])])
+    for folder, recipe in folders.items():
+        config = json.loads((world / folder / "config.json").read_text())
+        uses = ["predict given 'a film'"] if folder == "bert-hf" else ["generate given line --max-new 4"]
+        uses += ["plan hf:given", f"train {recipe} model.init=given train.steps=1 log.dir=o"]
+        changes = [(key, value) for key in [*config, "gradus"] for value in CONFIG_VALUES] + [("gradus", value) for value in ({"adapter": 5}, {"base": 5})]
+        for n, (key, value) in enumerate(changes):
+            data, use = json.dumps({**config, key: value}).encode(), uses[n % 3]
+            why = alike(config.get(key), value) or ("unset: the default" if value is None else None)
+            yield Case(f"beside/{folder}/config.json {key}={short(value)}/{use}", shlex.split(use), copied=folder, before=put("given/config.json", data),
+                       fine=[same, *([why] if why else [])])
+
+
+def number_cases(world: Path) -> Iterator[Case]:
+    """A run's own files with odd numbers, and data that changed under a run."""
+    for file, keys in OWN_NUMBERS.items():
+        text = (world / "run-gpt" / file).read_text()
+        for key, value, use in itertools.product(keys, NUMBER_VALUES, NUMBER_USES):
+            lines = text.splitlines() if file.endswith("l") else [text]
+            lines[0] = json.dumps({**json.loads(lines[0]), key: value})
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1.7e308
+            why = "as the file says it" if number else "not known" if value is None else None
+            why = why or alike(json.loads(text if file.endswith("n") else text.splitlines()[0]).get(key), value)
+            yield Case(f"number/{file} {key}={short(value)}/{use}", shlex.split(use), before=put(f"run-gpt/{file}", "\n".join([*lines, ""]).encode()),
+                       fine=[same, said(file, key), *([why] if why else [])])
+    data = (world / "text.txt").read_bytes()
+    for (name, change), use in itertools.product(DATA_CHANGED.items(), ("train run-gpt --resume train.steps=3", "evaluate run-gpt")):
+        yield Case(f"number/data {name}/{use}", shlex.split(use), before=put("text.txt", change(data)), fine=[same, said("data", "text.txt")])
+        yield Case(f"number/data.path {name}/{use}", [*shlex.split(use), "data.path=other.txt"], before=put("other.txt", change(data)), fine=[said("data", "other.txt")])
+
+
+def in_a_gone_folder() -> None:
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+
+
+def linked(path: str, target: str | None) -> Callable[[], None]:
+    """A link, or for None a file, in the place of a folder."""
+
+    def make() -> None:
+        (shutil.rmtree if Path(path).is_dir() and not Path(path).is_symlink() else Path(path).unlink)(path) if os.path.lexists(path) else None
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(target, path) if target else Path(path).write_text("")
+
+    return make
+
+
+PLACES: dict[str, tuple[Callable[[], None], list[str]]] = {
+    **{f"runs {name}": (linked(path, target), ["train copy.yaml", "train ../here/copy.yaml", "study study.yaml", "ladder copy.yaml", "check copy.yaml",
+                                               "train copy.yaml --resume", "report latest --to out", "profile copy.yaml", "fit copy.yaml --sweep 1"])
+       for name, path, target in (("dangles", "runs", "/nowhere/at/all"), ("is a loop", "runs", "runs"), ("is a file", "runs", None),
+                                  ("of it is a file", "runs/copy", None), ("of it dangles", "runs/copy", "/nowhere/at/all"),
+                                  ("is endless", "runs", "/dev/zero"), ("is /proc", "runs", "/proc"))},
+    "folder gone": (in_a_gone_folder, ["train ../copy.yaml", "show gpt.yaml", "predict ../run-bert 'a film'", "plan gpt2-small --on A100", "keys", "models", "hardware",
+                                       "new out.yaml --data ../reviews", "evaluate ../run-bert", "study ../study.yaml", "report ../run-gpt --to out", "check ../copy.yaml",
+                                       "tokenizer train ../text.txt --vocab-size 300 --to out", "export ../run-gpt --to out", "train ../copy.yaml --processes 2"]),
+    **{f"best {name}": (linked("run-bert/checkpoints/best", target), ["evaluate run-bert", f"predict run-bert {TEXT}", "export run-bert --to out",
+                                                                     "report run-bert --to out", "prove run-bert", "train run-bert --resume train.steps=3",
+                                                                     f"look run-bert {TEXT} --to p.html"])
+       for name, target in (("dangles", "nowhere"), ("is a loop", "best"), ("is a file", None), ("of another run", "../../run-gpt/checkpoints/best"),
+                            ("is endless", "/dev/zero"), ("is its parent", ".."))},
+}  # fmt: skip
+NEEDS_NONE = ("plan gpt2-small", "keys", "models", "hardware")
+
+
+def place_cases() -> Iterator[Case]:
+    for name, (before, uses) in PLACES.items():
+        for use in uses:
+            fine: list[Rule] = [same, said("best", "runs")]
+            if name.startswith("runs") or use.startswith(NEEDS_NONE):
+                fine += ["it writes nowhere" if use.startswith(("check", "fit", "profile", "study", "ladder")) else same]
+            yield Case(f"place/{name}/{use}", shlex.split(use), before=before, fine=fine)
+
+
+def encoded(name: str) -> Callable[[], None]:
+    return lambda: sys.stdout.reconfigure(encoding=name, errors="strict")
+
+
+ENCODINGS = ("ascii", "latin-1", "cp1252")
+NOT_RUN = ("demo", "calibrate", "collectives")  # minutes
+MEASURES = ("profile", "bench", "check", "ladder", "fit", "scale", "quantize", "study")
+UNICODE = {"reads": "predict run-bert 'ein schöner Film → ☃'", "continues": "generate run-gpt '☃'", "refuses": "show gpt.yaml 'modèl☃=1'",
+           "refuses 2": "train '☃.yaml'", "draws": "plan gpt.yaml --on 2xA100 --picture ☃.svg", "named": "train gpt.yaml name=☃ log.dir=☃"}
+
+
+def encoding_cases() -> Iterator[Case]:
+    from gradus.cli import parser
+
+    verbs = [v for v in parser()._subparsers._group_actions[0].choices if v not in (*NOT_RUN, "launch")]
+    uses = {verb: f"{verb} {POSITIONAL.get(verb, '')} {REQUIRED.get(verb, '')}" for verb in verbs} | UNICODE
+    uses |= {f"{verb} --help": f"{verb} --help" for verb in verbs} | {"slurm": "launch slurm gpt.yaml --dry-run --to j"}
+    uses |= {"ladder": "ladder copy.yaml --rounds 1 --to out", "plan": "plan gpt2-small --tokens 1e9 --on 8xA100", "--help": "--help", "plan all": "plan gpt.yaml --all"}
+    for (name, use), encoding in itertools.product(uses.items(), ENCODINGS):
+        yield Case(f"encoding/{encoding} {name}", shlex.split(use), before=encoded(encoding), env={"PYTHONIOENCODING": encoding},
+                   fine=["times, measured anew"] if name in MEASURES else [same_figures])
+
+
+# ---------------------------------------------------------------- the API, in a program
+
+IN_A_PROGRAM: dict[str, tuple[str, str | None]] = {  # (code; a line that prints what came of it, why it may be accepted)
+    "inside no_grad": ("import torch\nwith torch.no_grad(): print(api.train('gpt.yaml', 'log.dir=o').summary['steps'])", "it trains all the same"),
+    "inside inference_mode": ("import torch\nwith torch.inference_mode(): print(api.train('gpt.yaml', 'log.dir=o').summary['steps'])", "it trains all the same"),
+    "default dtype": ("import torch\ntorch.set_default_dtype(torch.float64)\nprint(api.train('gpt.yaml', 'log.dir=o').summary['steps'])", "fp32 all the same"),
+    "default device": ("import torch\ntorch.set_default_device('meta')\nprint(api.train('gpt.yaml', 'log.dir=o').summary['steps'])", "a CPU all the same"),
+    **{f"hidden of {tensor}": (f"import torch\nprint(api.load('run-gpt').hidden({tensor}).shape)", None) for tensor in (
+        "torch.tensor([[10**6]])", "torch.tensor([[-1]])", "torch.rand(1, 3)", "torch.zeros(1, 5000, dtype=torch.long)", "torch.zeros(3, dtype=torch.long)", "5", "None",
+        "torch.zeros(1, 0, dtype=torch.long)")},
+    **{f"features of {tensor}": (f"import torch\nprint(api.load('run-vit').features({tensor}).shape)", None) for tensor in (
+        "torch.zeros(1, 1, 8, 8)", "torch.zeros(1, 3, 9, 9)", "torch.zeros(3, 8, 8)", "torch.zeros(1, 3, 8, 8, dtype=torch.long)", "5")},
+    "features of a text model": ("import torch\nprint(api.load('run-gpt').features(torch.zeros(1, 3, 8, 8)))", None),
+    "folder gone, train": ("import os\nos.mkdir('g'); os.chdir('g'); os.rmdir('../g')\nprint(api.train('../copy.yaml'))", None),
+    "folder gone, predict": ("import os\nos.mkdir('g'); os.chdir('g'); os.rmdir('../g')\nprint(api.predict('../run-bert', 'a'))", "what `..` means is known"),
+    "two at once": ("import threading\nends = []\ndef go(name):\n    try: api.train('gpt.yaml', 'log.dir=' + name); ends.append('ok')\n"
+                    "    except UserError: ends.append('refused')\nboth = [threading.Thread(target=go, args=(n,)) for n in ('o', 'p')]\n"
+                    "[t.start() for t in both]; [t.join() for t in both]\nassert sorted(ends) in (['ok', 'ok'], ['ok', 'refused']), ends", "one, or one after the other"),
+    "two at once in one folder": ("import threading\nends = []\ndef go():\n    try: api.train('gpt.yaml', 'log.dir=o'); ends.append('ok')\n"
+                                  "    except UserError: ends.append('refused')\nboth = [threading.Thread(target=go) for _ in range(2)]\n"
+                                  "[t.start() for t in both]; [t.join() for t in both]\nassert sorted(ends) == ['ok', 'refused'], ends", "one of them"),
+}  # fmt: skip
+HOOKS = {"raises": ("raise ValueError('mine')", "ValueError"), "exits": ("raise SystemExit(3)", "SystemExit"), "interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+         "spoils the weights": ("[p.data.fill_(float('nan')) for p in trainer.model.parameters()]", "UserError"),
+         "raises ours": ("raise UserError('mine')", "UserError"), "raises nothing": ("pass", "nothing")}
+
+
+def program_cases() -> Iterator[Case]:
+    for name, (code, why) in IN_A_PROGRAM.items():
+        yield Case(f"program/{name}", run=functools.partial(api, code), fine=[why] if why else [])
+    for name, (body, ends) in HOOKS.items():
+        code = (f"from gradus.train.hooks import Hook\nclass Mine(Hook):\n    def after_step(self, trainer, taken): {body}\n"
+                f"end = 'nothing'\ntry: api.train('gpt.yaml', 'log.dir=o', hooks=[Mine()])\nexcept BaseException as e: end = type(e).__name__\nassert end == '{ends}', end")
+        yield Case(f"program/a hook {name}", run=functools.partial(api, code), fine=[f"it ends with {ends}, as the hook's own"])
+
+
 # ---------------------------------------------------------------- all of them
 
-SHARES = {"world": 0.36, "written": 0.18, "override": 0.08, "option": 0.11, "line": 0.13, "stdin": 0.02,
-          "process": 0.03, "api": 0.05, "page": 0.04}
+SHARES = {"world": 0.25, "written": 0.12, "override": 0.06, "option": 0.07, "line": 0.07, "stdin": 0.01, "process": 0.02,
+          "api": 0.03, "page": 0.02, "bound": 0.08, "adapter": 0.05, "finite": 0.03, "look": 0.03, "energy": 0.05,
+          "layout": 0.04, "beside": 0.02, "number": 0.02, "place": 0.01, "encoding": 0.01, "program": 0.01}
+
+
+def sample(cases: list[Case], pick: random.Random, n: int) -> list[Case]:
+    return pick.sample(cases, min(n, len(cases)))
 
 
 def table(world: Path, seed: int = 0, n: int = 1000) -> list[Case]:
     """n cases of a seed, none of them twice. world: where `build` made the good things."""
-    few = {"line": list(line_cases()), "stdin": list(stdin_cases()), "process": list(process_cases())}
+    few = {"line": line_cases(), "stdin": stdin_cases(), "process": process_cases(), "bound": bound_cases(),
+           "adapter": adapter_cases(world), "finite": finite_cases(world), "look": look_cases(), "energy": energy_cases(),
+           "layout": layout_cases(), "beside": beside_cases(world), "number": number_cases(world),
+           "place": place_cases(), "encoding": encoding_cases(), "program": program_cases()}
     found: dict[str, Case] = {}
     made: dict[str, Callable[[random.Random, int], Any]] = {
         "world": lambda pick, k: world_cases(world, pick, k), "written": lambda pick, k: written_cases(world, pick, k),
         "override": lambda pick, k: override_cases(world, pick, k), "option": option_cases,
         "api": api_cases, "page": page_cases,
-        **{kind: lambda pick, k, cases=cases: pick.sample(cases, min(k, len(cases))) for kind, cases in few.items()},
+        **{kind: functools.partial(sample, list(cases)) for kind, cases in few.items()},
     }  # fmt: skip
-    for kind, share in SHARES.items():
+    for (kind, share), upto in zip(SHARES.items(), itertools.accumulate(SHARES.values())):
         fewer, pick = len(found), random.Random(f"{seed} {kind}")  # what a kind draws does not hang on another's files
         for _ in range(20):
-            missing = round(n * share) - (len(found) - fewer)
+            missing = round(n * upto) - round(n * (upto - share)) - (len(found) - fewer)
             found |= {case.name: case for case in (made[kind](pick, missing) if missing > 0 else ())}
     return list(found.values())[:n]
