@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import json
 import operator
 import os
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradus import files, limits
-from gradus.errors import UserError
+from gradus.errors import UserError, exit_code, of_system
+from gradus.text import plain_where_needed
 
 if TYPE_CHECKING:  # `import gradus.api` loads no torch
     from torch import nn
@@ -42,17 +46,30 @@ def frame(rows: list[dict[str, Any]]) -> Any:
     return pandas.DataFrame(rows)
 
 
+@contextlib.contextmanager
+def _as_a_command() -> Iterator[None]:
+    """What the command line does around a verb: an error of the system is one line, and what is printed can be."""
+    try:
+        with plain_where_needed():
+            yield
+    except Exception as e:
+        if isinstance(e, UserError) or exit_code(e) == 1:
+            raise
+        raise type(error := of_system(e))(limits.shown(str(error))) from e
+
+
 # ---------------------------------------------------------------- arguments
 
 
 def _wrong(name: str, value: Any, expected: str) -> UserError:
-    shown = f"{value!r}"
+    shown = " ".join(f"{value!r}".split())
     return UserError(f"{name}={shown if len(shown) <= 60 else shown[:60] + '…'}: expected {expected}.")
 
 
 def _text(name: str, value: Any, expected: str = "a string") -> str:
     if not isinstance(value, str):
         raise _wrong(name, value, expected)
+    limits.words([value])
     return value
 
 
@@ -96,6 +113,7 @@ class Run:
 
     folder: Path
 
+    @_as_a_command()
     def __post_init__(self):
         object.__setattr__(self, "folder", Path(files.run_of(_path("run", self.folder, "a run folder"))))
         if not (self.folder / "recipe.yaml").is_file():
@@ -167,6 +185,8 @@ class Plan:
 
 # ---------------------------------------------------------------- before and during a run
 
+_TRAINING = threading.Lock()  # a run's signals, seeds, threads and peak of memory are the process's
+
 
 def train(
     recipe: Any, *overrides: str, resume: bool = False, force: bool = False, hooks: Sequence[Hook] = (), **settings: Any
@@ -176,11 +196,12 @@ def train(
 
     resume: go on with the run that `recipe` means, a run folder or else its newest run. force: also where the plan says
     that it will not fit. hooks: objects of classes made from gradus.train.hooks.Hook, whose methods are called around
-    the steps. Raises UserError for what cannot be trained, and where the loss is no longer finite.
+    the steps. Raises UserError for what cannot be trained, where the loss is no longer finite, and while this process
+    trains another run; and what a hook raised, as it is, once the run has saved itself.
     """
     from gradus.parallel import world
     from gradus.proof.prove import train_and_prove
-    from gradus.train.hooks import Hook
+    from gradus.train.hooks import Hook, UserHooks
     from gradus.train.resolve import RunContext
     from gradus.train.signals import Stopped
 
@@ -190,14 +211,45 @@ def train(
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
     name, words = files.run_of(_path("recipe", recipe)), _words(overrides)
-    context = RunContext(world=world.find(), settings=settings)
-    flags = {"force": _flag("force", force), "resume": _flag("resume", resume)}
+    flags, own = {"force": _flag("force", force), "resume": _flag("resume", resume)}, UserHooks(hooks)
+    if not _TRAINING.acquire(blocking=False):
+        raise UserError("this process trains another run. Wait until it ends, or train in a process of its own.")
     try:
-        return Run(train_and_prove(name, words, context, hooks=hooks, **flags).folder)
+        with _as_a_command(), _usual_modes():
+            context = RunContext(world=world.find(), settings=settings)
+            folder = train_and_prove(name, words, context, hooks=[own], **flags).folder
     except Stopped as stop:
-        return Run(stop.checkpoint.parent.parent)
+        folder = stop.checkpoint.parent.parent
+    except Exception as e:  # what the hook did may keep the run from saving itself
+        if own.raised is None:
+            raise
+        print(f"note: a hook raised {type(own.raised).__name__}, and then: {e}", file=sys.stderr)
+    finally:
+        _TRAINING.release()
+    if own.raised is not None:
+        raise own.raised
+    return Run(folder)
 
 
+@contextlib.contextmanager
+def _usual_modes() -> Iterator[None]:
+    """Gradients, types and devices as a new process has them, whatever the caller has set: a recipe says the rest."""
+    import torch
+
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    with contextlib.ExitStack() as stack:
+        for mode in (torch.inference_mode(False), torch.enable_grad()):
+            stack.enter_context(mode)
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@_as_a_command()
 def plan(
     recipe: Any, *overrides: str, on: str | None = None, tokens: float | None = None, days: float | None = None
 ) -> Plan:
@@ -216,6 +268,7 @@ def plan(
 # ---------------------------------------------------------------- using a model
 
 
+@_as_a_command()
 def load(model: Any, precision: str = "fp32") -> nn.Module:
     """The model as a torch.nn.Module with its weights, in evaluation mode, on the accelerator where there is one.
     precision: of the weights and the arithmetic: fp32, bf16 or fp16; of a folder that `gradus quantize` wrote, its own.
@@ -232,7 +285,28 @@ def load(model: Any, precision: str = "fp32") -> nn.Module:
         with contextlib.suppress(UserError):  # raised once texts are to be read
             module.tokenizer = source.tokenizers()[""]
         module.register_forward_pre_hook(_take_their_names, with_kwargs=True)
+        for name, embedding in module.named_modules():
+            if hasattr(embedding, "num_embeddings"):
+                embedding.register_forward_pre_hook(functools.partial(_check_ids, name))
     return module
+
+
+def _check_ids(name: str, embedding: Any, args: tuple) -> None:
+    """Raises UserError for what is no tensor of ids, and for ids that an embedding does not have: on a CPU alone, since
+    others would wait for the values."""
+    import torch
+
+    ids = args[0]
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.long, torch.int):
+        raise _wrong(name, ids, "a tensor of ids (torch.long)")
+    if ids.shape[-1:] == (0,):
+        raise UserError(f"{name}: ids of the shape {tuple(ids.shape)}: a sequence has a token at least.")
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        low, high = (int(limit) for limit in ids.aminmax())
+        if low < 0 or high >= embedding.num_embeddings:
+            raise UserError(
+                f"{name}: ids from {low:,} to {high:,}, where the model has 0 to {embedding.num_embeddings - 1:,}."
+            )
 
 
 THEIRS = {"input_ids": ("ids", "source"), "attention_mask": ("keep", "source_keep"), "token_type_ids": ("token_types",),
@@ -247,30 +321,24 @@ def _take_their_names(module: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
             kwargs[ours], called[ours] = kwargs.pop(theirs), theirs
     for name, value in (dict(zip(known, args)) | kwargs).items():
         if value is not None or (name in known and known[name].default is not None):
-            _check_tensor(module, called.get(name, name), name, value)
+            _check_tensor(called.get(name, name), name, value)
         if value is not None and called.get(name) == "attention_mask":
             kwargs[name] = value.bool()
     return args, kwargs
 
 
-def _check_tensor(module: nn.Module, name: str, ours: str, value: Any) -> None:
-    """Raises UserError for what is no tensor, and for ids that the model does not have: on a CPU alone, since others
-    would wait for the values."""
+def _check_tensor(name: str, ours: str, value: Any) -> None:
+    """Raises UserError for what is no tensor, or one of ids that is no batch of sequences."""
     import torch
 
-    config: Any = module.config
     ids = ours in ("ids", "source", "target")
-    if not any(ours in names for names in THEIRS.values()):
-        return
-    if not isinstance(value, torch.Tensor) or (ids and value.dtype not in (torch.long, torch.int)):
+    if any(ours in names for names in THEIRS.values()) and not isinstance(value, torch.Tensor):
         raise _wrong(name, value, "a tensor of ids (torch.long)" if ids else "a tensor")
-    if ids and value.device.type == "cpu" and value.numel() and not torch.compiler.is_compiling():
-        n = (ours == "target" and getattr(config, "target_vocab_size", None)) or config.vocab_size
-        low, high = (int(limit) for limit in value.aminmax())
-        if low < 0 or high >= n:
-            raise UserError(f"{name}: ids from {low:,} to {high:,}, where the model has 0 to {n - 1:,}.")
+    if ids and value.dim() != 2:
+        raise _wrong(name, value, "ids of the shape (batch, sequence)")
 
 
+@_as_a_command()
 def evaluate(run: Any, *overrides: str, split: str = "valid", checkpoint: Any = None) -> dict[str, float]:
     """The metrics of a run's best checkpoint over a whole split ("valid", "test" or "train"), each sample once: `gradus
     evaluate`.
@@ -284,6 +352,7 @@ def evaluate(run: Any, *overrides: str, split: str = "valid", checkpoint: Any = 
     return metrics(_path("run", run), _words(overrides), _text("split", split), checkpoint)
 
 
+@_as_a_command()
 def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     """What the model says about each input, as `gradus predict`: a dict each. inputs: a text, an image (a file or a PIL
     image), or a list.
@@ -309,6 +378,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     return [{**record, "input": item} for item, record in zip(items, records)]
 
 
+@_as_a_command()
 def generate(
     model: Any, prompt: str | list[str] = "", *, max_new: int = 200, temperature: float = 0.0, top_k: int | None = None,
     top_p: float | None = None, seed: int = 0, sliding_window: bool = False,
@@ -345,7 +415,7 @@ def _source(model: Any) -> ModelSource:
         return model.source
     if not isinstance(model, str | os.PathLike):
         raise UserError(f"expected a model, got {type(model).__name__}. Give a run, a folder, or what load returned.")
-    return find(os.fspath(model))
+    return find(_path("model", model))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib
 import os
 import re
@@ -15,8 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gradus import __version__, errors, files, limits
-from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, not_written, tell_error
+from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, tell_error
 from gradus.launch import json_file
+from gradus.text import plain_where_needed
 
 # group → verb → (a command that runs, the page that says more), in the order of the journey
 JOURNEY: dict[str, dict[str, tuple[str, str]]] = {
@@ -698,7 +698,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     top = parser()
     args, rest = top.parse_known_args(argv)
     for word in rest:
-        if word.startswith("-") or not hasattr(args, getattr(args, "words", "")):
+        if (word.startswith("-") and word != "-") or not hasattr(args, getattr(args, "words", "")):
             verbs = top._subparsers._group_actions[0].choices
             options = getattr(args, "options", None) or (verbs[args.verb] if args.verb else None)
             known = [s for a in options._actions for s in a.option_strings] if options else []
@@ -732,7 +732,8 @@ def main(argv: list[str] | None = None) -> int:
     _open_streams()
     code, joined = 1, lambda: (world := sys.modules.get("gradus.parallel.world")) and world.joined()
     try:
-        code = run(argv)
+        with plain_where_needed():
+            code = run(argv)
     except Exception:  # a bug
         if not joined():
             raise
@@ -761,6 +762,7 @@ def run(argv: list[str] | None) -> int:
         if args.verb is None:
             parser().print_help()
             return 0
+        errors.check_working_folder()
         answer = args.function(args)  # an exit code, or lines
         if not isinstance(answer, int):
             for line in answer or ():
@@ -789,22 +791,8 @@ def run(argv: list[str] | None) -> int:
             return 0
         if code == FAULT and not getattr(e, "filename", None) and not disk_full(e):  # its text does not say where
             traceback.print_exc()
-        tell_error(_os_error(e, code))
+        tell_error(limits.shown(str(errors.of_system(e))))
         return code
-
-
-def _os_error(e: Exception, code: int) -> str:
-    """One line for an error of the system without a message nearer by."""
-    file = getattr(e, "filename", None)
-    if disk_full(e) and file:
-        then = "free some space; --resume continues a run from its last checkpoint."
-        return str(not_written(Path(file), e, then))
-    known = {errno.ENOTDIR: "not a folder.", errno.EEXIST: "exists, and is not a folder. Give another name."}
-    why = known.get(getattr(e, "errno", None), getattr(e, "strerror", None) or e)
-    text = f"{f'{file}: ' if file else ''}{why}"
-    if code == FAULT:
-        text += ": a fault of the machine, not of the recipe. Try again; --resume continues a run."
-    return limits.shown(text)
 
 
 def _forget_unwritable_output() -> None:

@@ -88,6 +88,42 @@ def not_written(where: Path, error: BaseException, then: str) -> UserError:
     return kind(f"{where}: cannot write there ({reason}): {then}")
 
 
+def check_working_folder() -> None:
+    """Raises UserError where it was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working folder was deleted. Change to one that is there (cd), and start again.") from None
+
+
+def reason(error: BaseException) -> str:
+    """Why the system refused, in its own words, or what stands where a folder should. Raises UserError where it is that
+    the working folder was deleted."""
+    file, number = getattr(error, "filename", None), getattr(error, "errno", None)
+    if number == errno.ENOENT:
+        check_working_folder()
+    if number in (errno.EEXIST, errno.ENOTDIR) and isinstance(file, str | os.PathLike):
+        for path in (*reversed(Path(file).parents), Path(file)):
+            if path.is_symlink() and not path.exists():
+                return f"{path} is a link to {os.readlink(path)}, which is not there"
+            if path.exists() and not path.is_dir():
+                return f"{path} is not a folder"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def of_system(error: BaseException) -> UserError:
+    """What to raise, or to say, of an error of the system without a message nearer by."""
+    file, fault = getattr(error, "filename", None), exit_code(error) == FAULT
+    if disk_full(error) and file:
+        return not_written(Path(file), error, "free some space; --resume continues a run from its last checkpoint.")
+    why = reason(error)
+    text = f"{file}: {why}" if file and not why.startswith(str(file)) else why
+    if fault:
+        then = "a fault of the machine, not of the recipe. Try again; --resume continues a run."
+        return EnvironmentFault(f"{text}: {then}")
+    return UserError(text + ". Give another name." * (why != getattr(error, "strerror", None)))
+
+
 @contextlib.contextmanager
 def writing(where: Path, then: str) -> Iterator[None]:
     """Raises EnvironmentFault, as `not_written` words it, where the machine fails inside."""

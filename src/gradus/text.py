@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import itertools
 import math
 import re
+import sys
 import textwrap
-from collections.abc import Container, Sequence
+import unicodedata
+from collections.abc import Container, Iterator, Sequence
 
 # ---------------------------------------------------------------- numbers
 
@@ -133,3 +137,40 @@ def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str
         if re.match(SETTING, following.lstrip()) and re.search(rf"(^|\s){SETTING}\S*( \S+)?$", text):
             lines[i] = f"{text} \\"
     return lines
+
+
+# ---------------------------------------------------------------- streams
+
+PLAIN = str.maketrans({
+    "×": "x", "·": "*", "→": "->", "←": "<-", "↓": "v", "…": "...", "–": "-", "—": "-", "−": "-", "─": "-", "━": "=",
+    "│": "|", "≤": "<=", "≥": ">=", "≈": "~", "±": "+-", "µ": "u", "°": "", "‘": "'", "’": "'", "“": '"',
+    "”": '"', "€": "EUR", "▁": "_", "␣": "_", "⏎": "/",
+})  # fmt: skip
+
+
+def _in_plain(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: signs as PLAIN has them, letters without their accents, anything else as ?."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(PLAIN)
+    letters = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    return letters.encode("ascii", "replace").decode(), error.end
+
+
+codecs.register_error("gradus.plain", _in_plain)
+
+
+@contextlib.contextmanager
+def plain_where_needed() -> Iterator[None]:
+    """While this lasts, what the encoding of standard output or error lacks is printed in signs that it has: no end of
+    a run that has done all its work."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
+    before = [(stream, stream.errors) for stream in streams]
+    try:
+        for stream in streams:
+            stream.reconfigure(errors="gradus.plain")
+        yield
+    finally:
+        for stream, errors in before:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
+                stream.reconfigure(errors=errors)

@@ -75,12 +75,15 @@ def flat(path: str, value: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Python's values as a file would hold them: true and false are words for the schema to type, not 1 and 0."""
+    """Python's values as a file would hold them: true and false are words for the schema to type, not 1 and 0. Raises
+    UserError for a text that no file holds."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
-    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, Path) else value
+    if isinstance(value, str | Path):
+        limits.words([value := str(value)])
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def show(value: Any) -> str:
@@ -268,6 +271,8 @@ class _Reader(yaml.BaseLoader):
             return None
         if node.style is None and text.lower() in (".nan", ".inf", "-.inf", "+.inf"):
             return text.replace(".", "")
+        if "\0" in text:
+            raise yaml.MarkedYAMLError(problem="contains a zero byte", problem_mark=node.start_mark)
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON's two surrogates are one
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+from gradus.train.signals import Cut
 
 if TYPE_CHECKING:
     from gradus.data.loader import Step
@@ -39,3 +43,62 @@ class Hook:
         summary: what goes to summary.json once all hooks have seen it.
         """
         return []
+
+
+class UserHooks(Hook):
+    """A user's hooks. What one of them raises, whatever it is, asks the run to stop as SIGTERM would: the step is
+    finished and all processes save. It is kept as `raised` for whoever started the run, and no hook is called again."""
+
+    def __init__(self, hooks: Sequence[Hook]):
+        self.hooks = hooks
+        self.raised: BaseException | None = None
+
+    @contextlib.contextmanager
+    def _calling(self, trainer: Trainer) -> Iterator[Sequence[Hook]]:
+        try:
+            yield self.hooks if self.raised is None else ()
+        except BaseException as e:
+            second = isinstance(e, KeyboardInterrupt) and trainer.signals.asked  # Ctrl-C, which does not wait
+            if second or isinstance(e, Cut):
+                raise
+            self.raised = e
+            trainer.signals.asked.append(signal.SIGTERM)
+
+    def start(self, trainer: Trainer) -> None:
+        with self._calling(trainer) as hooks:
+            for hook in hooks:
+                hook.start(trainer)
+
+    @contextlib.contextmanager
+    def around_step(self, trainer: Trainer, step: Step) -> Iterator[None]:
+        with contextlib.ExitStack() as around:
+            with self._calling(trainer) as hooks:
+                for hook in hooks:
+                    around.enter_context(hook.around_step(trainer, step))
+            yield
+            with self._calling(trainer):
+                around.pop_all().close()
+
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        with self._calling(trainer) as hooks:
+            for hook in hooks:
+                hook.after_step(trainer, taken)
+
+    def rows(self, trainer: Trainer) -> list[Row]:
+        rows: list[Row] = []
+        with self._calling(trainer) as hooks:
+            for hook in hooks:
+                rows += hook.rows(trainer)
+        return rows
+
+    def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        with self._calling(trainer) as hooks:
+            for hook in hooks:
+                hook.logged(trainer, rows, line)
+
+    def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
+        lines: list[str] = []
+        with self._calling(trainer) as hooks:
+            for hook in hooks:
+                lines += hook.end(trainer, summary)
+        return lines

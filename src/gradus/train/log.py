@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from gradus import files
-from gradus.errors import EnvironmentFault, UserError, need, writing
+from gradus.errors import EnvironmentFault, UserError, need, reason, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
 from gradus.train import machine
@@ -214,19 +214,24 @@ def new_run_folder(config: Log, name: str) -> Path:
     return next(p for n in itertools.count() if not (p := base.with_name(f"{base.name}-{n}") if n else base).exists())
 
 
-def own(config: Log, folder: Path) -> bool:
-    """Make the folder that `new_run_folder` named. False where another run has taken its name since."""
+TRIES = 1_000  # of a name for a run folder, each of which another run was quicker to take
+
+
+def own(config: Log, folder: Path, last: bool = False) -> bool:
+    """Make the folder that `new_run_folder` named. False where another run has taken its name since. last: raises
+    OSError then too."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(exist_ok=config.dir is not None)
         return True
     except (FileExistsError, FileNotFoundError):  # another's; or another took the empty parent away
-        if config.dir:
+        if config.dir or last:
             raise
         return False
 
 
 LOCK = ".lock"  # in a run folder, while a run writes there
+_LOCKED: dict[str, object] = {}  # folder → its owner among this process's threads: the system's lock keeps none out
 
 
 @contextlib.contextmanager
@@ -238,14 +243,14 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
     Raises UserError where another process has it, or where it cannot be written.
     """
     try:
-        while True:
+        for left in reversed(range(TRIES)):
             folder = resume or new_run_folder(config, name)
             missing = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
-            if resume or own(config, folder):
+            if resume or own(config, folder, last=not left):
                 break
         lock = _lock(folder, "run", "set another log.dir")
     except OSError as e:
-        text = f"log.dir={folder}: cannot write there ({e.strerror}). Set log.dir to a folder you may write."
+        text = f"log.dir={folder}: cannot write there ({reason(e)}). Set log.dir to a folder you may write."
         raise UserError(text) from None
     with _unlocked_after(folder, lock, missing):
         yield folder
@@ -266,12 +271,14 @@ def locked(folder: Path, what: str, instead: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unlocked_after(folder: Path, lock: int, new_folders: list[Path]) -> Iterator[None]:
+    key = os.path.realpath(folder)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
             (folder / LOCK).unlink()
         os.close(lock)
+        _LOCKED.pop(key)
         for path in new_folders:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
@@ -280,6 +287,17 @@ def _unlocked_after(folder: Path, lock: int, new_folders: list[Path]) -> Iterato
 def _lock(folder: Path, what: str, instead: str) -> int:
     """The open file whose lock says that this process writes into the folder. The lock ends with the process, however
     the process ends."""
+    key, owner = os.path.realpath(folder), object()
+    if _LOCKED.setdefault(key, owner) is not owner:
+        raise UserError(f"{folder}: another {what} of this process writes there. Wait until it ends, or {instead}.")
+    try:
+        return _lock_file(folder, what, instead)
+    except BaseException:
+        _LOCKED.pop(key)
+        raise
+
+
+def _lock_file(folder: Path, what: str, instead: str) -> int:
     while True:
         file, owner = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), None
         try:
