@@ -168,7 +168,8 @@ BY_CHUNKS = [
     setting(4, loss="chunked", pipeline=2, tensor=2, **SEVERAL),
     setting(4, loss="chunked", pipeline=2, shard=2, **SEVERAL),
 ]
-SETTINGS = [*ALONE, *REPLICAS, *SHARDS, *TENSOR, *CONTEXT, *EXPERTS, *PIPELINE, *BY_CHUNKS]
+PLAIN_OUTER = [setting(2, diloco={"every": 2, "outer_momentum": 0.0})]
+SETTINGS = [*ALONE, *REPLICAS, *SHARDS, *TENSOR, *CONTEXT, *EXPERTS, *PIPELINE, *BY_CHUNKS, *PLAIN_OUTER]
 
 
 @dataclasses.dataclass(frozen=True)

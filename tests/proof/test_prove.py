@@ -212,10 +212,11 @@ def interrupt(self, trainer, *_):
 
 
 @pytest.mark.slow
-def test_two_processes_are_planned_apart_and_measured(tmp_path, capfd):
+@pytest.mark.parametrize("more", [{}, {"layout.diloco.every": 4, "evaluate.every": 8}, {"layout.diloco": "{every: 2, outer_momentum: 0}"}], ids=str)
+def test_two_processes_are_planned_apart_and_measured(more, tmp_path, capfd):
     """As a job starts them: with --auto-resume the processes meet early, to find the run."""
     folder = tmp_path / "run"
-    assert main(["train", *words(**{"log.dir": folder, "train.steps": 8}), "--processes", "2", "--auto-resume"]) == 0
+    assert main(["train", *words(**{"log.dir": folder, "train.steps": 8, **more}), "--processes", "2", "--auto-resume"]) == 0
     out, err = capfd.readouterr()
     assert "plan: " in out and " sent per step" in out and "no plan" not in out, out + err
     said, seen = by_name(folder, "plan.jsonl"), by_name(folder, "proof.jsonl")

@@ -84,7 +84,7 @@ def test_the_mean_loss_is_of_the_steps_that_were_taken(tmp_path, monkeypatch):
     assert summary["train_loss"] == pytest.approx(sum(taken) / 6, rel=1e-12)
 
 
-def _local_steps(world: World, folder: str) -> tuple[list[int], list[str]]:
+def _local_steps(world: World, folder: str) -> tuple[list[int], list[dict[str, float]], int]:
     overrides = [*hook_parts.TINY, "layout.local_sgd={every: 2}", "train.checkpoint_every=4", "evaluate.every=4", f"log.dir={folder}"]
     session = open_session(recipes.load("copy-task", overrides), None, world)
     counted = TrafficCount()
@@ -94,12 +94,13 @@ def _local_steps(world: World, folder: str) -> tuple[list[int], list[str]]:
     for _, step in zip(range(3), trainer.loader.steps(0)):
         trainer.take(step)
         tokens.append(trainer.progress.tokens)
-        sent.append([row.name for row in counted.rows(trainer)])
+        sent.append({row.name: row.value for row in counted.rows(trainer)})
         assert trainer.synced == (trainer.progress.step % 2 == 0)
-    return tokens, sent
+    return tokens, sent, 4 * sum(p.numel() for p in trainer.model.parameters())
 
 
 def test_workers_sync_every_so_many_steps_and_count_then(tmp_path):
-    (tokens, sent), other = run(2, _local_steps, str(tmp_path / "run"))
-    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and (tokens, sent) == other
-    assert [bool(names) for names in sent] == [False, True, False] and "traffic/sent" in sent[1]
+    (tokens, sent, weights), other = run(2, _local_steps, str(tmp_path / "run"))
+    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and (tokens, sent, weights) == other
+    assert [bool(rows) for rows in sent] == [False, True, False]
+    assert sent[1]["traffic/sent"] == pytest.approx(weights / 2, rel=1e-3), "of a step, as it is planned: a ring of two sends the weights once in two steps"

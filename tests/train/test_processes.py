@@ -324,6 +324,21 @@ def test_workers_that_train_apart(tmp_path):
 
 
 @pytest.mark.slow
+def test_workers_of_which_a_part_is_frozen_or_without_momentum_resume_exactly(tmp_path):
+    tiny = [*COPY, "model.n_layers=1", "model.d_model=16", "model.d_ff=16", "data.n_train=96", "data.n_valid=4", "train.steps=8", "evaluate.samples=0"]
+    frozen = "train.freeze=[encoder.blocks.0,decoder.blocks.0.feedforward]"
+    runs, folders = [], []
+    for more in (("layout.diloco.every=2", frozen), ("layout.local_sgd.every=2", frozen), ("layout.diloco={every: 2, outer_momentum: 0}",)):
+        whole, cut = (tmp_path / f"{len(runs)}-{name}" for name in ("whole", "cut"))
+        folders.append((whole, cut))
+        runs += [("copy-task", [*tiny, *more, f"log.dir={whole}"]), ("copy-task", [*tiny, *more, f"log.dir={cut}"], False, 2), (str(cut), [], True)]
+    stops = run(2, many, runs)[0]
+    assert all(stop.endswith("step-00000002") for stop in stops[1::3])
+    for whole, cut in folders:
+        same(whole, cut, tolerance=0.0)
+
+
+@pytest.mark.slow
 def test_a_bad_sample_names_its_file_and_the_process(tmp_path):
     """Images are decoded when they are wanted, so only the process that wants it meets a damaged one."""
     from PIL import Image

@@ -178,18 +178,18 @@ def as_one(tensors: list[Tensor]) -> Iterator[Tensor]:
 class LocalUpdates:
     """Workers take `every` steps by themselves and then sync. Local SGD averages their weights (Stich 2019); DiLoCo
     (Douillard et al. 2023, algorithm 1) takes the mean change of their weights as the gradient of an outer step with
-    Nesterov momentum."""
+    Nesterov momentum, or with momentum 0 a plain one."""
 
     def __init__(self, layout: Layout, weights: list[Tensor], group: dist.ProcessGroup, bucket_bytes: float):
         self.group, self.weights, self.bucket_bytes = group, weights, bucket_bytes
         self.every = (layout.local_sgd or layout.diloco).every
         self.last_step: int | None = None  # of the run, where all sync
-        self.outer = None
+        self.outer, self.anchors = None, []
         if layout.diloco:
             self.anchors = [w.detach().clone().requires_grad_() for w in weights]  # the weights of the last sync
             lr, momentum = layout.diloco.outer_lr, layout.diloco.outer_momentum
-            self.outer = torch.optim.SGD(self.anchors, lr=lr, momentum=momentum, nesterov=True)
-            for anchor in self.anchors:
+            self.outer = torch.optim.SGD(self.anchors, lr=lr, momentum=momentum, nesterov=momentum > 0)
+            for anchor in self.anchors if momentum else ():
                 self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor)
 
     def due(self, step: int) -> bool:
@@ -215,11 +215,14 @@ class LocalUpdates:
             w.copy_(anchor)
 
     def state(self) -> list[Tensor]:
-        """The outer momentum, one tensor a weight, in their order; none for local SGD."""
-        return [self.outer.state[a]["momentum_buffer"] for a in self.anchors] if self.outer else []
+        """The outer momentum, one tensor a weight, in their order; none for local SGD, or without momentum."""
+        return [state["momentum_buffer"] for state in self.outer.state.values()] if self.outer else []
+
+    def kept(self) -> list[Tensor]:
+        """All that the outer step keeps: the weights of the last sync, and its momentum; nothing for local SGD."""
+        return [*self.anchors, *self.state()]
 
     def restart(self) -> None:
         """Weights were loaded: they are those of the last sync."""
-        if self.outer:
-            for anchor, w in zip(self.anchors, self.weights):
-                anchor.data.copy_(w)
+        for anchor, w in zip(self.anchors, self.weights):
+            anchor.data.copy_(w)

@@ -394,8 +394,9 @@ def _summing(p: Process, share: float) -> Iterator[tuple[str, float, float]]:
         yield "copy", 3 * nbytes, 1
     if server:
         yield "add", 3 * own, replicas - 1
-    if local:  # the mean of the weights; or the change of the weights, an outer step, and back
-        yield "div", (19 if layout.diloco else 2) * own / local.every, 1
+    if local:  # the mean of the weights; or the change of the weights, an outer step (with momentum or not), and back
+        passes = 2 if not layout.diloco else 19 if layout.diloco.outer_momentum else 11
+        yield "div", passes * own / local.every, 1
     for nbytes, sends in tied_gradients(p):
         yield "copy", 3 * nbytes, 1
         if p.rank == 0:

@@ -266,8 +266,8 @@ class Process:
         tensors = sum(times for _, times in self.elements) / (replicas if layout.shard_optimizer else 1)
         if optimizer.name != "sgd":
             each += 4 * tensors / self.stepped_elements  # counts of steps
-        outer = 2 * self.param_bytes if layout.diloco else 0
-        return self.stepped_elements * each + outer
+        outer = 1 + (layout.diloco.outer_momentum > 0) if layout.diloco else 0  # copies: anchors, momentum
+        return self.stepped_elements * each + outer * self.param_bytes
 
     @functools.cached_property
     def stepped_elements(self) -> int:

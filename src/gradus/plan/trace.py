@@ -814,16 +814,13 @@ def _local_tensors(parallel: Parallel) -> Iterator[Tensor]:
 
 
 def _tag_state(timeline: Timeline, stepper: Stepper) -> None:
-    """Tag the state of the optimizers, and the anchors of local updates."""
-    outer = stepper.parallel.local_updates and stepper.parallel.local_updates.outer
-    for optimizer in filter(None, (stepper.optimizer, outer)):
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    timeline.record(value, "state", "optimizer")
-    if outer:
-        for anchor in stepper.parallel.local_updates.anchors:
-            timeline.record(anchor, "anchor", "optimizer")
+    """Tag the optimizer's state, and what an outer step keeps."""
+    states = stepper.optimizer.state.values() if stepper.optimizer else ()
+    local_updates = stepper.parallel.local_updates
+    outer = local_updates.kept() if local_updates else ()
+    for value in (*(value for state in states for value in state.values()), *outer):
+        if isinstance(value, Tensor):
+            timeline.record(value, "state", "optimizer")
 
 
 def _state_bytes(timeline: Timeline, start: int) -> dict[str, int]:

@@ -56,7 +56,7 @@ def measure(study: Study, c: Configuration, number: int, folder: Path) -> Sample
         elapsed = time.monotonic() - began
         return Sample(number, values=run.measured, planned=run.planned, series=run.series, elapsed=elapsed)
     window = Window(
-        steps=whole_rounds(study.steps, c.recipe.layout)[0] if c.recipe else study.steps,
+        steps=whole_rounds(study.steps, c.recipe.layout) if c.recipe else study.steps,
         warm_up=study.warm_up,
         root=os.getpid(),
         collectives=study.collectives and number == study.rounds,

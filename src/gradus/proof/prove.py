@@ -217,6 +217,8 @@ class Proof(Plan):
         return True
 
     def _mark_time(self, trainer: Trainer) -> None:
+        if not trainer.synced:  # of local updates a step's time is its share of all from one sync to the next
+            return
         seconds = trainer.clock.seconds
         progress = trainer.progress
         self.marks.append(TimeMark(progress.step, seconds["train"] + seconds["data"], progress.tokens))

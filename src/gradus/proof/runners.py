@@ -61,17 +61,15 @@ def train_steps(recipe: Recipe, options: dict[str, Any], window: Window, world: 
             "loss_unit": session.task.loss_unit,
         },
     )  # fmt: skip
-    steps, steps_per_sync = whole_rounds(PROFILED, recipe.layout)
     try:
-        timed, counted = time_it(subject, window), traffic.counted
+        timed, sent = time_it(subject, window), traffic.per_step(trainer)
         if window.collectives and (parallel.several or session.device.type == "cuda"):
-            profile_communication(timed, subject, steps)
+            profile_communication(timed, subject, whole_rounds(PROFILED, recipe.layout))
         timed.memory |= peak_of_one_more(subject)
     finally:
         trainer.loader.close()
-    if counted:
-        sent = counted.by_kind.items()
-        timed.sent = {name: [c.calls / steps_per_sync, c.sent / steps_per_sync] for name, c in sent}
+    if sent is not None:
+        timed.sent = {name: [*of_step] for name, of_step in sent.items()}
     return timed
 
 
@@ -114,12 +112,11 @@ def loading(session: Session) -> Iterator[Iterator[Step]]:
         yield source
 
 
-def whole_rounds(steps: int, layout: Layout) -> tuple[int, int]:
-    """(the least multiple of the second that is at least `steps`; steps from one synchronisation of local updates to
-    the next)."""
+def whole_rounds(steps: int, layout: Layout) -> int:
+    """At least so many steps: from one synchronisation of local updates to another."""
     local = layout.local_sgd or layout.diloco
     every = local.every if local else 1
-    return -(-steps // every) * every, every
+    return -(-steps // every) * every
 
 
 def own_steps(

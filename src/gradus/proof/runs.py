@@ -11,7 +11,6 @@ from gradus import files
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.processes import run_program
-from gradus.proof.runners import whole_rounds
 from gradus.proof.study import Values, unit_of
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
@@ -48,10 +47,6 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> Run
         lines = [line for line in errors.splitlines() if line.strip()] or ["no error message"]
         raise UserError(next((line for line in lines if "error:" in line), lines[-1]).removeprefix("error: "))
     run = read_figures(folder)
-    steps_per_sync = whole_rounds(1, recipe.layout)[1]  # a synchronisation of local updates is of so many steps
-    for values in (run.measured, run.planned):
-        traffic = {name: figure for name, figure in values.items() if name.startswith("traffic/")}
-        values |= {name: (value / steps_per_sync, unit) for name, (value, unit) in traffic.items()}
     if sent_before is not None and processes > 1:
         run.measured["traffic/loopback"] = (loopback_bytes() - sent_before, "bytes")
     return run

@@ -22,7 +22,7 @@ Batch = dict[str, Any]
 @contextlib.contextmanager
 def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dict[str, int]]:
     """Bytes by name, complete once the step within is done: weights, gradients (all of them, when the optimizer steps),
-    optimizer, what `peak_memory_of` measures, and rest (the difference)."""
+    optimizer (an outer one too), what `peak_memory_of` measures, and rest (the difference)."""
     gradients: dict[int, int] = {}
     optimizer_step = trainer.precision.step
 
@@ -37,6 +37,8 @@ def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dic
         if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
             before |= gradients  # its buckets, which are there between steps too
     state = component_bytes(trainer.parallel.part, trainer.optimizer) | {"gradients": sum(gradients.values())}
+    if local_updates := trainer.parallel.local_updates:
+        state["optimizer"] += sum(storages(local_updates.kept()).values())
     memory |= {**state, "rest": memory["allocated"] - sum(state.values())}
 
 

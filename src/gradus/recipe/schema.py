@@ -627,7 +627,7 @@ class DiLoCo(Section):
 
     every: Steps  # steps between two outer steps
     outer_lr: PositiveFloat = 0.7  # learning rate of the outer step
-    outer_momentum: Fraction = 0.9  # of the outer step
+    outer_momentum: Fraction = 0.9  # of the outer step; 0: a plain step, without Nesterov's
 
 
 class Layout(Section):

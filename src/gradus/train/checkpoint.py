@@ -258,10 +258,12 @@ class Checkpoints:
             names = sharded.stored_names(parallel.bare.config)
             worker = f"worker{rank}_"
             kinds = {key.partition(".")[0].removeprefix(worker) for key in stored if key.startswith(worker)}
-            keys = {f"{kind}.{name}": f"{worker}{kind}.{names[name]}" for kind in kinds for name in parameters}
+            trained = [h.name for h in parallel.trainable]
+            keys = {f"{kind}.{name}": f"{worker}{kind}.{names[name]}" for kind in kinds for name in trained}
             tensors = {key: stored[theirs].read() for key, theirs in keys.items()}
-            for h, momentum in zip(parallel.trainable, parallel.local_updates.state()):
-                momentum.copy_(stored[f"outer.{names[h.name]}"].read())
+            for name, momentum in zip(trained, parallel.local_updates.state()):
+                if key := stored.get(f"outer.{names[name]}"):  # none where the run had no outer momentum so far
+                    momentum.copy_(key.read())
         else:
             tensors = sharded.load_state(path, {name: parameters[name] for name, _ in parallel.trained()})
         if parallel.local_updates:

@@ -25,7 +25,8 @@ COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the 
 
 
 class TrafficCount(Hook):
-    """Counts what one step of a start (of local updates: one sync) sends to other processes."""
+    """Counts what one step of a start sends to other processes; of local updates, whose workers sync every so many
+    steps, a step's share of one sync."""
 
     def __init__(self, at: int = COUNTED_STEP):
         self.at = at
@@ -44,16 +45,25 @@ class TrafficCount(Hook):
         at = self.at if layout.compress != "powersgd" else COUNTED_STEP + POWERSGD_START
         return parallel.several and step - trainer.start_step == at and layout.compile == "none"
 
-    def rows(self, trainer: Trainer) -> list[Row]:
+    def per_step(self, trainer: Trainer) -> dict[str, tuple[float, float]] | None:
+        """Collective → (calls, bytes sent) of a step; None where none was counted since the last time."""
         counted, self.counted = self.counted, None
-        if counted is None:
+        local = trainer.parallel.local_updates
+        steps = local.every if local else 1
+        return counted and {kind: (c.calls / steps, c.sent / steps) for kind, c in counted.by_kind.items()}
+
+    def rows(self, trainer: Trainer) -> list[Row]:
+        by_kind = self.per_step(trainer)
+        if by_kind is None:
             return []
         step = trainer.progress.step
-        of = "one sync" if trainer.parallel.local_updates else "one step"
+        of = "one step's share of a sync" if trainer.parallel.local_updates else "one step"
         conditions = {"of": of, "counted": "ring algorithms, this process"}
-        by_kind = counted.by_kind.items()
-        rows = [Row(f"traffic/{kind}", c.sent, "bytes", step, {**conditions, "calls": c.calls}) for kind, c in by_kind]
-        return [*rows, Row("traffic/sent", counted.sent, "bytes", step, conditions)]
+        rows = [
+            Row(f"traffic/{kind}", sent, "bytes", step, {**conditions, "calls": calls})
+            for kind, (calls, sent) in by_kind.items()
+        ]
+        return [*rows, Row("traffic/sent", sum(row.value for row in rows), "bytes", step, conditions)]
 
 
 def so_far(trainer: Trainer) -> dict[str, float]:
