@@ -16,6 +16,7 @@ from gradus.parallel.mesh import Mesh
 from gradus.plan import batches as making
 from gradus.plan import engine
 from gradus.recipe.schema import Adapter, Recipe
+from gradus.text import size
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -92,6 +93,23 @@ def test_what_a_base_stored_small_takes():
 # ---------------------------------------------------------------- measured
 
 
+@pytest.mark.parametrize("kind", ["frozen", "lora", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_selective_checkpointing_takes_less_than_none(kind):
+    """What is computed again are products of frozen weights too: a sum alone needs them."""
+    selective, none = (recipe("gpt", kind, checkpointing=mode) for mode in ("selective", "none"))
+    assert engine.plan_memory(selective).allocated < engine.plan_memory(none).allocated
+    assert measured(selective)[1] < measured(none)[1]
+
+
+def test_a_plan_says_that_a_base_stored_small_is_not_split():
+    """By hand, of a Llama: half a byte a weight and 4 a block of 64, and 256 pairs of values a Linear, on one process as on two."""
+    r = recipe("llama", "nf4", layers=2, shard=2)
+    linears = [m for name, m in models.build(r.model.trained(None), "meta").named_modules() if name.startswith("blocks.") and hasattr(m, "in_features")]
+    base = sum(-(-m.weight.numel() // 64) * 36 + 2048 for m in linears)
+    (note,) = (note for note in engine.plan_memory(r, 2).notes if "base" in note)
+    assert f"the base in nf4, {size(base)}, lies whole on every device" in note
+
+
 def of_processes(world, kinds: list[str], layout: dict) -> dict[str, tuple[dict[str, int], int]]:
     return {kind: measured(recipe("llama", kind, **layout), Mesh.make(recipe("llama", kind, **layout).layout, world)) for kind in kinds}
 
@@ -120,5 +138,5 @@ def test_planned_as_measured_on_two_that_shard():
 
 @pytest.mark.parametrize("n, layout", [(2, {"tensor": 2}), (2, {"pipeline": 2, "micro_batch": 1}), (2, {"shard": 2, "offload": True})])
 def test_what_cannot_be_combined(n, layout):
-    with pytest.raises(UserError, match=r"adapter.base: cannot be combined with layout\.(tensor|pipeline|offload)=.*(Use|Set) layout\."):
+    with pytest.raises(UserError, match=r"adapter.base: cannot be combined with layout\.(tensor|pipeline|offload)=.*: (?!.*layout.shard).*Set layout\.(tensor=1|pipeline=1|offload=false)"):
         check.validate(recipe("llama", "nf4", **layout), n)

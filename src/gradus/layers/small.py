@@ -14,6 +14,7 @@ from gradus.layers.lora import LoRALinear
 
 LEVELS = 127  # of int8 weights, -127 to 127
 BLOCK = 64  # NF4 weights that share a scale
+BUFFERS = ("codes", "scales", "pairs")  # in which a small weight is stored; int8 has no pairs
 
 
 def weight_scale(weight: Tensor) -> Tensor:
@@ -111,8 +112,8 @@ class SmallLinear(nn.Linear):
     def stored(self, weight: Tensor) -> dict[str, Tensor]:
         """(out, in) -> the buffers that stand for it."""
         quantize = quantize_int8 if self.kind == "int8" else quantize_nf4
-        kept = dict(zip(("codes", "scales"), quantize(weight)))
-        return kept if self.kind == "int8" else {**kept, "pairs": nf4_pairs(weight.device)}
+        pairs = [nf4_pairs(weight.device)] if self.kind == "nf4" else []
+        return dict(zip(BUFFERS, (*quantize(weight), *pairs)))
 
     def _computed(self, *stored: Tensor, dtype: torch.dtype) -> Tensor:
         if self.kind == "int8":

@@ -159,18 +159,22 @@ def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None) -> None:
     head.forward = forward
 
 
-# what selective checkpointing keeps: the results of matrix products and of attention, which cost most to compute again
+# what selective checkpointing keeps: the results of matrix products and of attention, which cost most to compute again;
+# of a product with a weight, which argument that is
 _KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    *(operator.default for operator in FUSED_ATTENTION),
-    torch.ops.gradus.grouped_mm.default,
+    torch.ops.aten.mm.default: 1,
+    torch.ops.aten.addmm.default: 2,
+    torch.ops.gradus.grouped_mm.default: 1,
+    torch.ops.aten.bmm.default: None,
+    **{operator.default: None for operator in FUSED_ATTENTION},
 }
 
 
 def _policy(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    """A frozen weight's product is not kept: it only goes into a sum, which alone is needed for a backward pass."""
+    weight = _KEPT.get(op)
+    kept = op in _KEPT and (weight is None or args[weight].requires_grad)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def use_checkpointing(model: nn.Module, mode: str) -> None:

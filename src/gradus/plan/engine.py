@@ -22,6 +22,7 @@ import torch
 
 from gradus import __version__, models
 from gradus.errors import UserError
+from gradus.layers.small import BUFFERS
 from gradus.parallel import check
 from gradus.parallel import stages as pipelines
 from gradus.plan import batches as making
@@ -34,6 +35,7 @@ from gradus.plan.work import Op, OpCounts, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import data_parallel_size, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
+from gradus.text import size
 from gradus.train import machine
 
 # What a GPU's programs take besides tensors (CUDA context and kernels 0.3 to 2 GB, cuBLAS 32 MiB a handle on H100, NCCL
@@ -511,6 +513,16 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
         yield (
             "experts are planned with equal shares of the tokens, in products as fast as dense ones: a router's uneven "
             "choice takes longer"
+        )
+    if layout.shard > 1 and p.recipe.adapter and p.recipe.adapter.base:
+        base = sum(
+            compose.local_bytes(w, layout) * times
+            for stage in p.stages for _, _, frozen, times in stage.units for name, w in frozen.items()
+            if name.rpartition(".")[2] in BUFFERS
+        )  # fmt: skip
+        yield (
+            f"layout.shard splits no quantized weights: the base in {p.recipe.adapter.base}, {size(base)}, lies whole "
+            "on every device."
         )
     replicas = sizes(layout, p.n)["replicate"]
     axes = [axis for axis in ("tensor", "pipeline", "expert") if getattr(layout, axis) > 1]

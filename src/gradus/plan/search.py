@@ -703,7 +703,8 @@ def _advice(space: Space, nearest: Candidate) -> list[str]:
     out = [f"nearest: {nearest.describe()}: {_too_large(nearest)}"]
     state = sum(nearest.memory[name] for name in ("weights", "gradients", "optimizer"))
     if state < nearest.capacity:
-        fix = "use shorter samples (data.max_len), or layout.offload with layout.shard"
+        small = space.recipe.adapter and space.recipe.adapter.base  # which layout.offload leaves on the device
+        fix = "use shorter samples (data.max_len)" + ("" if small else ", or layout.offload with layout.shard")
         out.append(f"weights, gradients and optimizer state would fit: {fix}")
     if more := on_more(space):
         out.append(f"it fits on {more.n:,} of them: --on {more.n}x{space.cluster.device.name} {more.keys}".rstrip())

@@ -164,6 +164,8 @@ def suggested_fix(recipe: Recipe, budget: MemoryBudget, least: int = 0) -> str:
         if micro_batch := largest_micro_batch(changed(recipe, layout=changes), budget):
             keys = {**changes, "micro_batch": micro_batch}
             return "Set " + " ".join(f"layout.{key}={value}" for key, value in keys.items())
+    if recipe.adapter and recipe.adapter.base:  # which layout.shard does not split
+        return "Not even one sample fits: use a smaller model"
     if budget.target == "cuda":
         return "Not even one sample fits: set layout.shard=N over N GPUs or use a smaller model"
     if budget.resident >= budget.available:

@@ -165,9 +165,8 @@ LAYOUT: tuple[Row, ...] = (
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
     # a base that is stored small
-    _clash("adapter.base", "layout.tensor", "quantized weights are not split by rows and columns. Use layout.shard"),
-    _clash("adapter.base", "layout.pipeline",
-           "stages hold parameters only, and quantized weights are buffers. Use layout.shard"),
+    *(_clash("adapter.base", f"layout.{axis}", "quantized weights are not split: every process holds them all. "
+             f"Set layout.{axis}=1, or leave adapter.base out") for axis in ("tensor", "pipeline")),
     _clash("adapter.base", "layout.offload", "quantized weights stay on the device. Set layout.offload=false"),
     # what belongs to another key
     *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
