@@ -37,6 +37,10 @@ class DataError(UserError):
     """Data, or a tokenizer, that are not at hand here: a plan does without them, a run cannot."""
 
 
+class Diverged(UserError):
+    """A run that came to its end with no weights whose validation loss is finite. The exit code is 1."""
+
+
 class EnvironmentFault(UserError):
     """A fault of the machine (a full disk, a file system or a connection that is gone). One line too, but the exit code
     is FAULT, after which whatever restarts a run starts it again."""
@@ -61,7 +65,9 @@ def is_fault(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int:
     """FAULT for a fault of the machine and for a UserError made from one, 2 for other mistakes and errors of the
-    system, 1 for a bug."""
+    system, 1 for a bug and for a run that diverged."""
+    if isinstance(error, Diverged):
+        return 1
     if not isinstance(error, UserError):
         return FAULT if is_fault(error) else 2 if isinstance(error, OSError) and error.errno is not None else 1
     cause: BaseException | None = error

@@ -155,6 +155,9 @@ def test_a_loss_that_is_not_finite():
     for name in ("shapes", "start", "gradients"):
         assert verdict(seen, name).ok is False
     assert "not finite" in verdict(seen, "gradients").text
+    first = next(iter(dict(seen.model.named_parameters()))).rpartition(".")[0]
+    assert f"its logits are not finite (weights of module {first})" in verdict(seen, "shapes").text
+    assert "before the first step" in verdict(seen, "overfit").hint
 
 
 def test_memory_is_of_the_largest_batch_and_of_a_usual_step(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradus import models
 from gradus import recipe as recipes
-from gradus.errors import UserError
+from gradus.errors import Diverged, UserError
 from gradus.parallel.world import World
 from gradus.train import loop, metrics
 from gradus.train.local import LocalSync
@@ -64,9 +66,11 @@ def test_skipping_ends_when_it_does_not_help(tmp_path, monkeypatch):
 
 def test_nonfinite_steps_are_skipped_and_counted_when_asked(tmp_path):
     more = ["optimizer.name=sgd", "optimizer.lr=1e30", "schedule.name=constant", "train.on_nonfinite=skip", "train.steps=12"]
-    outcome = train(recipes.load("copy-task", [*TINY, f"log.dir={tmp_path / 'run'}", *more]))
-    assert 0 < outcome.summary["skipped_steps"] < 12
-    assert all(torch.isfinite(p).all() for p in outcome.trainer.model.parameters())
+    run = tmp_path / "run"
+    with pytest.raises(Diverged, match=r"its logits are not finite \(step 12, "):
+        train(recipes.load("copy-task", [*TINY, f"log.dir={run}", *more]))
+    assert 0 < json.loads((run / "summary.json").read_text())["skipped_steps"] < 12
+    assert all(torch.isfinite(p).all() for p in models.load(run).parameters())
 
 
 def test_the_mean_loss_is_of_the_steps_that_were_taken(tmp_path, monkeypatch):

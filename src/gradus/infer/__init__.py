@@ -16,6 +16,7 @@ from gradus.data.cache import identity
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
 from gradus.limits import CONFIG_FILE, TOKEN, read_json
+from gradus.models.finite import not_finite, weights_not_finite
 from gradus.models.weights import checksums, peft
 from gradus.parallel.device import pick_device
 from gradus.parallel.precision import Precision
@@ -104,7 +105,7 @@ class ModelSource:
         first call sets its precision (fp32, bf16 or fp16, of the weights too).
 
         Raises UserError for a folder of graphs, of weights that are quantized to something else, and for int8 and int4
-        of any other.
+        of any other; NotFinite for weights that are not finite.
         """
         if not self.export_info and precision not in ("fp32", "bf16", "fp16"):
             how = f"gradus quantize {self.name} writes a folder that has it"
@@ -117,7 +118,14 @@ class ModelSource:
             device = pick_device("auto")
             numbers = Precision(f"pure_{precision}" if precision != "fp32" else precision, device)
             self.model = models.load_plain(self.path, dtype=numbers.dtype, device=device)
+            with_finite_weights(self, self.model)
         return self.model.eval()
+
+
+def with_finite_weights(source: ModelSource, model: nn.Module) -> None:
+    """Raises NotFinite for weights that are not finite: attention of several kernels gives finite outputs of them."""
+    if where := weights_not_finite(model.named_parameters()):
+        raise not_finite(source.name, source.path, where)
 
 
 def find(name: str) -> ModelSource:
@@ -154,6 +162,7 @@ def sources(
             whose = f"an adapter of {of}, not of {name}" if of else "not an adapter"
             raise UserError(f"--adapter {source.name}: {whose}. Give an adapter of {name}.")
         source.model = models.beside(model, source.path)
+        with_finite_weights(source, source.model)
     return out
 
 
@@ -217,7 +226,7 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
-    """Texts as a generating model reads them. fit=False: a decoder's may be longer than the model.
+    """Texts as a generating model reads them. fit=False: they may be longer than the model.
 
     A published decoder's texts start with the begin token where its family says so. A model that a recipe trained saw
     none: its texts get no begin token, and an empty one starts with the token that preceded texts in training: the end
@@ -234,7 +243,8 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
             raise InputError(f"an empty text: {config.family} needs one to read. Give it after the model's name.")
         end = special(tokenizer, "eos", "sep")
         sources = [row + ([] if end is None else [end]) for row in rows]
-        fits(texts, sources, config.longest)
+        if fit:
+            fits(texts, sources, config.longest)
         padding = family.decoder_start == "padding"
         start = special(target, "pad") or 0 if padding else special(target, "bos", "cls", "pad")
         if start is None:

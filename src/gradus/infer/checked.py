@@ -17,6 +17,7 @@ from gradus.errors import UserError, writing
 from gradus.infer import Encoded, ModelSource
 from gradus.infer.engines import Engine, Torch, by_name, cache_key, open
 from gradus.models.decoding import generate, greedy
+from gradus.models.finite import finite
 from gradus.parallel.device import pick_device
 from gradus.rows import Row, as_lines, read_rows
 from gradus.train.machine import cpu_name
@@ -33,6 +34,7 @@ def compare(
     inputs: prompts, of which both decode the reference's `n` greedy tokens; or the arguments of some forward passes.
     Rows check/max_abs_delta, check/largest (the reference's largest |logit|), check/cosine (the lowest of a position),
     check/greedy (share of the `n` positions whose likeliest token or class is the same), check/computes (the type).
+    Raises NotFinite where the reference's logits are not finite.
     """
     if isinstance(inputs, Encoded):
         tokens: list[Tensor] = []
@@ -41,9 +43,11 @@ def compare(
     else:
         inputs = list(inputs)
         ours, theirs = (torch.cat([_flat(e(**arguments)) for arguments in inputs]) for e in (engine, reference))
-    finite = bool(ours.isfinite().all())
-    delta, largest = float((ours - theirs).abs().max()) if finite else float("inf"), float(theirs.abs().max())
-    cosine = float(torch.cosine_similarity(ours, theirs, dim=-1).min()) if finite else 0.0
+    if not finite(theirs):
+        raise reference.not_finite(lambda model: [model(**arguments) for arguments in inputs])
+    close = finite(ours)
+    delta, largest = float((ours - theirs).abs().max()) if close else float("inf"), float(theirs.abs().max())
+    cosine = float(torch.cosine_similarity(ours, theirs, dim=-1).min()) if close else 0.0
     same = (ours.argmax(-1) == theirs.argmax(-1)).double()
     at = {"engine": engine.name, "precision": engine.precision}
     values = {"max_abs_delta": delta, "largest": largest, "cosine": cosine, "greedy": float(same.mean())}
@@ -114,7 +118,8 @@ def read_check(file: Path) -> list[dict[str, Any]]:
 
 
 class LazyEngine:
-    """A model's engine, which is opened, and checked, on the first inputs."""
+    """A model's engine, which is opened, and checked, on the first inputs. Called, it raises NotFinite for logits that
+    are not finite."""
 
     def __init__(self, source: ModelSource):
         self.source, self.device = source, pick_device("auto")
@@ -130,7 +135,11 @@ class LazyEngine:
         return self.engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.on(by_name(self.source.family.model.forward, args, kwargs))(*args, **kwargs)
+        engine = self.on(by_name(self.source.family.model.forward, args, kwargs))
+        out = engine(*args, **kwargs)
+        if not finite(out):
+            raise engine.not_finite(lambda model: model(*args, **kwargs))
+        return out
 
 
 def checked(

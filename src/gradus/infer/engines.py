@@ -18,6 +18,7 @@ from gradus import files, limits
 from gradus.data.cache import digest
 from gradus.errors import UserError, did_you_mean, either
 from gradus.models.decoding import Steps
+from gradus.models.finite import MEND, NotFinite, first_not_finite, not_finite
 from gradus.train.machine import cpu_flags, cpu_name
 
 if TYPE_CHECKING:
@@ -80,6 +81,17 @@ class Engine:
         """Bytes that the model takes as it is stored."""
         raise NotImplementedError
 
+    def not_finite(self, again: Callable[[Any], Any]) -> NotFinite:
+        """The error for logits that are not finite; again: gives them once more by what it is called with: `Steps` of
+        the model in PyTorch, which can be called as the model too."""
+        where, source = None, self.source
+        with contextlib.suppress(UserError):  # a folder of graphs alone
+            steps = Torch(source)
+            where = first_not_finite(steps.model, lambda: again(steps))
+        how = "" if (self.name, self.precision) == ("torch", "fp32") else f" with --engine {self.name}"
+        how += f" --precision {self.precision}" if how else ""
+        return not_finite(source.name + how, source.path, where, MEND if where or not how else "Use --engine torch.")
+
     def __call__(self, *args: Any, select: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Called as the model is: tasks take an engine for it."""
         inputs = by_name(self.source.family.model.forward, args, kwargs)
@@ -104,6 +116,7 @@ class Torch(Steps, Engine):
 
     name = "torch"
     PRECISIONS = dict.fromkeys(("fp32", "bf16", "fp16"), ("causal", "both", "cross"))
+    not_finite = Engine.not_finite
 
     def __init__(self, source: ModelSource, precision: str = "fp32"):
         Engine.__init__(self, source, precision)

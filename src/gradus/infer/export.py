@@ -30,8 +30,8 @@ def export(
     name: as `infer.find`; of a run, its best checkpoint or else its newest. precision: None: for hf as stored, else
     fp32. shard_gb: hf's largest file, in 10^9 bytes. merge: of an adapter the whole weights with its product added;
     else hf writes the adapter alone, as PEFT does, and graphs are of the merged weights. Yields lines for the user.
-    Raises UserError where there is no model, where a format or an option does not fit it, or where `to` is the folder
-    that is read or holds something else.
+    Raises UserError where there is no model, or one whose logits are not finite, where a format or an option does not
+    fit it, or where `to` is the folder that is read or holds something else.
     """
     source = find(name)
     graphs = kind != "hf"
@@ -47,6 +47,7 @@ def export(
     if merge and graphs:
         raise UserError(f"--merge: --as {kind} writes merged weights anyway. Leave it out.")
     if not graphs:
+        exported.check_finite(source)
         yield from in_hugging_face_layout(source, to, shard_gb, precision, merge, adapted)
         return
     engine, precision = engines.kind(kind), precision or "fp32"

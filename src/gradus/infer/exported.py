@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,11 @@ from gradus import files, models
 from gradus.data.cache import digest, keep
 from gradus.errors import UserError
 from gradus.infer import EXPORTED as FILE
-from gradus.infer import ModelSource, read_export_info, sidecar
-from gradus.infer.engines import Engine
+from gradus.infer import ModelSource, read_export_info, sidecar, with_finite_weights
+from gradus.infer.engines import Engine, Torch
 from gradus.infer.graphs import DTYPES, Graph, graphs, lower
-from gradus.limits import CONFIG_FILE, read_json
+from gradus.limits import CONFIG_FILE, GB, read_json
+from gradus.models.finite import NotFinite, finite
 from gradus.models.weights import checksums
 
 NAMES = {  # of our models' arguments → of the graphs' inputs
@@ -146,6 +148,8 @@ def cached_folder(source: ModelSource, kind: type[GraphEngine], precision: str) 
     key = digest(source.content(), f"{source.config!r}", kind.name, precision, torch.__version__)
     try:
         return keep(files.cache_dir() / "exports" / key, make, "GRADUS_CACHE", whole)
+    except NotFinite:
+        raise
     except UserError as e:
         why = str(e).partition(" Use --as")[0].removesuffix(" Nothing was written.")
         what = f"--engine {kind.name}: {source.name} cannot be exported for it"
@@ -178,6 +182,7 @@ def fill(
     """Write the graphs of a model into a folder, with its configuration and tokenizer or normalisation, check them, and
     keep the check in export.json. Returns what that says, the bytes of the graphs, whether there is a tokenizer."""
     reference = models.load_plain(source.path).eval().requires_grad_(False)
+    check_finite(source, reference)
     lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
     about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
     for graph in graphs(lowered):
@@ -215,6 +220,22 @@ def line(about: dict[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- checking it
+
+LIGHT = 2 * GB  # of a model in fp32 that is loaded only to see whether its logits are finite
+
+
+@torch.no_grad()
+def check_finite(source: ModelSource, model: nn.Module | None = None) -> None:
+    """Raises NotFinite where weights, or the logits of one drawn input, are not finite. model: where it is loaded; else
+    it is here, unless it is no LIGHT one."""
+    if model is not None:
+        with_finite_weights(source, model)
+    elif 4 * models.count(source.config)["total"] > LIGHT:
+        return
+    steps = Torch(dataclasses.replace(source, model=model))
+    inputs = {name: x.to(steps.device) for name, x in next(drawn_inputs(source))[1].items()}
+    if not finite(steps(**inputs)):
+        raise steps.not_finite(lambda again: again(**inputs))
 
 
 def check(

@@ -13,6 +13,7 @@ from gradus.infer import ModelSource, encode, note, sources
 from gradus.infer.checked import checked
 from gradus.models.decoding import Choose, beam_search, sampler
 from gradus.models.decoding import generate as decode
+from gradus.models.finite import NotFinite
 
 
 class Continuation:
@@ -107,10 +108,15 @@ def _generate(args: Any, source: ModelSource, choose: Any) -> None:
     first, start = None, time.perf_counter()
     if stream:
         stream.show(continuation.rows[0])
-    for _ in continuation.steps(choose, cache=not args.no_cache):
-        first = first or time.perf_counter()
+    try:
+        for _ in continuation.steps(choose, cache=not args.no_cache):
+            first = first or time.perf_counter()
+            if stream:
+                stream.show(continuation.rows[0])
+    except NotFinite:
         if stream:
-            stream.show(continuation.rows[0])
+            print(flush=True)
+        raise
     end = time.perf_counter()
     first = start if first is None or args.beams > 1 else first  # a search yields all at once
     if stream:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,11 +33,13 @@ from gradus.infer import (
     read_export_info,
     readable,
     special,
+    with_finite_weights,
 )
 from gradus.infer import sources as sources_of
 from gradus.infer.checked import LazyEngine
 from gradus.limits import read_json
 from gradus.models.decoding import complete
+from gradus.models.finite import first_not_finite, not_finite
 from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
@@ -404,7 +408,7 @@ def evaluate(
 
     engine, precision: what runs the model, if not PyTorch as the recipe says, which for a run with train.qat computes
     with the rounding that training saw. beams: of translations, evaluate.beams.
-    Arguments and errors else as of `open_evaluation`.
+    Arguments and errors else as of `open_evaluation`; NotFinite where the loss is not finite.
     """
     overrides = [*overrides, *([f"evaluate.beams={beams}"] if beams != 1 else [])]
     source, session = open_evaluation(name, overrides, split, checkpoint, json_file)
@@ -415,12 +419,18 @@ def evaluate(
     model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
         models.load_weights(model, source.path)
+        with_finite_weights(source, model)
     rounds = plain and session.recipe.train.qat and (source.path / qat.FILE).is_file()  # as training evaluated
     parallel, instead = apply(model, session.recipe.layout, qat=rounds), None if plain else LazyEngine(source)
     if rounds:
         qat.restore(model, read_json(source.path / qat.FILE, limits.CONFIG_FILE))
     precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own
-    metrics = evaluate_split(parallel, session.task, split, precision, session.device, instead=instead)
+    run = functools.partial(evaluate_split, parallel, session.task, split, precision, session.device)
+    metrics = run(instead=instead)
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        if instead is not None:
+            raise instead.not_finite(lambda steps: run(instead=steps))
+        raise not_finite(source.name, source.path, first_not_finite(model, run))
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

@@ -22,6 +22,7 @@ from gradus.infer import ModelSource, engines, quantized, sidecar
 from gradus.infer.checked import compare, line
 from gradus.infer.engines import Engine, by_name
 from gradus.infer.export import free
+from gradus.infer.exported import check_finite
 from gradus.infer.predict import BATCH, open_evaluation
 from gradus.limits import CONFIG_FILE, read_json
 from gradus.models.decoding import complete
@@ -52,6 +53,7 @@ def quantize(args: Any) -> Iterator[str]:
     without = session.recipe.evaluate.model_copy(update={"decode": False})  # accuracy is of given answers
     session.task.recipe = session.task.recipe.model_copy(update={"evaluate": without})
     model = source.load()
+    check_finite(source, model)
     ranges, origin = _ranges(args, source, session) if args.how == "static" else ({}, None)
     if origin:
         yield origin
@@ -166,7 +168,7 @@ def before_and_after(session: Session, split: str, old: Engine, new: Engine) -> 
         for engine, sums in zip((old, new), each)
     ]
     table |= {f"{split}/{name}": [m[name] for m in metrics] for name in ("accuracy", "loss")}
-    both = [(a["accuracy"], b["accuracy"]) for a, b in zip(*each, strict=True)]
+    both = [(a["accuracy"], b.get("accuracy", b["loss"])) for a, b in zip(*each, strict=True)]
     return table | {"difference": paired_loss([(before - after, n) for (before, n), (after, _) in both])}
 
 
@@ -223,7 +225,9 @@ def why_refused(table: Table, max_loss: float) -> str | None:
     points, error, n = table["difference"]
     times = {name: pair for name, pair in table.items() if name.startswith("ms")}
     reasons = []
-    if points > max_loss:
+    if not all(map(math.isfinite, (after for name, (_, after) in table.items() if "/" in name))):
+        reasons.append("its logits are not finite")
+    elif points > max_loss:
         reasons.append(f"it loses {points:.2f} ± {error:.2f} points of {n:,}, more than --max-loss {max_loss:g}")
     if math.prod(before / after for before, after in times.values()) < 1:
         figures = (f"{name}: {after:.3g} after, {before:.3g} before" for name, (before, after) in times.items())

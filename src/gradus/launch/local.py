@@ -53,7 +53,8 @@ def train(
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
         code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
-    if code in (1, FAULT) and any((folder / "checkpoints").glob("step-*")):
+    ended = (folder / "summary.json").exists()
+    if code in (1, FAULT) and not ended and any((folder / "checkpoints").glob("step-*")):
         print(f"Resume from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
     return code
 
@@ -85,7 +86,7 @@ def run(
                     return code and 128 + programs.signals[0]
                 if text:
                     tell_error(text)
-                if code in (0, 2):
+                if code in (0, 2) or (code == 1 and text is None):  # a run that diverged was said by rank 0
                     break
                 if restart < max_restarts:
                     attempts = f"{restart + 1} of {max_restarts}"
@@ -144,6 +145,8 @@ def environment_of(rank: int, n: int, port: int, restart: int) -> dict[str, str]
 
 def outcome(folder: Path, codes: dict[int, int | None], text: str | None) -> tuple[int, str | None]:
     """(The exit code of the whole, what to tell the user.) text: the diagnosis."""
+    if set(codes.values()) == {1} and all(r and r.what == "done" for r in (status.read(folder, k) for k in codes)):
+        return 1, None  # the run came to its end, and diverged
     exit_codes = status.with_word_left(folder, codes)
     faulty = status.died(folder, exit_codes)
     first, code = (faulty[0], exit_codes[faulty[0]]) if faulty else (0, 1)

@@ -17,6 +17,7 @@ from gradus import files, hub, limits
 from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
+from gradus.models.finite import finite, not_finite, weights_not_finite
 from gradus.models.weights import checksums, peft
 from gradus.patch import replaced
 from gradus.recipe import schema
@@ -650,7 +651,7 @@ def convert(
 ) -> None:  # fmt: skip
     """Write a model that `load` can read in Hugging Face's layout, without building it: one stored tensor at a time is
     read, and memory holds one shard of the result. dtype: of all tensors; None: values and dtype stay as they are
-    stored. Errors as in `load` and `save`."""
+    stored. Errors as in `load` and `save`; NotFinite for values that are not finite."""
     path = locate(name_or_path)
     config, tensors = _open(path, weights_too=True)
     model = whole(config)
@@ -661,5 +662,13 @@ def convert(
         values = {name: value for name, value in values.items() if name in trained}
     stored = weights.theirs(model, values)
     dtype, as_stored = dtype or tensors[next(iter(rules))].read().dtype, dtype is None
-    written = ((name, tensor.read() if as_stored else tensor.read().to(dtype)) for name, tensor in stored.items())
+
+    def read(tensor: weights.Stored) -> torch.Tensor:
+        whole = tensor.read()
+        if not finite(whole):
+            where = weights_not_finite((name, value.read()) for name, value in values.items())
+            raise not_finite(str(name_or_path), path, where)
+        return whole if as_stored else whole.to(dtype)
+
+    written = ((name, read(tensor)) for name, tensor in stored.items())
     weights.write(written, to_config_json(config, dtype), folder, max_shard_bytes, adapter_config(model))

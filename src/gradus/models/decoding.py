@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradus.errors import UserError
 from gradus.layers import Cache
+from gradus.models.finite import NotFinite, finite, first_not_finite, not_finite, spoiled
 
 Choose = Callable[[Tensor], Tensor]  # logits (batch, vocab) -> ids (batch,)
 
@@ -54,7 +55,8 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
             beyond = ordered.cumsum(-1) - ordered >= top_p
             beyond[:, 0] = False  # the likeliest token always stays
             logits = logits.masked_fill(beyond.scatter(-1, order, beyond), float("-inf"))
-        return torch.multinomial(logits.softmax(-1), 1, generator=generators[device])[:, 0]
+        chances = logits.softmax(-1).nan_to_num(1.0)  # all nan where logits are not finite, of which `generate` tells
+        return torch.multinomial(chances, 1, generator=generators[device])[:, 0]
 
     return choose
 
@@ -118,6 +120,10 @@ class Steps:
         """Row i goes on from row rows[i] of the same source: rows (batch,)."""
         self.cache.reorder(rows)
 
+    def not_finite(self, again: Callable[[Steps], Any]) -> NotFinite:
+        """The error for logits that are not finite; again: reads once more what gave them."""
+        return not_finite("the model", None, first_not_finite(self.model, lambda: again(self)))
+
     def _read(self, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         if self.cache is not None:
             kwargs["cache"] = self.cache
@@ -157,6 +163,7 @@ def generate(
     cache=False computes everything again for every token, which is slower and gives the same tokens.
     window: read only the last `window` tokens of a row, as if they were its first. The cache holds keys and values
     computed at their old positions, so everything is computed again for every token once a row is longer.
+    Raises NotFinite in place of a token whose logits are not finite.
     """
     if max_new < 1:
         return
@@ -172,6 +179,16 @@ def generate(
     end_tokens = torch.tensor(ends, dtype=torch.long, device=device)
     cache = cache and steps.keeps and longest <= (window or longest)
     new, ended, waiting = None, torch.zeros(batch, dtype=torch.bool), []
+
+    def again(s: Steps) -> Tensor:
+        return s.prefill(*latest(text[:, :now], lengths.clamp_max(now), window or now), *source)
+
+    def of_each_row(get: Callable[[], Tensor]) -> Tensor:
+        tokens, bad = get().split([batch, 1])
+        if bad:
+            raise steps.not_finite(again)
+        return tokens
+
     for now in range(longest, longest + max_new):  # tokens of the longest row
         if new is not None and cache and now <= (window or now):
             logits = steps.decode(new, lengths - 1)  # (batch, vocab)
@@ -184,13 +201,13 @@ def generate(
             done |= torch.isin(new, end_tokens)
         text[rows, lengths] = new
         lengths = lengths + 1
-        waiting.append(to_host(new))
+        waiting.append(to_host(torch.cat((new, spoiled(logits).isnan()[None]))))
         if len(waiting) > ahead:
-            yield (tokens := waiting.pop(0)())
+            yield (tokens := of_each_row(waiting.pop(0)))
             ended |= torch.isin(tokens, torch.tensor(ends, dtype=torch.long))
             if bool(ended.all()):
                 return
-    yield from (get() for get in waiting)
+    yield from map(of_each_row, waiting)
 
 
 def complete(
@@ -219,7 +236,7 @@ def beam_search(
     still be beaten by the best beginning at its present length. Arguments as of `complete`; prompts of one length
     where there is more than one.
 
-    Raises UserError for fewer than 2 beams, and for a model that keeps no cache.
+    Raises UserError for fewer than 2 beams, and for a model that keeps no cache; NotFinite as `generate`.
     """
     steps = Steps(model) if isinstance(model, nn.Module) else model
     if beams < 2 or not steps.keeps:
@@ -238,6 +255,9 @@ def beam_search(
     open_rows, end_tokens = set(range(n)), torch.tensor(ends, dtype=torch.long, device=device)
     first = torch.arange(n, device=device)[:, None] * beams
     for length in range(1, max(most) + 1):
+        if not finite(logits):
+            read = torch.cat((ids, texts.flatten(0, 1)), dim=1), lengths
+            raise steps.not_finite(lambda s, read=read: s.prefill(*read, *source))
         each = scores[:, :, None] + logits.float().log_softmax(-1).view(n, beams, -1)  # (n, beams, vocab)
         vocab = each.shape[-1]
         best, where = each.flatten(1).topk(min((1 + max(1, len(ends))) * beams, beams * vocab), dim=1)

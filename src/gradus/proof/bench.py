@@ -23,6 +23,7 @@ from gradus.errors import UserError, did_you_mean, either
 from gradus.infer import ModelSource, engines, find
 from gradus.infer.checked import verdict
 from gradus.infer.compiled import other_dtype
+from gradus.infer.exported import check_finite
 from gradus.parallel.device import pick_device
 from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.proof import results
@@ -61,6 +62,8 @@ class EnginePair(NamedTuple):
 def bench(args: Any) -> Iterator[str]:
     """The verb. Yields what is printed; returns the exit code."""
     plan = plan_bench(find(args.model), args)
+    if not plan.source.export_info:  # which was checked when it was written
+        check_finite(plan.source)
     folder = Path(args.to or Path("bench") / Path(args.model).resolve().name)
     rows = run(plan.study, folder, results.quiet if args.json else results.say, more=plan.rows)
     best = next((row for row in rows if row.name == "best"), None)

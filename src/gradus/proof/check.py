@@ -24,6 +24,7 @@ from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
 from gradus.errors import UserError, colour, some
 from gradus.layers import observe_attention
+from gradus.models.finite import first_not_finite
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed, single_process
 from gradus.plan.batches import task_without_data
@@ -308,8 +309,12 @@ class SessionChecks:
             hint = "Head and task do not agree: look at model.head and task.name."
             raise Wrong(f"{text}, but there are {self.classes()} classes", hint)
         if loss.dim() or not torch.isfinite(loss):
+            where = first_not_finite(self.model, lambda: self.sums(self.batch))
             hint = "Is a value of the data not finite? Or use layout.precision=fp32."
-            raise Wrong(f"{text}; the loss is {loss.tolist()}", hint)
+            if self.recipe.model.init is not None and where:
+                hint = f"Give other weights than model.init={self.recipe.model.init}, or use layout.precision=fp32."
+            logits = f": its logits are not finite ({where})" if where else ""
+            raise Wrong(f"{text}; the loss is {loss.tolist()}{logits}", hint)
         return text
 
     def start(self) -> str:
@@ -424,6 +429,8 @@ class SessionChecks:
         text += f"; it must fall to 1/{FALL:g}"
         if math.isfinite(losses[-1]) and fell >= FALL:
             return text
+        if not math.isfinite(losses[0]):
+            raise Wrong(text, "The loss is not finite before the first step: see the line of shapes.")
         if not math.isfinite(losses[-1]) or max(losses) > 1.5 * losses[0]:
             raise Wrong(text, "The learning rate is too high: try optimizer.lr ten times smaller.")
         if len(losses) >= STEPS or (len(losses) >= LEAST and fell < HARDLY):

@@ -16,6 +16,7 @@ from gradus.infer.checked import compare
 from gradus.measure import roofs
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
+from gradus.models.finite import finite
 from gradus.parallel.world import World
 from gradus.proof.runners import time_subject
 from gradus.proof.timing import Subject, Timed, Window
@@ -68,10 +69,12 @@ class EngineRuns:
             for _ in tokens:
                 pass
         else:
-            self.engine(**inputs)
+            out = self.engine(**inputs)
             if self.engine.device.type != "cpu":
                 torch.accelerator.synchronize()
         self.raw["latency"].append(time.perf_counter() - began)
+        if not (self.samples or self.new or finite(out)):
+            raise self.engine.not_finite(lambda model: model(**inputs))
         self.samples += self.batch
 
     @torch.no_grad()

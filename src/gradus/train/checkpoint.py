@@ -228,7 +228,7 @@ class Checkpoints:
                 continue
             evaluated = _evaluated(folder)
             value = evaluated["metrics"].get(metric)
-            if value is not None and math.isfinite(value):
+            if value is not None and is_finite(evaluated["metrics"], metric):
                 candidates.append((value if higher else -value, evaluated["step"], folder))
         if not candidates:
             return None
@@ -293,6 +293,12 @@ def _set_aside(folder: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     os.replace(folder, out)
     return out
+
+
+def is_finite(metrics: dict[str, float], name: str) -> bool:
+    """Whether weights with these metrics may be the best by one of them. Old runs have an accuracy of logits that are
+    not finite; a perplexity may be infinite."""
+    return all(math.isfinite(metrics.get(key, 0.0)) for key in (name, f"{name.split('/')[0]}/loss"))
 
 
 def _evaluated(best: Path) -> dict[str, Any]:

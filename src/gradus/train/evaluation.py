@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gradus.data.loader import Loader
+from gradus.models.finite import NotFinite
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA
 from gradus.parallel.precision import Precision
@@ -20,6 +21,7 @@ from gradus.parallel.world import gathered
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train import machine
+from gradus.train.checkpoint import is_finite
 from gradus.train.hooks import Hook
 from gradus.train.metrics import so_far
 from gradus.train.signals import Cut
@@ -80,7 +82,7 @@ class Evaluation(Hook):
         p = trainer.progress
         name, higher = chosen_by(trainer.task)
         value, sign = p.last_evaluation[name], 1 if higher else -1
-        if p.step and math.isfinite(value) and (p.best is None or sign * value > sign * p.best):
+        if p.step and is_finite(p.last_evaluation, name) and (p.best is None or sign * value > sign * p.best):
             p.best, p.best_step, p.best_metric = value, p.step, name
             with trainer.clock.count("checkpoint"):
                 trainer.at("the gathering of the best weights", p.step)
@@ -109,11 +111,13 @@ def evaluate(
     """The task's metrics over a whole split, each sample once, in evaluation mode; the model's mode is put back.
 
     Collective: processes take shares of every batch and sum their results; for decoding each has the whole model, and
-    its own share. between: called before every batch, on all alike. instead: what is called in the model's place (of
-    one process). each: is given every batch's sums, metric -> (sum, count).
+    its own share. Where the loss, or a logit that decides a token, is not finite, all metrics are nan: what argmax
+    makes of nan is no accuracy. between: called before every batch, on all alike. instead: what is called in the
+    model's place (of one process). each: is given every batch's sums, metric -> (sum, count).
     """
     r, mesh, model = task.recipe, parallel.mesh, parallel.bare
     writes = r.evaluate.decode and type(task).decoded_metrics is not Task.decoded_metrics
+    own: dict[int, str] | None = None  # what this process writes
     was_training = model.training
     model.eval()
     totals: dict[str, list[float]] = {}
@@ -132,12 +136,16 @@ def evaluate(
             sums: dict[str, list[float]] = {}
             for of_process in gathered(totals):
                 _add(sums, of_process)
+            if not math.isfinite(sums.get("loss", [0.0])[0]):
+                return dict.fromkeys(task.units, math.nan)
             metrics = task.metrics({name: total / max(1, count) for name, (total, count) in sums.items()}, split)
             if writes:
-                with precision.autocast():
+                with precision.autocast(), contextlib.suppress(NotFinite):
                     own = task.decode_split(whole, split, mesh.world.rank, mesh.world.size)
-                written = {i: text for part in gathered(own) for i, text in part.items()}
-                metrics |= task.decoded_metrics(written, split)
+                parts = gathered(own)
+                if None in parts:
+                    return dict.fromkeys(task.units, math.nan)
+                metrics |= task.decoded_metrics({i: text for part in parts for i, text in part.items()}, split)
     finally:
         model.train(was_training)
     return metrics
@@ -164,7 +172,8 @@ def _evaluate_batch(
     """What this process adds to the metrics' (sum, count): each target once over all processes."""
 
     def run(model: nn.Module, batch: dict) -> dict:
-        with precision.autocast():
+        sums: dict[str, Any] = {"loss": (math.nan, 1)}
+        with precision.autocast(), contextlib.suppress(NotFinite):
             sums = task.evaluate(model, batch)
         return {name: (float(v.full_tensor() if isinstance(v, DTensor) else v), n) for name, (v, n) in sums.items()}
 

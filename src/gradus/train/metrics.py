@@ -20,6 +20,9 @@ from gradus.train.hooks import Hook
 if TYPE_CHECKING:
     from gradus.train.loop import Taken, Trainer
 
+MEND_TRAINING = (
+    "Try a smaller optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, or layout.precision=bf16 or fp32"
+)
 HOPELESS = 100  # steps in a row that are not finite: skipping more of them will not help
 COUNTED_STEP = 2  # of a start, whose traffic between processes is counted: the first one may set things up
 
@@ -167,6 +170,5 @@ class Metrics(Hook):
         good = f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         trainer.log([Row("train/nonfinite", str(loss), "", step)])
-        advice = "Try a smaller optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, or "
-        advice += "layout.precision=bf16 or fp32; train.on_nonfinite=skip leaves such steps out and counts them."
-        raise UserError(f"step {step}: {what}. {good} {advice}")
+        skip = "train.on_nonfinite=skip leaves such steps out and counts them."
+        raise UserError(f"step {step}: {what}. {good} {MEND_TRAINING}; {skip}")

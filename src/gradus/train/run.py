@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ import torch
 
 from gradus import files, models
 from gradus import recipe as recipes
-from gradus.errors import EnvironmentFault, UserError, colour
+from gradus.errors import Diverged, EnvironmentFault, UserError, colour
+from gradus.models.finite import NotFinite, first_not_finite, weights_not_finite
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
@@ -23,13 +25,14 @@ from gradus.parallel.world import World
 from gradus.recipe.schema import Layout, Recipe
 from gradus.text import count
 from gradus.train import resolve
+from gradus.train.checkpoint import is_finite
 from gradus.train.clock import MEASURES, begin_run, peaks
-from gradus.train.evaluation import Evaluation
+from gradus.train.evaluation import Evaluation, chosen_by, evaluate
 from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, check_trackers, environment, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
 from gradus.train.machine import bf16_units
-from gradus.train.metrics import COUNTED_STEP, Metrics, TrafficCount
+from gradus.train.metrics import COUNTED_STEP, MEND_TRAINING, Metrics, TrafficCount
 from gradus.train.resume import LENGTH, Start, extend, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
@@ -71,7 +74,7 @@ def train(
     longer: the user gave a new length for the resumed run; a finished one must not end at once.
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is
     `plan`. hooks: called after the log and the metrics, before evaluations and checkpoints.
-    Raises UserError, and Stopped after a signal once everything is saved.
+    Raises UserError, Diverged once everything is saved, and Stopped after a signal, likewise.
     """
     plan = plan or Plan()
     if not begin_run() and world.first:
@@ -123,7 +126,10 @@ def train(
                 traffic = TrafficCount(plan.step or COUNTED_STEP)
                 trainer.hooks[:0] = [*opened, plan, traffic, metrics, *hooks, evaluation, Saving(metrics)]
                 trainer.run()
-            return Outcome(folder, finish(trainer, evaluation, session), trainer)
+            outcome, diverged = Outcome(folder, finish(trainer, evaluation, session), trainer), divergence(trainer)
+    if diverged:
+        raise Diverged(diverged)
+    return outcome
 
 
 def start(
@@ -245,7 +251,10 @@ def finish(trainer: Trainer, evaluation: Evaluation, session: Session) -> dict[s
         metrics |= evaluation.evaluate(trainer, "test")
     lines = []
     if r.evaluate.samples:
-        with torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model:
+        with (
+            torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model,
+            contextlib.suppress(NotFinite),
+        ):  # fmt: skip
             if parallel.mesh.world.first:  # the only one that prints them
                 shown = task.examples(model.eval(), r.evaluate.samples)
                 lines += ["", "samples after training:", *shown] if shown else []
@@ -258,6 +267,26 @@ def finish(trainer: Trainer, evaluation: Evaluation, session: Session) -> dict[s
         write_json(trainer.folder / "summary.json", summary | {"metrics": finite})
         print_summary(trainer, summary, lines)
     return summary
+
+
+def divergence(trainer: Trainer) -> str | None:
+    """Why a run that has ended has no weights of use: its last validation is not finite, and none before was. Where one
+    was, a note says that the last is not. Collective."""
+    p, parallel, task = trainer.progress, trainer.parallel, trainer.task
+    name, _ = chosen_by(task)
+    if not p.last_evaluation or is_finite(p.last_evaluation, name):
+        return None
+    weights = weights_not_finite((h.name, h.local) for h in parallel.local_parameters)
+    where = next(filter(None, worlds.gathered(weights)), None)
+    if where is None and not parallel.several:
+        run = functools.partial(evaluate, parallel, task, "valid", trainer.precision, trainer.device)
+        where = first_not_finite(parallel.bare, run)
+    text = f"{trainer.folder}: its logits are not finite (step {p.step:,}{f', {where}' if where else ''})"
+    if p.best is not None:
+        if parallel.mesh.world.first:
+            print(f"note: {text}; the best checkpoint, of step {p.best_step:,}, is", flush=True)
+        return None
+    return f"{text}, and no checkpoint is better. {MEND_TRAINING}."
 
 
 def summary_of(trainer: Trainer, session: Session) -> dict[str, Any]:
