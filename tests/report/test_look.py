@@ -164,6 +164,13 @@ def test_a_large_model_and_a_long_text_are_cut_and_it_is_said(made, capsys):
     assert evenly(9, 6)[0] == 0 and evenly(9, 6)[-1] == 8 and evenly(3, 6) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("name", "read", "of"), [("gpt", 32, 60), ("seq2seq", 32, 61), ("t5", 48, 61)])
+def test_a_text_longer_than_the_context_is_cut_to_it(name, read, of, made, capsys):
+    page = page_of(made, name, "cat " * 60)
+    assert f"the first {read} of the text's {of} tokens are read" in capsys.readouterr().err
+    assert f"It reads, {read} tokens" in page
+
+
 def test_any_text_is_text_and_pictures_have_names(made):
     page = page_of(made, "gpt", 'a <b> cat "sat" <script>')
     assert "<script" not in page and "<b>" not in page and "&lt;b&gt;" in page
@@ -191,7 +198,6 @@ def test_the_copy_task(folders, made, capsys):
         (["gpt", "--sample", "1"], "no run that reads images"),
         (["gpt", TEXT, "--to", "no/such/place.html"], "nothing was written"),
         (["gpt", TEXT, "--to", "."], "not a file"),
-        (["gpt", "cat " * 40], "more than the 32"),
         (["nowhere", TEXT], "nowhere: no such"),
     ],
 )

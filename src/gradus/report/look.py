@@ -24,10 +24,11 @@ from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, not_written
 from gradus.infer import ModelSource, encode, find, note
 from gradus.infer.checked import LazyEngine
-from gradus.infer.engines import by_name
+from gradus.infer.engines import Torch, by_name
 from gradus.infer.predict import asking_for, copies, line_of, mean_and_std, read_images, records_of, rows_of, split_of
 from gradus.layers import Attention, observe_attention
 from gradus.models.decoding import complete
+from gradus.models.finite import finite
 from gradus.report.look_page import Layer, Seen, content
 from gradus.report.page import to_html
 
@@ -110,9 +111,9 @@ def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
 
 
 def look_at_copy(source: ModelSource, text: str) -> Seen:
-    record = next(copies(source, [text], LazyEngine(source)))
-    whole = [int(word) for word in record["input"].split()]
-    read, written = shortened(whole), shortened([int(word) for word in record["answer"].split()])
+    whole = text.split()
+    record = next(copies(source, [" ".join(whole[: source.config.seq_len])], LazyEngine(source)))
+    read, written = (shortened([int(word) for word in record[key].split()]) for key in ("input", "answer"))
     target = [read[0] if source.recipe.task.start == "first" else 0, *written]
     del target[1 if source.recipe.task.start == "first" else -1]  # the start is in the answer, or its end unread
     n = source.recipe.task.n_symbols
@@ -127,12 +128,12 @@ def look_at_text(source: ModelSource, text: str, path: str | None) -> Seen:
     if family.attention == "both":
         whole = rows_of(source, tokenizer, [text])[0]
     else:
-        encoded = encode(source, tokenizers, [text])
+        encoded = encode(source, tokenizers, [text], fit=False)
         whole = (encoded.sources or encoded.prompts)[0]
-    read = shortened(whole, tokenizer)
+    read = shortened(whole, tokenizer, longest)
     if family.attention == "cross":
         most = min(TOKENS, longest or TOKENS) - 1
-        new = complete(source.load(), encoded.prompts, sources=[read], max_new=most, eos_id=encoded.ends)[0]
+        new = complete(Torch(source), encoded.prompts, sources=[read], max_new=most, eos_id=encoded.ends)[0]
         answer = Side(encoded.prompts[0] + new, partial(label, target), target.vocab_size)
     seen = look_at_ids(source, Side(read, partial(label, tokenizer), tokenizer.vocab_size, len(whole)), answer)
     seen.input = text
@@ -148,12 +149,13 @@ def prediction(source: ModelSource, given: str) -> str:
     return line_of(next(records_of(source, [given], 3))).partition("  ←")[0]
 
 
-def shortened(ids: list[int], tokenizer: Tokenizer | None = None) -> list[int]:
-    """At most TOKENS of them, an end token among these."""
-    if len(ids) <= TOKENS:
+def shortened(ids: list[int], tokenizer: Tokenizer | None = None, longest: int | None = None) -> list[int]:
+    """At most TOKENS of them, and as many as the model can read, an end token among these."""
+    most = min(TOKENS, longest or TOKENS)
+    if len(ids) <= most:
         return ids
     ends = tokenizer is not None and ids[-1] in (tokenizer.sep_id, tokenizer.eos_id)
-    return [*ids[: TOKENS - 1], ids[-1]] if ends else ids[:TOKENS]
+    return [*ids[: most - 1], ids[-1]] if ends else ids[:most]
 
 
 def label(tokenizer: Tokenizer, i: int) -> str:
@@ -171,7 +173,8 @@ def look_at_ids(source: ModelSource, read: Side, written: Side | None) -> Seen:
     seen, paths = observe(source, model, call), source.family.tokens
     seen.texts = [[side.name(i) for i in side.ids] for side in sides]
     if read.whole > len(read.ids):
-        seen.cut = f"Only the first {TOKENS} of the text's {read.whole:,} tokens are read, so that they can be drawn."
+        n, of = len(read.ids), f"the text's {read.whole:,} tokens"
+        seen.cut = f"Only the first {n} of {of} are read, so that they can be drawn."
         note(seen.cut)
     for i, path in enumerate(paths):
         side = sides[min(i, len(sides) - 1)]
@@ -196,7 +199,7 @@ def nearest(table: Tensor, ids: list[int], name: Callable[[int], str]) -> list[l
 
 @torch.no_grad()
 def observe(source: ModelSource, model: nn.Module, call: Callable[[], Any]) -> Seen:
-    """Attention and positions while `call` runs the model on one input."""
+    """Attention and positions while `call` runs the model on one input. Raises NotFinite."""
     weights: dict[str, Tensor] = {}
     given: dict[str, dict[str, Any]] = {}
     tables: dict[str, Tensor] = {}
@@ -214,7 +217,9 @@ def observe(source: ModelSource, model: nn.Module, call: Callable[[], Any]) -> S
                 hooks.callback(module.register_forward_pre_hook(partial(attends, name), with_kwargs=True).remove)
             elif isinstance(module, nn.Embedding) and name not in source.family.tokens:
                 hooks.callback(module.register_forward_pre_hook(partial(looks_up, name)).remove)
-        call()
+        out = call()
+    if not finite(out):
+        raise Torch(source).not_finite(lambda _: call())
     if not weights:
         raise UserError(f"{source.name}: it has no gradus.layers.Attention, so there is nothing to see.")
     layers = [layer_of(source, name, seen[0].float().cpu(), given[name]) for name, seen in weights.items()]

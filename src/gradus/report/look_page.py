@@ -291,7 +291,8 @@ def _rotary(cos: Tensor, sin: Tensor) -> Picture:
 def _bias(kind: str, bias: Tensor) -> Picture:
     heads, (q, k) = evenly(len(bias), HEADS), bias.shape[-2:]
     steps = range(1 - q, k if kind.startswith("Encoder") else 1)
-    by_step = torch.stack([bias.diagonal(o, dim1=-2, dim2=-1).mean(-1) for o in steps], -1)[heads]  # (heads, steps)
+    diagonals = (bias.double().diagonal(o, dim1=-2, dim2=-1) for o in steps)
+    by_step = torch.stack([diagonal.mean(-1) for diagonal in diagonals], -1)[heads]  # (heads, steps)
     best = ", ".join(f"{steps[int(row.argmax())]:+d}" for row in by_step)
     text = "A row a head, a column a distance of the key in tokens, after (+) or before (-) the query: what is added "
     text += f"to the score, blue above 0, orange below. The distance that each head favours most: {best}."
