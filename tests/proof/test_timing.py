@@ -68,17 +68,18 @@ def test_a_window_has_enough_by_number_and_time():
 
 
 @pytest.mark.parametrize(
-    ("others", "threads", "line"),
+    ("others", "threads", "processes", "line"),
     [
-        (None, 2, None),
-        (0.2, 2, None),
-        (1.2, 1, None),
-        (1.9, 2, "other programs use 1.9 of the 2 processors; 1 thread (layout.threads=1) may be faster"),
-        (2.3, 1, "other programs use 2.0 of the 2 processors"),
+        (None, 2, 1, None),
+        (0.2, 2, 1, None),
+        (1.2, 1, 1, None),
+        (1.9, 2, 1, "other programs use 1.9 of the 2 processors; 1 thread (layout.threads=1) may be faster"),
+        (2.3, 1, 1, "other programs use 2.0 of the 2 processors"),
+        (1.9, 1, 2, "other programs use 1.9 of the 2 processors"),
     ],
 )
-def test_processors_that_others_have_are_told_with_what_helps(others, threads, line, monkeypatch):
+def test_processors_that_others_have_are_told_with_what_helps(others, threads, processes, line, monkeypatch):
     monkeypatch.setattr(timing.limits, "cores", lambda: 2)
-    assert timing.taken(others, threads) == line
+    assert timing.taken(others, threads, processes) == line
     monkeypatch.setattr(timing, "TORCH_SPINS", True)  # torch was imported before gradus
-    assert (timing.taken(others, threads) or "").endswith("its threads spin while they wait") == bool(line and threads > 1)
+    assert (timing.taken(others, threads, processes) or "").endswith("its threads spin while they wait") == bool(line and threads > 1)

@@ -393,7 +393,7 @@ def run(args: Any) -> list[str]:
     others = OtherPrograms()
     device = calibrate(args.seconds, on, functools.partial(print, flush=True))
     if on.type == "cpu" and (share := others.share() or 0.0) > BUSY:
-        use = taken(share, torch.get_num_threads(), "--threads ") or f"other programs used {share:.1f} processors"
+        use = taken(share, torch.get_num_threads(), key="--threads ") or f"other programs used {share:.1f} processors"
         print(f"note: {use}: this machine is faster than measured. Calibrate when they do not.", flush=True)
     if "coarse" in device.measured:
         with contextlib.suppress(UserError):  # there is none

@@ -223,8 +223,8 @@ def busy_line(c: Configuration, sample: Sample) -> str | None:
     """A line where other programs had the processors that a sample on a CPU needed."""
     if not sample.ranks or sample.ranks[0].facts.get("device") != "cpu":
         return None
-    threads = sum(t.facts.get("threads", 1) for t in sample.ranks)
-    return taken(sample.ranks[0].others, threads, "layout.threads=" if c.recipe else "OMP_NUM_THREADS=")
+    first, key = sample.ranks[0], "layout.threads=" if c.recipe else "OMP_NUM_THREADS="
+    return taken(first.others, first.facts.get("threads", 1), len(sample.ranks), key)
 
 
 def row_key(row: Row) -> tuple[str, str, str]:

@@ -158,8 +158,8 @@ class Proof(Plan):
 
     def _taken(self, device: str) -> str | None:
         """A line where other programs have the processors that a run on a CPU needs."""
-        threads = torch.get_num_threads() * self.world.local_size
-        return taken(self.others.share(), threads) if device == "cpu" else None
+        threads, processes = torch.get_num_threads(), self.world.local_size
+        return taken(self.others.share(), threads, processes) if device == "cpu" else None
 
     def begin(self, folder: Path) -> None:
         with contextlib.suppress(OSError):  # the run's own rows will say that the disk is full

@@ -193,13 +193,13 @@ class OtherPrograms:
         return max(0.0, now - self.before) / elapsed
 
 
-def taken(others: float | None, threads: int, key: str = "layout.threads=") -> str | None:
-    """A line where other programs, at so many processors' time, leave too few of them for this one's threads; with what
-    helps: fewer, by that key."""
+def taken(others: float | None, threads: int, processes: int = 1, key: str = "layout.threads=") -> str | None:
+    """A line where other programs, at so many processors' time, leave too few of them for so many threads in each of
+    these processes; with what helps: fewer, by that key."""
     cores = limits.cores()
-    if others is None or threads <= cores - others + TAKEN:
+    if others is None or threads * processes <= cores - others + TAKEN:
         return None
-    fewer = max(1, round(cores - others))
+    fewer = max(1, round((cores - others) / processes))
     line = f"other programs use {min(others, cores):.1f} of the {cores} processors"
     line += f"; {fewer} thread{'s' * (fewer > 1)} ({key}{fewer}) may be faster" if fewer < threads else ""
     if TORCH_SPINS and threads > 1:
