@@ -170,11 +170,18 @@ def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, 
     assert not started and not capsys.readouterr().out
 
 
-def test_a_calibration_that_fails_stops_no_run(newcomer, monkeypatch, capsys):
+@pytest.mark.parametrize(("end", "why"), [((2, "one\nerror: no room\n"), "it failed: error: no room"), (None, "it took more than 60 s; gradus calibrate")])
+def test_a_calibration_that_fails_stops_no_run(end, why, newcomer, monkeypatch, capsys):
+    def run(command, environment, **_):
+        if end is None:
+            raise TimeoutError
+        return end
+
     session, _ = newcomer
-    monkeypatch.setattr(calibrate, "run_program", lambda command, environment, **_: (2, "one\nerror: no room\n"))
-    assert calibrate.calibrate_once(session) == "it failed: error: no room"
-    assert capsys.readouterr().out.endswith("0 s; given up: it failed: error: no room\n")
+    monkeypatch.setattr(calibrate, "run_program", run)
+    monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.0)
+    assert calibrate.calibrate_once(session) == why
+    assert capsys.readouterr().out.endswith(f"0 s; given up: {why}\n")
 
 
 def test_a_calibration_is_given_up_once_others_have_the_processors_and_not_tried_again_for_an_hour(newcomer, monkeypatch, capsys, tmp_path):

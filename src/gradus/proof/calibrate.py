@@ -452,7 +452,7 @@ def calibrate_in_process(threads: int, others: OtherPrograms) -> str | None:
     try:
         code, errors = run_program(command, environment, capture=True, seconds=4 * FIRST, hopeless=hopeless)
     except TimeoutError:
-        return OTHERS
+        return OTHERS if taken(others.share(), threads) else f"it took more than {4 * FIRST} s; gradus calibrate"
     except OSError as e:
         return f"it failed: {e}"
     return f"it failed: {(errors.strip().splitlines() or ['no error message'])[-1]}" if code else None
