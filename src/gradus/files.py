@@ -49,7 +49,7 @@ def remembered(path: Path, kind: str, least: float, compute: Callable[[Path], st
                 return known
     value = compute(path)
     # a younger file may change again without its dates showing it
-    if time.time() - max(about.st_mtime, about.st_ctime) > 5:
+    if time.time() - about.st_mtime > 5:
         with contextlib.suppress(OSError):  # only a convenience
             memo.parent.mkdir(parents=True, exist_ok=True)
             write_json(memo, {"stamp": stamp, "value": value})

@@ -159,6 +159,16 @@ def test_any_end_token_of_generation_config_ends_the_text_and_an_export_keeps_th
         assert "generation_config.json: eos_token_id: expected an id below 300" in fails(folder, "once upon", capsys=capsys)
 
 
+def test_an_export_over_another_has_nothing_of_its_tokenizer(gpt, bpe, tmp_path):
+    letters, (one, _) = tokenizers.CharTokenizer("abc", tokenizers.SPECIALS), gpt
+    saved(tmp_path / "other", GPTConfig(**TINY, vocab_size=letters.vocab_size, seq_len=48), letters)
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    for source in ("other", one):
+        assert main(["export", str(tmp_path / source), "--to", str(tmp_path / "out")]) == 0
+        assert (tmp_path / "out" / "chat_template.jinja").exists() == (source == "other")
+    assert find(str(tmp_path / "out")).tokenizers()[""].fingerprint == bpe.fingerprint
+
+
 def test_a_stream_decodes_a_few_tokens_each_time(bpe):
     """Not all from the beginning, whose time would be the square of the length."""
     ids, read = bpe.encode(" ".join(TEXT)), []

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import time
 import warnings
 
@@ -445,6 +446,19 @@ def test_an_adapter_is_no_base(bases, tmp_path):
         for read in (models.load, models.config_of):
             with pytest.raises(UserError, match=named):
                 read(tmp_path / "a")
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": None}, {"gradus": {"adapter": None}}, {"gradus": {"adapter": {}}}, {"gradus": 5}])
+def test_what_is_not_there_in_our_own_file_is_one_line(change, bases, tmp_path):
+    models.save(adapted("llama", bases["llama"]), tmp_path)
+    file = tmp_path / "gradus_config.json"
+    about = json.loads(file.read_text())
+    gradus = about["gradus"] | change["gradus"] if isinstance(change.get("gradus"), dict) else change.get("gradus", about["gradus"])
+    file.write_text(json.dumps(about | change | {"gradus": gradus}))
+    for read in (models.config_of, models.load):
+        with pytest.raises(UserError, match=re.escape(str(tmp_path))) as e:
+            read(tmp_path)
+        assert "\n" not in str(e.value)
 
 
 def test_what_is_edited_in_pefts_file_is_told_and_then_obeyed(bases, tmp_path):

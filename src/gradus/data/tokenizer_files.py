@@ -14,7 +14,9 @@ from gradus import limits
 from gradus.data.readers import expanded, near
 from gradus.data.sentencepiece import SentencePieceTokenizer, whole_model
 from gradus.data.tokenizers import (
+    MORE_TEMPLATES,
     OURS,
+    TEMPLATE,
     USUAL,
     ByteTokenizer,
     CharTokenizer,
@@ -72,9 +74,6 @@ def chat_templates(folder: Path) -> dict[str, str]:
                 case {"name": str(name), "template": str(text)} if re.fullmatch(r"\w[\w.-]*", name):
                     kept[f"{MORE_TEMPLATES}/{name}.jinja"] = text
     return kept
-
-
-TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 class _Damaged(Exception):

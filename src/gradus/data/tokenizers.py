@@ -23,6 +23,7 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 PIECE = 1 << 20  # characters that are encoded as one text
 ROLES = ("pad", "bos", "eos", "unk", "mask", "cls", "sep")
 OURS = "gradus_tokenizer.json"  # the file that holds a table
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # Hugging Face's
 
 # How special tokens are called where no tokenizer_config.json names them.
 USUAL = {
@@ -86,7 +87,10 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
-        """Write the files from which `load(folder)` gives this tokenizer back, and what is kept `beside`."""
+        """Write the files from which `load(folder)` gives this tokenizer back, and what is kept `beside`. What would be
+        taken for this one's is deleted: a table, a chat template."""
+        for name in (OURS, TEMPLATE):
+            (Path(folder) / name).unlink(missing_ok=True)
         for name, text in self.beside.items():
             (file := Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
             files.write_text(file, text)

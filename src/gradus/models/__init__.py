@@ -271,7 +271,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     the adapter's in their place. Ours has a file with all that the recipe said; PEFT's own its sizes alone."""
     file = next((path / name for name in (peft.OURS, "config.json") if (path / name).is_file()), None)
     hf = limits.read_object(file) if file else {}
-    own = hf.get("gradus", {}) if isinstance(hf.get("gradus"), dict) else {}
+    own = _ours(hf, file)
     about = peft.read_config(path) if (path / peft.CONFIG).is_file() else {}  # none in one of several processes
     key = f"base_model_name_or_path in {peft.CONFIG}" if about else "gradus.base in config.json"
     named = about.get("base_model_name_or_path") if about else own.get("base")
@@ -386,19 +386,26 @@ def _digest_of_all(base: Path) -> str:
 ABOUT_ADAPTER = ("adapter", "freeze", "base", "base_digest")  # beside fields of the configuration
 
 
-def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
+def _ours(hf: dict[str, Any], file: Path | None) -> dict[str, Any]:
+    """What only Gradus says in a config.json."""
     ours = hf.get("gradus", {})
     if not isinstance(ours, dict):
         raise UserError(f"{file}: gradus: expected an object, got {ours!r:.60}")
+    return ours
+
+
+def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
+    ours = _ours(hf, file)
     with one_line(file):
         config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
-        adapter, freeze = ours.get("adapter"), ours.get("freeze", ())
+        adapter = schema.Adapter(**ours["adapter"]) if "adapter" in ours else None
+        freeze = ours.get("freeze", ())
         if not all(isinstance(pattern, str) for pattern in freeze):
             raise ValueError(f"gradus.freeze={freeze!r:.40}")
         if fields := {key: value for key, value in ours.items() if key not in ABOUT_ADAPTER}:
             config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **fields})
-        config = config.trained(adapter and schema.Adapter(**adapter), freeze)
+        config = config.trained(adapter, freeze)
         if config.reads == "text" and config.vocab_size is None:
             raise KeyError("vocab_size")
     if any(name != f"LABEL_{i}" for i, name in names.items()):  # transformers writes LABEL_i where nobody named a class
