@@ -180,7 +180,7 @@ class Plan:
     def __repr__(self) -> str:
         from gradus.plan.show import screen
 
-        return "\n".join(screen(self.answer))
+        return "\n".join(screen(self.answer, whole=True))
 
 
 # ---------------------------------------------------------------- before and during a run

@@ -537,6 +537,7 @@ def _planned(args, mode: str, request) -> Iterable[str]:
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, note_lines, printed, screen
 
+    whole = not sys.stdout.isatty()  # a file or another program has room for the notes
     options = {
         "serve": {"batch": args.batch or 1, "length": args.length, "bits": args.bits},
         "devices": {"everything": args.all}, "search": {}, "optimal": {},
@@ -544,7 +545,8 @@ def _planned(args, mode: str, request) -> Iterable[str]:
     if mode in options:
         lines, rows, notes = getattr(answer, mode)(request, **options[mode])
         if mode == "serve" and not args.all:
-            lines = first_screen([line for line in lines if line], notes, ["--all for components, --json for rows"])
+            last = ["--all for components, --json for rows"]
+            lines = first_screen([line for line in lines if line], notes, last, whole)
         else:
             lines = [*lines, *note_lines(notes), *(components(rows) if mode == "serve" else [])]
     else:
@@ -553,7 +555,8 @@ def _planned(args, mode: str, request) -> Iterable[str]:
             rows = response.rows if mode == "plan" else named(response.rows, args.explain)
             print("".join(f"note: {note}\n" for note in response.notes), end="", file=sys.stderr)
         else:
-            lines = explain(response.rows, args.explain) if mode == "explain" else screen(response, args.all)
+            explained = mode == "explain"
+            lines = explain(response.rows, args.explain) if explained else screen(response, args.all, whole)
         if args.picture:
             drawn = room("plan.picture").draw(response)
             path = room("pictures").write(drawn, args.picture, f"{response.recipe.name}-plan")

@@ -30,10 +30,10 @@ UNITS = {  # a row's unit → (from how many on, how many make one, its name), t
 }  # fmt: skip
 
 
-def in_unit(n: float, unit: str) -> str:
-    """Three digits in the unit of UNITS that a person would take."""
+def in_unit(n: float, unit: str, like: float | None = None) -> str:
+    """Three digits in the unit of UNITS that a person would take, for `like` where that is given."""
     units = UNITS[unit]
-    _, one, name = next((entry for entry in units if abs(n) >= entry[0]), units[-1])
+    _, one, name = next((entry for entry in units if abs(n if like is None else like) >= entry[0]), units[-1])
     return f"{rate(n / one)} {name}"
 
 

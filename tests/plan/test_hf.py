@@ -213,6 +213,14 @@ def test_what_lies_in_our_own_folders_is_read_as_it_is(tmp_path):
     assert from_hf(f"hf:{tmp_path}") == (ours, "")
 
 
+def test_another_length_than_the_models_is_said(tmp_path):
+    for positions, said in ((8192, True), (4096, False), (2048, False)):
+        config = hf.LlamaConfig(**{**LLAMA, "max_position_embeddings": positions})
+        recipe = recipe_for(written(tmp_path, config, hf.LlamaForCausalLM), notes=(notes := []))
+        assert recipe.data.max_len == min(4096, positions)
+        assert ("planned for samples of 4,096 tokens, of 8,192 that the model takes (data.max_len)" in notes) is said
+
+
 def test_a_folder_is_planned_by_its_config_and_said_not_to_be_trained_where_it_is_not(tmp_path):
     from gradus.plan.answer import Request, open_recipe
 

@@ -76,22 +76,31 @@ def held(lines: list[str], last: str = show.MORE) -> list[str]:
     return lines
 
 
+def cut_notes(lines: list[str], notes: list[str]) -> list[str]:
+    """The notes of a screen that are not whole."""
+    shown = re.split(r"\n(?=note: |\[low|--all)", "\n".join(lines))
+    texts = (re.sub(r"\s+", " ", text.removeprefix("note: ")) for text in shown if text.startswith("note: "))
+    return [text for text in texts if text not in {" ".join(note.split()) for note in notes} and not text.endswith("more (--all)")]
+
+
 def on_one_screen(name: str) -> dict[str, list[str]]:
     """Request → its screen, of those that the preset allows."""
     found = {}
     for key, request in REQUESTS.items():
         made = answer.answer(dataclasses.replace(request, recipe=name))
         lines = held(list(show.screen(made)))
+        assert all(line.count("(") <= line.count(")") for line in cut_notes(lines, made.notes)), "\n".join(lines)
         text = re.sub(r"\s+", " ", " ".join(lines))
         assert all(word in text for word in made.headline[1].split()[:8])
         dtype = made.recipe.layout.param_dtype
-        assert not dtype or (f"param_dtype {dtype}" in made.headline[0] and f"layout.param_dtype={dtype}" in made.layout_keys)
+        assert not dtype or (f"fp32 master weights, {dtype} compute" in made.headline[0] and f"layout.param_dtype={dtype}" in made.layout_keys)
         if made.fits is False:
             assert "NO FIT" in text and "it fits as it is" in text and "how much" not in text and "$" not in text
         elif request.on:
             assert "limited by " in text and "how long" in text and "% of a step" in text
             assert bool(re.search(r" at \$[\d.]+ per device-hour[; ]", text)) == (key not in ("no price", "this")), text
-            assert "80 % interval, from 681 published runs of other software; Gradus's own step has not run on a GPU" in text
+            assert "of a step: 80 % interval, from 681 published runs of other software; Gradus's own step has not run on a GPU" in text
+            assert ("Of totals: a range, with " in text) == ("budget/time" in {row.name for row in made.rows})
         found[key] = lines
     return found
 
@@ -185,6 +194,22 @@ def test_a_broken_layout_line_is_still_one_command(closed):
     tried = show.fold(f"try       {ADVICE[0]}")
     assert " ".join(shlex.split("\n".join(tried).removeprefix("try").replace("\\\n", ""))) == ADVICE[0]
     assert all(line.endswith("\\") for line in tried if "layout." in line and ":" not in line)
+
+
+def test_a_note_is_cut_behind_a_clause_outside_of_brackets():
+    notes = ["training settings: Brown et al. 2020 (table 2.1; and appendix B, gpt3-175b: 300B tokens, batches of 0.5M to 3.2M tokens, and so on), section 3: more",
+             "16 devices are enough (in whole nodes, of which each has eight devices, and so on and on) and more than one line"] * 6  # fmt: skip
+    lines = show.first_screen(["answer"], notes, [show.MORE])
+    assert lines[2] == "note: training settings: Brown et al. 2020 ..." and lines[3] == "note: 16 devices are enough ..." and len(lines) <= 24
+    whole = "\n".join(show.first_screen(["answer"], notes, [show.MORE], whole=True))
+    assert "..." not in whole and " ".join(whole.split()).count(notes[0]) == 6
+
+
+def test_the_ends_of_an_interval_have_its_unit():
+    rows = [figure("budget/time", value, "s", case=case) for case, value in (("low", 58.1), ("expected", 61.2), ("high", 7300.0))]
+    assert show._interval(show._cases(rows, "budget/time")) == "61.2 s [58.1 .. 7,300]"
+    energy = [figure("budget/energy", value, "J", case=case) for case, value in (("low", 3210.0), ("expected", 5976.0), ("high", 21_240.0))]
+    assert show._interval(show._cases(energy, "budget/energy")) == "1.66 Wh [0.892 .. 5.9]"
 
 
 def test_notes_are_shortened_before_they_are_left_out():

@@ -120,8 +120,7 @@ def answer(request: Request) -> Answer:
         fewest = fewest_in_time(recipe, cluster, steps, request.days, task, chosen=choose, stated=stated)
         layout = fewest.layout if choose else None
         question = question._replace(cluster=Cluster(cluster.device, fewest.n))
-        what = f"{fewest.n:,} is the smallest number of devices, in whole nodes"
-        notes.append(f"{what}, that finishes in {request.days:g} days")
+        notes.append(f"{request.days:g} days need at least {fewest.n:,} devices, in whole nodes")
     elif choose and cluster:
         from gradus.plan.search import best_layout
 

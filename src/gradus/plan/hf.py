@@ -199,8 +199,11 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
     notes.append(f"training settings: {run['source']}")
     length, samples = run.get("seq_len"), run["samples"]
     if length:  # as many tokens a step where the model has fewer positions
-        length = min(length, usable or config.seq_len)
+        most = usable or config.seq_len
+        length = min(length, most)
         samples = max(1, round(samples * run["seq_len"] / length))
+        if length < most:
+            notes.append(f"planned for samples of {length:,} tokens, of {most:,} that the model takes (data.max_len)")
     raw = {
         "name": name,
         "model": _model(config, notes),

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- figures as text
 
 
-def value_text(row: Row) -> str:
-    """A row's value in the unit that a person would take."""
+def value_text(row: Row, like: float | None = None) -> str:
+    """A row's value in the unit that a person would take, for `like` where it is the end of that one's interval."""
     v, unit = row.value, row.unit
     if isinstance(v, str):
         return v
     if unit in UNITS:
-        return size(v) if unit == "bytes" else in_unit(v, unit)
+        return size(v) if unit == "bytes" else in_unit(v, unit, like)
     if unit == "h":
         return duration(3600 * v) if row.name == "device/hours" else f"{rate(v)} device-hours"
     if unit in ("parameters", "devices", "steps", "tokens") or (isinstance(v, int) and not unit):
@@ -72,7 +71,10 @@ def _what(answer: Answer, request: Request) -> str:
     layout, n = answer.recipe.layout, answer.n
     on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
     split = sizes(layout, n)
-    gathered = f"param_dtype {layout.param_dtype}" if layout.shard > 1 and layout.param_dtype else ""
+    gathered = ""
+    if layout.shard > 1 and layout.param_dtype:
+        stored = layout.precision.removeprefix("pure_") if layout.precision.startswith("pure_") else "fp32"
+        gathered = f"{stored} master weights, {layout.param_dtype} compute"
     how = [
         " × ".join(f"{axis} {k}" for axis, k in split.items() if k > 1),
         "optimizer sharded" * (layout.shard_optimizer and split["replicate"] > 1),
@@ -107,14 +109,13 @@ def _cases(rows: Iterable[Row], name: str) -> dict[str, Row]:
 
 
 def _interval(cases: dict[str, Row]) -> str:
-    text = value_text(cases["expected"])
-    ends = [value_text(cases[case]) for case in ("low", "high") if case in cases]
+    text, expected = value_text(cases["expected"]), cases["expected"].value
+    ends = [value_text(cases[case], expected) for case in ("low", "high") if case in cases]
     return text + (_between(text, *ends) if len({text, *ends}) > 1 else "")
 
 
 def _between(text: str, low: str, high: str) -> str:
-    """' [30 .. 47]' where all three have one unit, else each with its own; money always: '[$142 million .. $1.65
-    billion]'."""
+    """' [30 .. 47]' where all three have one unit; money each with its own: '[$142 million .. $1.65 billion]'."""
     unit = "" if not text[:1].isdigit() else text.partition(" ")[2]
     if unit and all(end.endswith(f" {unit}") for end in (low, high)):
         low, high = (end.removesuffix(f" {unit}") for end in (low, high))
@@ -134,7 +135,8 @@ def _how_long(answer: Answer) -> list[str]:
     driver = (f"MFU {mfu:.0%}; " if mfu else "") + _limit(answer.rows, step.value)
     cases = _cases(answer.rows, "budget/time")
     whole = f"{_interval(cases)} for {answer.value('budget/steps'):,.0f} steps; " if cases else ""
-    text, low, high = map(duration, (step.value, step.conditions["low"], step.conditions["high"]))
+    ends = (step.value, step.conditions["low"], step.conditions["high"])
+    text, low, high = (in_unit(seconds, "s", step.value) for seconds in ends)
     return [f"how long  {whole}{text}{_between(text, low, high)} per step, {speed} ({driver})"]
 
 
@@ -169,7 +171,7 @@ def _deadline(answer: Answer, request: Request) -> list[str]:
     if expected > limit:
         by = f"NOT {by}; {needed['expected'].value:,} or more would (leave the number out of --on to have it found)"
     elif high > limit:
-        by += f" as expected, not at the high end of the interval ({duration(high)})"
+        by += f" as expected, not at the high end of the range ({duration(high)})"
     return [f"deadline  {request.days:g} days: {by}"]
 
 
@@ -223,24 +225,28 @@ LEGEND = "--explain NAME: the explanation of a figure, e.g. --explain memory/act
 
 
 def brackets(device: Device, rows: Iterable[Row] = ()) -> str:
-    """What the intervals are of: see `step.interval`; and what totals among the rows have beyond steps × step time."""
+    """What the interval of a step is of: see `step.interval`; and what makes the totals among the rows a range: more
+    than steps × step time."""
     table = fitted()["without its source"]
     n = table["steps (all)"][table["columns"].index("n")]
     own = " on GPUs; operations: measured here"
     if device.measured is None:
         own = "; Gradus's own step has not run on a GPU"
     lost = [1 - row.conditions["how"]["inputs"]["goodput"] for row in _cases(rows, "budget/time").values()]
-    lost = f". Lost time in totals: {lost[1]:.0%} [{lost[0]:.0%} .. {lost[2]:.0%}]" if lost else ""
-    return f"[low .. high]: 80 % interval, from {n} published runs of other software{own}{lost}"
+    share = f"{lost[1]:.0%} [{lost[0]:.0%} .. {lost[2]:.0%}]" if lost else ""
+    totals = f". Of totals: a range, with {share} of the time lost, and the lowest to highest watts" if lost else ""
+    return f"[low .. high] of a step: 80 % interval, from {n} published runs of other software{own}{totals}"
 
 
-def screen(answer: Answer, everything: bool = False) -> list[str]:
-    """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group."""
+def screen(answer: Answer, everything: bool = False, whole: bool = False) -> list[str]:
+    """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group. whole: the
+    notes in full."""
     head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
     has_time = any(row.name == "time/step" for row in answer.rows)
     timed = [brackets(answer.cluster.device, answer.rows)] if has_time else []
     if not everything:
-        return first_screen(head, answer.notes, [*(text for line in timed for text in fold(line, 2)), MORE])
+        last = [*(text for line in timed for text in fold(line, 2)), MORE]
+        return first_screen(head, answer.notes, last, whole)
     lines = [text for line in head for text in fold(line, 10)]
     return [*lines, *components(answer.rows), *note_lines(answer.notes), *(["", *timed, LEGEND] if timed else [])]
 
@@ -260,21 +266,44 @@ def note_lines(notes: list[str]) -> list[str]:
     return ["", *(f"note: {note}" for note in notes)] if notes else []
 
 
-def first_screen(head: list[str], notes: list[str], last: list[str]) -> list[str]:
-    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else as many
-    as there is room for."""
+SENTENCE, CLAUSE = r"(?<!\bal)\. (?=[A-Z])|; ", r", |: | \(|; |\. (?=[A-Z])"  # what ends one
+
+
+def _ends(text: str, pattern: str) -> Iterator[int]:
+    """Where the pattern stands outside brackets."""
+    for match in re.finditer(pattern, text):
+        before = text[: match.start()]
+        if before.count("(") + before.count("[") == before.count(")") + before.count("]"):
+            yield match.start()
+
+
+def _sentence(note: str) -> str:
+    text = " ".join(note.split())
+    return text[: next(_ends(text, SENTENCE), None)]
+
+
+def _clauses(note: str) -> str:
+    """Of a note's first sentence as many whole clauses as a line holds; one at least."""
+    text = _sentence(note)
+    ends = [end for end in _ends(text, CLAUSE) if end]
+    fitting = [end for end in ends if end <= WIDTH - len("note:  ...")]
+    return text if len(text) <= WIDTH - len("note: ") or not ends else f"{text[: max(fitting, default=ends[0])]} ..."
+
+
+def first_screen(head: list[str], notes: list[str], last: list[str], whole: bool = False) -> list[str]:
+    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else clauses
+    of these, of as many as there is room for. whole: all of them, in as many lines as they take."""
     lines = [text for line in head for text in fold(line, 10)]
-    room = HEIGHT - len(lines) - len(last) - 1
-    first_sentences = [re.split(r"(?<!\bal)\. (?=[A-Z])|; ", " ".join(note.split()))[0] for note in notes]
-    for texts in (notes, first_sentences):
-        shown = [line for text in texts for line in fold(f"note: {text}", 6)]
-        if len(shown) <= room:
+    room = len(lines) * 10_000 if whole else HEIGHT - len(lines) - len(last) - 1
+    for shorter in (str, _sentence, _clauses):
+        texts = [fold(f"note: {shorter(note)}", 6) for note in notes]
+        if sum(map(len, texts)) <= room:
             break
-    else:
-        shown = [textwrap.shorten(f"note: {note}", WIDTH, placeholder=" ...") for note in notes]
-        if len(shown) > room:
-            few = max(0, room - 1)
-            shown = [*shown[:few], f"note: {len(notes) - few} more (--all)"][: max(0, room)]
+    shown = [line for text in texts for line in text]
+    if len(shown) > room:
+        few = sum(lines < room for lines in itertools.accumulate(map(len, texts)))
+        shown = [line for text in texts[:few] for line in text]
+        shown = [*shown, f"note: {len(notes) - few} more (--all)"][: max(0, room)]
     return [*lines, *([""] if shown else []), *shown, *last]
 
 

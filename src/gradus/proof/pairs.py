@@ -55,7 +55,8 @@ class Pair:
         """Figure, predicted, measured, error."""
         label = LABELS[self.name] + (f" ({self.batch})" if self.batch else "")
         sides = (self.predicted, self.measured)
-        texts = ("-" if value is None else value_text(Row(self.name, value, self.unit)) for value in sides)
+        like = self.measured if self.error is not None else None  # both in one unit
+        texts = ("-" if value is None else value_text(Row(self.name, value, self.unit), like) for value in sides)
         return [f"  {label}", *texts, signed(self.error)]
 
 
