@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gradus.recipe.schema import Recipe
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -17,6 +19,11 @@ def test_it_is_short_and_narrow():
     lines = README.splitlines()
     assert len(lines) <= 120
     assert [line for line in lines if len(line) > 100] == []
+
+
+def test_the_comparison_says_of_adapters_what_the_recipes_have():
+    row = next(line for line in README.splitlines() if line.startswith("| LoRA"))
+    assert row.split("|")[2].split(";")[0].strip() == ("yes" if "adapter" in Recipe.model_fields else "–")
 
 
 def test_every_file_it_links_to_exists():

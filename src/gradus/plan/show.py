@@ -266,7 +266,8 @@ def note_lines(notes: list[str]) -> list[str]:
     return ["", *(f"note: {note}" for note in notes)] if notes else []
 
 
-SENTENCE, CLAUSE = r"(?<!\bal)\. (?=[A-Z])|; ", r", |: | \(|; |\. (?=[A-Z])"  # what ends one
+SENTENCE = r"(?<!\bal)\. (?=[A-Z]|layout\.)|; "  # what ends one
+CLAUSE = r", |: | \(|; "
 
 
 def _ends(text: str, pattern: str) -> Iterator[int]:
@@ -292,13 +293,14 @@ def _clauses(note: str) -> str:
 
 def first_screen(head: list[str], notes: list[str], last: list[str], whole: bool = False) -> list[str]:
     """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else clauses
-    of these, of as many as there is room for. whole: all of them, in as many lines as they take."""
+    of these, whichever there is room for, from the first note on. whole: all of them, in as many lines as they take."""
     lines = [text for line in head for text in fold(line, 10)]
     room = len(lines) * 10_000 if whole else HEIGHT - len(lines) - len(last) - 1
-    for shorter in (str, _sentence, _clauses):
-        texts = [fold(f"note: {shorter(note)}", 6) for note in notes]
-        if sum(map(len, texts)) <= room:
-            break
+    texts = [fold(f"note: {_clauses(note)}", 6) for note in notes]
+    for longer, (i, note) in itertools.product((_sentence, str), enumerate(notes)):
+        text = fold(f"note: {longer(note)}", 6)
+        if sum(map(len, texts)) - len(texts[i]) + len(text) <= room:
+            texts[i] = text
     shown = [line for text in texts for line in text]
     if len(shown) > room:
         few = sum(lines < room for lines in itertools.accumulate(map(len, texts)))
