@@ -30,6 +30,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" not in os.environ:  # which has this process's environment
         no_files_of_the_user(config)
+    os.environ["GRADUS_FAULTS"] = f"{os.environ['XDG_CONFIG_HOME']}/faults-{os.environ.get('PYTEST_XDIST_WORKER', '')}"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with Ctrl-C ignored, and so would what tests start
     torch.set_num_threads(1)  # of fixtures that come before the first test too
     os.environ["GRADUS_NO_CALIBRATE"] = "1"  # no run that a test starts measures this machine first
@@ -53,6 +54,17 @@ def pytest_runtest_setup():
     os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_of_the_planner():
+    """A run whose plan fails goes on, with one line that nobody may read: whatever a test starts, it fails the test."""
+    yield
+    faults = Path(os.environ["GRADUS_FAULTS"])
+    if faults.exists():
+        text = faults.read_text()
+        faults.unlink()
+        pytest.fail(f"no plan ({text.strip()})")
 
 
 @pytest.fixture(scope="session")

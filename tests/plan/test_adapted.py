@@ -76,6 +76,20 @@ def test_more_of_them(family, kind, layout):
     assert differences(family, kind, layout) == []
 
 
+@pytest.mark.parametrize("freeze, layout", [
+    (["all", "-blocks.1"], {"pipeline": 2}), pytest.param(["all", "-blocks.4"], {"pipeline": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
+    pytest.param(["all", "-head"], {"pipeline": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
+    pytest.param(["all", "-blocks.0"], {"pipeline": 2, "schedule": "zero_bubble"}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_stage_that_trains_nothing_is_planned(freeze, layout):
+    r = recipe("gpt", "full", layers=5, micro_batch=2, **layout)
+    r = r.model_copy(update={"model": r.model.trained(None, freeze), "train": r.train.model_copy(update={"freeze": freeze})})
+    for process, what, composed, traced in whole.compared(whole.Case(r, 2, "cpu", str(layout))):
+        assert composed == pytest.approx(traced, rel={"memory": 0.06, "optimizer": 0.12}.get(what, 1e-3), abs=64), (process, what)
+    if freeze[1] != "-head":  # which the first stage has too, as its embedding
+        assert 0 in [p.state["optimizer"] for p in engine.processes(r, 2, "cpu", None)]
+
+
 def test_what_a_base_stored_small_takes():
     """By hand, of a Llama: a byte a weight and 4 a row; half a byte a weight, 4 a block of 64, and 256 pairs of values a Linear."""
     state = {kind: engine.plan_memory(recipe("llama", kind, layers=3, micro_batch=2)).state for kind in ("lora", "int8", "nf4")}

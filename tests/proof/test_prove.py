@@ -158,9 +158,11 @@ def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatc
         raise ZeroDivisionError("no such thing\nsecond line")
 
     monkeypatch.setattr(predict, "predict", fails)
+    monkeypatch.setenv("GRADUS_FAULTS", str(tmp_path / "faults"))  # not that for which every test fails
     assert main(["train", *words(**{"log.dir": tmp_path / "run"})]) == 0
     out = capsys.readouterr().out
     assert "note: no plan (ZeroDivisionError: no such thing)" in out and "predicted" not in out
+    assert (tmp_path / "faults").read_text() == "ZeroDivisionError: no such thing\n"
     assert not (tmp_path / "run" / "plan.jsonl").exists()
     assert "memory/allocated" in by_name(tmp_path / "run", "proof.jsonl"), "what was measured stays"
 

@@ -351,13 +351,14 @@ def _fsdp_copies(
 
 
 def optimizer_ops(p: Process) -> list[Op]:
-    """Norm, clipping and step, of the parameters that this process steps: the profile's, by elements and number of
-    tensors; and the copies of sums after the backward pass."""
-    profile = p.stages[0].profile
+    """Norm, clipping and step, of the parameters that this process steps: the profile's of a stage that has any, by
+    elements and number of tensors; and the copies of sums after the backward pass."""
+    profile = max((stage.profile for stage in p.stages), key=lambda profile: profile.stepped[1] > 0)
     traced, nbytes = profile.stepped
-    scale = p.param_bytes / nbytes
-    tensors = sum(times for _, times in p.elements) / traced
-    share = p.param_bytes / (p.stepped_elements * p.width)
+    # where nothing is trained, nothing grows with it
+    scale = p.param_bytes / nbytes if nbytes else 1.0
+    tensors = sum(times for _, times in p.elements) / traced if traced else 1.0
+    share = p.param_bytes / (p.stepped_elements * p.width) if p.stepped_elements else 1.0
     dtype = "fp32" if p.width == 4 else "bf16"
     out = []
     for key, count in profile.optimizer.ops.items():

@@ -263,13 +263,11 @@ class Process:
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer's state."""
         layout, optimizer = self.recipe.layout, self.recipe.optimizer
-        each = momenta(optimizer) * self.width
         replicas = sizes(layout, self.n)["replicate"]
         tensors = sum(times for _, times in self.elements) / (replicas if layout.shard_optimizer else 1)
-        if optimizer.name != "sgd":
-            each += 4 * tensors / self.stepped_elements  # counts of steps
+        counts = 4 * tensors if optimizer.name != "sgd" else 0  # of steps
         outer = 1 + (layout.diloco.outer_momentum > 0) if layout.diloco else 0  # copies: anchors, momentum
-        return self.stepped_elements * each + outer * self.param_bytes
+        return self.stepped_elements * momenta(optimizer) * self.width + counts + outer * self.param_bytes
 
     @functools.cached_property
     def stepped_elements(self) -> int:

@@ -390,7 +390,7 @@ def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
     """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
     layout, own = p.recipe.layout, p.param_bytes
     replicas = sizes(layout, p.n)["replicate"]
-    bucket = max(layout.bucket_mb * MiB, p.width * max(size for size, _ in p.elements))
+    bucket = max(layout.bucket_mb * MiB, p.width * max((size for size, _ in p.elements), default=0))
     yield from ((min(bucket, summed), True) for summed in summed_gradients(p))
     if replicas > 1 and layout.replicate == "parameter_server":
         yield min(replicas, 3) * own, True  # the server's own, one that comes, and the one before
