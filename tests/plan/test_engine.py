@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,8 @@ from gradus.errors import UserError
 from gradus.layers import word_loss
 from gradus.parallel import check
 from gradus.plan import batches as making
-from gradus.plan import engine, peak, tracing
+from gradus.plan import engine, peak, profiles, tracing
+from gradus.plan.store import digest_of
 from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
@@ -479,6 +481,29 @@ def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):
     for path in kept.glob("*.json"):
         path.unlink()
     assert numbers(plain) == first  # from memory
+
+
+def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
+    """Whatever source is edited, also in a folder of a folder."""
+    source = Path(engine.__file__).parents[1]
+    shutil.copytree(source, tmp_path / "gradus", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "gradus" / "plan" / "engine.py"))
+
+    def key() -> str:
+        engine.code.cache_clear()
+        part, batch = profiles.Part.whole(profiles.block_kinds(plain.recipe.model)), making.micro_batches(plain.recipe, 1)[0]
+        return digest_of(engine._question(plain.recipe, part, batch, "cpu", False, 2))
+
+    names = "recipe/axes.py", "recipe/schema.py", "patch.py", "models/weights/stored.py", "layers/small.py", "plan/figures.yaml"
+    keys = [key()]
+    assert key() == keys[0]
+    for name in names:
+        file = tmp_path / "gradus" / name
+        file.write_text(file.read_text() + "# edited\n")
+        keys.append(key())
+    assert len(set(keys)) == 1 + len(names)
+    monkeypatch.undo()
+    engine.code.cache_clear()
 
 
 def test_a_torn_or_changed_profile_is_traced_anew(kept, plain, monkeypatch):

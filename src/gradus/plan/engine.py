@@ -74,19 +74,12 @@ _kept: dict[str, Profile] = {}
 KEPT = 2000  # in memory
 
 
-TRACED_FOLDERS = "models", "layers", "parallel", "tasks", "train"
-
-
 @functools.cache
-def code(*more: str) -> str:
-    """The digest of the sources that a profile depends on (model, layout, step, tracing), and of these further folders
-    of the package."""
+def code() -> str:
+    """The digest of the package's sources: what a trace comes to may depend on any of them."""
     root = Path(__file__).parents[1]
-    files_of = (sorted((root / room).glob("*.[py]*")) for room in (*TRACED_FOLDERS, *more))
-    rooms = [path for paths in files_of for path in paths if path.is_file()]
-    own = [root / "plan" / f"{name}.py" for name in ("trace", "tracing", "profiles", "batches", "work")]
-    own.append(root / "torch_private.py")
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (*rooms, *own))).hexdigest()[:16]
+    sources = sorted(path for path in root.rglob("*.[py]*") if path.suffix in (".py", ".yaml"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def family_code(family: str) -> str:

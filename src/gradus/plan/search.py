@@ -508,7 +508,7 @@ def _question(space: Space, most: int) -> list[Any]:
     """All that the answer of `ranked` depends on."""
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
     text = recipe.model_dump_json(exclude={"name", "log", "evaluate", "energy"})
-    versions = torch.__version__, engine.code("plan", "hardware"), engine.family_code(recipe.model.family)
+    versions = torch.__version__, engine.code(), engine.family_code(recipe.model.family)
     return [text, sorted(recipe.layout.model_fields_set), sorted(space.stated), space.n, most, device, *versions]
 
 

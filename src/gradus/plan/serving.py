@@ -35,7 +35,7 @@ LEFT_OUT = "the prompt's activations, workspaces, the framework"
 def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> Usage:
     """Traced once, and kept on disk. batch: rows. tokens: of a row; of an image its patches. source: tokens that an
     encoder-decoder reads."""
-    versions = engine.family_code(config.family), engine.code("plan"), torch.__version__
+    versions = engine.family_code(config.family), engine.code(), torch.__version__
     question = config.described(), batch, tokens, source, *versions
 
     def trace() -> dict:
