@@ -189,15 +189,17 @@ _TRAINING = threading.Lock()  # a run's signals, seeds, threads and peak of memo
 
 
 def train(
-    recipe: Any, *overrides: str, resume: bool = False, force: bool = False, hooks: Sequence[Hook] = (), **settings: Any
-) -> Run:
+    recipe: Any, *overrides: str, resume: bool = False, force: bool = False, data_changed: bool = False,
+    hooks: Sequence[Hook] = (), **settings: Any,
+) -> Run:  # fmt: skip
     """Train a recipe into a run folder: `gradus train`. Returns the run, also when it was asked to stop (the notebook's
     interrupt) and has saved itself: then `run.finished` is False.
 
     resume: go on with the run that `recipe` means, a run folder or else its newest run. force: also where the plan says
-    that it will not fit. hooks: objects of classes made from gradus.train.hooks.Hook, whose methods are called around
-    the steps. Raises UserError for what cannot be trained, where the loss is no longer finite, and while this process
-    trains another run; and what a hook raised, as it is, once the run has saved itself.
+    that it will not fit. data_changed: resume also with other data than the run has read. hooks: objects of classes
+    made from gradus.train.hooks.Hook, whose methods are called around the steps. Raises UserError for what cannot be
+    trained, where the loss is no longer finite, and while this process trains another run; and what a hook raised, as
+    it is, once the run has saved itself.
     """
     from gradus.parallel import world
     from gradus.proof.prove import train_and_prove
@@ -211,7 +213,10 @@ def train(
         if not isinstance(hook, Hook):
             raise UserError(f"hooks: {hook!r} is not a hook. Give an object of a subclass of gradus.train.hooks.Hook.")
     name, words = files.run_of(_path("recipe", recipe)), _words(overrides)
-    flags, own = {"force": _flag("force", force), "resume": _flag("resume", resume)}, UserHooks(hooks)
+    options, own = {"force": force, "resume": resume, "data_changed": data_changed}, UserHooks(hooks)
+    flags = {name: _flag(name, value) for name, value in options.items()}
+    if data_changed and not resume:
+        raise UserError("data_changed has no effect without resume=True. Leave it out: a new run takes any data.")
     if not _TRAINING.acquire(blocking=False):
         raise UserError("this process trains another run. Wait until it ends, or train in a process of its own.")
     try:

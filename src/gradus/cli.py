@@ -196,6 +196,7 @@ def _running(verb: Verb) -> None:
     add("--auto-resume", **FLAG, help="start, or resume if log.dir already holds a run: for requeued jobs")
     add("--processes", **whole(limits.PROCESSES), help="start N processes here (or use torchrun, mpirun, srun)")
     add("--max-restarts", **whole(10**6, 0, name="K"), default=0, help="with --processes: restarts allowed")
+    add("--data-changed", **FLAG, help="resume also with other data than the run has read")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     _energy(add)
     run = lambda a: room("train.new").new(a.file, a.data, a.init, a.text, a.label, a.lora)  # noqa: E731
@@ -483,8 +484,12 @@ def train(args) -> int:
         raise UserError("--max-restarts has no effect without --processes. Leave it out: another launcher restarts.")
     if args.resume and args.auto_resume:
         raise UserError("--resume and --auto-resume: the second starts a new run if there is none. Give one of them.")
+    if args.data_changed and not (args.resume or args.auto_resume):
+        raise UserError("--data-changed has no effect without --resume. Leave it out: a new run takes any data.")
+    flags = {"force": args.force, "data_changed": args.data_changed}
     if args.processes is not None:
-        options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file", "force")}
+        options = {k: getattr(args, k) for k in ("max_restarts", "resume", "auto_resume", "json_file")}
+        options["flags"] = [f"--{name.replace('_', '-')}" for name, is_set in flags.items() if is_set]
         return room("launch.local").train(args.processes, args.recipe, args.overrides, **options)
     from gradus.parallel import status
     from gradus.parallel import world as worlds
@@ -496,7 +501,7 @@ def train(args) -> int:
     if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
         print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
     try:
-        options = {"force": args.force, "resume": args.resume, "auto_resume": args.auto_resume}
+        options = {**flags, "resume": args.resume, "auto_resume": args.auto_resume}
         context = RunContext(args.json_file, world)
         outcome = train_and_prove(args.recipe, args.overrides, context, **options)
     except Stopped as stop:

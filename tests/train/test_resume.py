@@ -173,3 +173,112 @@ def test_what_a_longer_run_does_to_the_schedule_is_said(tmp_path, capsys):
     assert "8 steps become 16, 8 of them taken; the schedule (linear) now ends at step 16" in rates["moves"]
     assert "goes from 1.00e-04 (step 8) to 5.50e-04 (step 9)" in rates["moves"]  # 0.1 + 0.9 · (1 - 7/14), of 1e-3
     assert "does not change: it ends at step 8; the learning rate goes from 1.00e-04 (step 8) to 1.00e-04 (step 9)" in rates["stays"]
+
+
+SMALL = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=16", "model.seq_len=16", "batch.samples=4", "data.limit=16"]
+SMALL += ["data.limit_valid=8", "evaluate.samples=0", "evaluate.every=null", "schedule={name: constant}", "layout.device=cpu", "layout.threads=1"]
+
+
+def test_a_resume_with_other_data_is_refused_or_told(tmp_path, capsys, monkeypatch):
+    """Other content at the old path, or another path; a moved file is the same data, and an older run has kept nothing."""
+    from gradus.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    text = "To be, or not to be, that is the question.\n" * 60
+    (tmp_path / "a.txt").write_text(text)
+    assert main(["train", "shakespeare-char-gpt", *SMALL, "data.path=a.txt", "train.steps=2", "log.dir=run"]) == 0
+    shutil.copytree("run", "older", symlinks=True)
+    (tmp_path / "older/data.json").unlink()
+    (tmp_path / "moved").mkdir()
+    shutil.move("a.txt", "moved/b.txt")
+    assert main(["train", "run", "--resume", "train.steps=3", "data.path=moved/b.txt"]) == 0
+    (tmp_path / "a.txt").write_text(text[::-1])
+    capsys.readouterr()
+    assert main(["train", "run", "--resume", "train.steps=4"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --resume: train and valid of data.path=") and error.count("\n") == 1 and "--data-changed" in error
+    assert main(["evaluate", "run"]) == 0 and "note: valid: other data than run has read" in capsys.readouterr().err
+    assert main(["train", "run", "--resume", "train.steps=4", "--data-changed"]) == 0
+    assert "note: --data-changed: other data from step 4 on (train and valid of" in capsys.readouterr().out
+    assert main(["train", "run", "--resume", "train.steps=5"]) == 0 and main(["evaluate", "run"]) == 0
+    assert main(["train", "older", "--resume", "train.steps=3"]) == 0
+    told = capsys.readouterr()
+    assert "other data" not in told.out + told.err
+    assert main(["train", "run", "--data-changed"]) == 2 and "no effect without --resume" in capsys.readouterr().err
+
+
+def _texts(folder: Path, valid: str) -> None:
+    (folder / "train.txt").write_text("To be, or not to be.\n\n" * 40)
+    (folder / "valid.txt").write_text(f"{valid} and so on.\n\n" * 40)
+
+
+def _table(folder: Path, valid: str) -> None:
+    for split, text in (("train", "good"), ("valid", valid)):
+        (folder / f"{split}.csv").write_text("text,label\n" + f"{text},a\nbad,b\n" * 8)
+
+
+def _parallel(folder: Path, valid: str) -> None:
+    for split, text in (("train", "one"), ("valid", valid)):
+        (folder / f"{split}.de").write_text("eins zwei\n" * 20)
+        (folder / f"{split}.en").write_text(f"{text} two\n" * 20)
+
+
+def _images(folder: Path, valid: str) -> None:
+    from PIL import Image
+
+    for split, shade in (("train", 9), ("valid", len(valid))):
+        for name in ("a", "b"):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(3):
+                Image.new("L", (8, 8), shade + 20 * i).save(folder / split / name / f"{i}.png")
+
+
+def _parquet(folder: Path, valid: str) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for split, text in (("train", "good"), ("valid", valid)):
+        pq.write_table(pa.table({"text": [text, "bad"] * 8, "label": [0, 1] * 8}), folder / f"{split}.parquet")
+
+
+def _saved(folder: Path, valid: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    tables = {split: {"text": [text, "bad"] * 8, "label": [0, 1] * 8} for split, text in (("train", "good"), ("valid", valid))}
+    datasets.DatasetDict({split: datasets.Dataset.from_dict(table) for split, table in tables.items()}).save_to_disk(folder)
+
+
+@pytest.mark.parametrize(
+    ("write", "recipe", "words"),
+    [
+        (_texts, "shakespeare-char-gpt", []),
+        (_texts, "wikitext2-t5", ["tokenizer={kind: bpe, vocab_size: 400}", "model.seq_len=16", "data.max_len=16"]),
+        (_table, "sst2-bert", ["tokenizer={kind: bpe, vocab_size: 300}"]),
+        (_parquet, "sst2-bert", ["tokenizer={kind: bpe, vocab_size: 300}"]),
+        (_saved, "sst2-bert", ["tokenizer={kind: bpe, vocab_size: 300}"]),
+        (_parallel, "multi30k-seq2seq", ["tokenizer.vocab_size=300", "data.test=null"]),
+        (_images, "digits-vit", ["data.source=path"]),
+    ],
+)
+def test_what_was_read_is_known_by_its_content_in_every_kind_of_data(write, recipe, words, tmp_path, monkeypatch):
+    """Of each split by itself: in another folder it is the same, and other validation data leave the training data as they were."""
+    from gradus.tasks import open_task
+
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    contents = []
+    for name, valid in (("a", "fine"), ("moved", "fine"), ("other", "fair-or-foul")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, valid)
+        opened = open_task(recipes.load(recipe, [*words, "evaluate.test=false", f"data.path={tmp_path / name}"], configure=None))
+        contents.append(opened.content())
+    first, moved, other = contents
+    assert first == moved and set(first) == {"train", "valid"}
+    assert other["train"] == first["train"] and other["valid"] != first["valid"]
+
+
+@pytest.mark.parametrize("recipe", ["copy-task", "digits-vit"])
+def test_data_that_are_made_or_packaged_have_no_content_to_compare(recipe):
+    from gradus.tasks import open_task
+
+    pytest.importorskip("sklearn")
+    assert open_task(recipes.load(recipe, ["data.n_train=8"] if recipe == "copy-task" else [])).content() == {}

@@ -34,13 +34,14 @@ class Corpus:
     """Texts in a stream, as often as wanted: iterate over it. `key` is a hash of the content and of how it is read.
 
     separate: each text is a document (a row, a paragraph, a file), after which an end-of-text token makes sense; else
-    the texts are consecutive pieces of one running text.
+    the texts are consecutive pieces of one running text. content: a hash of the content alone, and of which part it is.
     """
 
     make: Callable[[], Iterator[str]]
     key: str
     name: str
     separate: bool
+    content: str | None = None
 
     def __iter__(self) -> Iterator[str]:
         return self.make()
@@ -52,20 +53,23 @@ class Corpus:
         if kind_of(path) != "txt":
             return cls.column(path, column)
         read = _paragraphs if documents else _blocks
-        key = digest(read.__name__, identity(path))
-        return cls(functools.partial(_named, read, expanded(path)), key, str(path), documents)
+        content = identity(path)
+        make = functools.partial(_named, read, expanded(path))
+        return cls(make, digest(read.__name__, content), str(path), documents, content)
 
     @classmethod
     def column(cls, path: str | Path, column: str | None, most: int | None = None) -> Corpus:
         """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document, of which at most
         `most` characters are read."""
-        key = digest("column", kind_of(path), column, identity(path), *([most] if most else []))
-        return cls(functools.partial(_column, path, column, most), key, str(path), True)
+        content = identity(path)
+        key = digest("column", kind_of(path), column, content, *([most] if most else []))
+        return cls(functools.partial(_column, path, column, most), key, str(path), True, content)
 
     @classmethod
     def lines(cls, path: str | Path) -> Corpus:
         """Each line of a text file of any name is a document, the empty ones too: one side of parallel text."""
-        return cls(functools.partial(read_lines, path), digest("lines", identity(path)), str(path), True)
+        content = identity(path)
+        return cls(functools.partial(read_lines, path), digest("lines", content), str(path), True, content)
 
     @classmethod
     def stdlib(cls) -> Corpus:
@@ -74,7 +78,7 @@ class Corpus:
         for text in stdlib_texts():
             content.update(text.encode() + b"\0")
         name = f"the standard library of Python {sys.version.split()[0]}"
-        return cls(stdlib_texts, digest("stdlib", content.hexdigest()), name, True)
+        return cls(stdlib_texts, digest("stdlib", content.hexdigest()), name, True, content.hexdigest())
 
     def split(self, fraction: float) -> tuple[Corpus, Corpus]:
         """All but the last `fraction` of the characters, and the rest. A document belongs to where it begins."""
@@ -87,7 +91,10 @@ class Corpus:
 
     def _derived(self, share: str, make: Callable, *arguments: Any) -> Corpus:
         key, name = digest(self.key, make.__name__, *arguments), f"{self.name} ({share})"
-        return dataclasses.replace(self, make=functools.partial(make, *arguments), key=key, name=name)
+        content = self.content and digest(self.content, *arguments)
+        return dataclasses.replace(
+            self, make=functools.partial(make, *arguments), key=key, name=name, content=content
+        )
 
     def _every(self, n: int, held_out: bool) -> Iterator[str]:
         at = 0
@@ -208,8 +215,11 @@ class TokenFile:
     """Token ids of many texts in one memory-mapped file, with the place where each text begins.
 
     ids: (n_tokens,) uint16 or uint32. offsets: (n_texts + 1,) int64. `about` holds n_bytes (UTF-8), n_words (between
-    white space) and n_lines of the texts. Pickled by its folder, so that workers map the same file.
+    white space) and n_lines of the texts. content: of the corpus. Pickled by its folder, so that workers map the same
+    file.
     """
+
+    content: str | None = None
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -251,7 +261,9 @@ class TokenFile:
             raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
         folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
         end = [tokenizer.eos_id] if eos else []
-        return cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, extra)))
+        tokens = cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, extra)))
+        tokens.content = corpus.content
+        return tokens
 
 
 def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], extra: Callable) -> None:

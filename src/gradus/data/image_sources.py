@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,12 @@ from gradus.data.cache import digest, identity
 from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
 from gradus.data.splits import find_split, named_after
 from gradus.errors import DataError, UserError, did_you_mean
+from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
 from gradus.recipe.text import looked_for
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+HASHED = GB  # bytes of a folder of images that are read for its hash
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
@@ -26,6 +29,15 @@ class Rows:
     """One split, not yet decoded, in the rows of several `parts`, of which there are `sizes`."""
 
     paths = None  # of images that are files of their own
+    files: list[Path]  # that the rows are in
+
+    @functools.cached_property
+    def identities(self) -> list[str]:
+        return list(map(identity, self.files))
+
+    def content(self) -> str:
+        """A hash of what is read, wherever it lies."""
+        return digest(self.identities)
 
     def where(self, i: int) -> str:
         """File and row of image i."""
@@ -39,7 +51,7 @@ class TableSource(Rows):
 
     def __init__(self, tables: list[Path], config: ImagesData):
         self.name = str(tables[0]) if len(tables) == 1 else f"{tables[0]} and {len(tables) - 1} more"
-        self.parts, about = tables, [table_of(table) for table in tables]
+        self.parts, self.files, about = tables, tables, [table_of(table) for table in tables]
         columns, self.sizes = about[0][0], [n for _, n in about]
         self.image = config.image or first_column(self.name, columns, ("image", "img"), "image")
         self.label = config.label or first_column(self.name, columns, ("label", "labels"), "label")
@@ -47,7 +59,7 @@ class TableSource(Rows):
 
     def key(self) -> str:
         """What names its content."""
-        return digest([identity(table) for table in self.parts], self.image, self.label)
+        return digest(self.identities, self.image, self.label)
 
     def column(self, name: str) -> Iterator[Any]:
         return (row[name] for table in self.parts for row in read_rows(table, [name]))
@@ -98,6 +110,15 @@ class FolderSource:
         stats = [(str(path.resolve()), path.stat()) for path in self.paths]
         return digest(self.classes, [(name, about.st_size, about.st_mtime_ns) for name, about in stats])
 
+    def content(self) -> str:
+        """Of the classes and sizes of all images in their order, and of their bytes; of more than HASHED bytes those of
+        images evenly chosen."""
+        sizes, bytes_of = [path.stat().st_size for path in self.paths], hashlib.sha256()
+        for path in self.paths[:: max(1, -(-sum(sizes) // HASHED))]:
+            with open(path, "rb") as file:
+                bytes_of.update(hashlib.file_digest(file, "sha256").digest())
+        return digest([self.classes[i] for i in self.of], sizes, bytes_of.hexdigest())
+
     def where(self, i: int) -> str:
         return str(self.paths[i])
 
@@ -118,12 +139,11 @@ class CifarSource(Rows):
     def __init__(self, path: Path, split: str):
         self.path, self.name = path, f"{path} ({split})"
         self.wanted = re.compile(r"data_batch_\d+\.bin" if split == "train" else r"test_batch\.bin")
+        inside = [f for f in sorted(path.iterdir()) if self.wanted.fullmatch(f.name)] if path.is_dir() else []
+        self.files = [path] if path.is_file() else inside
 
     def key(self) -> str:
-        return digest(self.wanted.pattern, [identity(f) for f in (self.files() if self.path.is_dir() else [self.path])])
-
-    def files(self) -> list[Path]:
-        return sorted(f for f in self.path.iterdir() if self.wanted.fullmatch(f.name))
+        return digest(self.wanted.pattern, self.identities)
 
     @functools.cached_property
     def records(self) -> dict[str, np.ndarray]:
@@ -143,7 +163,7 @@ class CifarSource(Rows):
 
     def _unpacked(self) -> Iterator[tuple[str, bytes]]:
         if self.path.is_dir():
-            yield from ((str(file), file.read_bytes()) for file in self.files())
+            yield from ((str(file), file.read_bytes()) for file in self.files)
             return
         try:
             with open_packed(self.path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
@@ -201,7 +221,7 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
     elif cifar := find_cifar(path):
         no_effect(config, ("image", "label"), "CIFAR-10's binary version")
         sources = {split: CifarSource(cifar, split) for split in ("train", "test")}
-        return {split: source for split, source in sources.items() if cifar.is_file() or source.files()}
+        return {split: source for split, source in sources.items() if source.files}
     else:
         tables = _shards(path)
     if tables:

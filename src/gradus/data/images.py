@@ -95,8 +95,8 @@ class FileImages:
     """Images of one size in `folder`/images.npy, as ArrayImages. Read, not mapped: the pages of what is mapped count as
     this process's memory."""
 
-    def __init__(self, name: str, labels: np.ndarray, classes: list[str], folder: Path):
-        self.name, self.labels, self.classes, self.folder = name, labels, classes, folder
+    def __init__(self, name: str, labels: np.ndarray, classes: list[str], folder: Path, content: str | None = None):
+        self.name, self.labels, self.classes, self.folder, self.content = name, labels, classes, folder, content
 
     @functools.cached_property
     def _opened(self) -> tuple[io.BufferedReader, int, tuple[int, int, int]]:
@@ -136,6 +136,7 @@ class LazyImages:
     classes: list[str]
     shape: tuple[int, int, int]  # (n_channels, image_size, image_size), of all
     folder: Path
+    content: str | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -213,11 +214,14 @@ def _open(
     numbers."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
     keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
+    if not (memo := folder / "content").is_file():
+        files.write_text(memo, source.content())
     about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
     classes, labels = _classes(source, labels, classes, names)
+    content = memo.read_text()
     if about["decoded"]:
-        return FileImages(source.name, labels, classes, folder)
+        return FileImages(source.name, labels, classes, folder, content)
     if image_size is None:
         if about["other"] is None:
             most = f"{DECODED_LIMIT / 2**30:.0f} GiB"
@@ -226,7 +230,7 @@ def _open(
         raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Resize all to one size")
     shape = (about["n_channels"], image_size, image_size)
     encoded = source.paths or EncodedFile(folder)
-    return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder)
+    return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder, content)
 
 
 def _classes(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gradus.data.cache import digest
 from gradus.data.corpus import Corpus
 from gradus.data.readers import KINDS, SPLITS, alias_in, expanded, hub_splits, is_hub, near, suffix
 from gradus.errors import DataError, UserError, did_you_mean
@@ -126,7 +127,7 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        for name in ("lengths", "sides", "labels", "classes", "shape", "folder"):
+        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
                 setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)
@@ -148,7 +149,11 @@ def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, P
         mask[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
     if not mask.any():
         raise UserError(f"{dataset.name}: no class has {every} {unit}, enough to hold one out. Add a valid split.")
-    return Part(dataset, np.flatnonzero(~mask)), Part(dataset, np.flatnonzero(mask), f"{dataset.name} (held out)")
+    parts = Part(dataset, np.flatnonzero(~mask)), Part(dataset, np.flatnonzero(mask), f"{dataset.name} (held out)")
+    for part, held_out in zip(parts, (False, True)):
+        if hasattr(part, "content"):
+            part.content = digest(part.content, every, held_out)
+    return parts
 
 
 def limited(splits: dict[str, Any], limit: int | None, limit_valid: int | None) -> dict[str, Any]:

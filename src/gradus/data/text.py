@@ -41,6 +41,7 @@ class LMDataset:
         self, tokens: TokenFile, seq_len: int, seed: int = 0, pack: str = "stream", shuffle_phase: bool = True
     ):
         self.tokens, self.seq_len, self.seed, self.shuffle_phase = tokens, seq_len, seed, shuffle_phase
+        self.content = tokens.content
         self.documents = pack == "documents"
         n = tokens.n_tokens
         if n < (seq_len + 1 if shuffle_phase else 2):
@@ -108,7 +109,7 @@ class DocumentsDataset:
         if max_len < 1:
             few = f"data.max_len leaves {max_len} tokens per row besides the special ones"
             raise UserError(f"{few}. Set a larger data.max_len or model.seq_len.")
-        self.tokens = tokens
+        self.tokens, self.content = tokens, tokens.content
         offsets = np.asarray(tokens.offsets)
         if across:
             starts, at, n = [], 0, tokens.n_tokens
@@ -149,6 +150,7 @@ class PairsDataset:
         if len(self.source) != len(self.target):
             both = f"{source.name} has {len(self.source)} lines, {target.name} has {len(self.target)}"
             raise UserError(f"{both}: parallel text needs equally many lines.")
+        self.content = digest(source.content, target.content)
         self.sides = np.stack([np.minimum(side.lengths(), max_len) for side in (self.source, self.target)], axis=1)
         self.lengths = self.sides.sum(axis=1)
 
@@ -180,7 +182,8 @@ class LabelledDataset:
     ):  # fmt: skip
         self.name, self.max_len = str(path), max_len
         labels: list[int | str] = []
-        key = digest("labelled", digest(kind_of(path), identity(path)), *columns, "labels as they are")
+        self.content = identity(path)
+        key = digest("labelled", digest(kind_of(path), self.content), *columns, "labels as they are")
         texts = Corpus(lambda: self._texts(path, columns, labels), key, self.name, True)
         self.tokens = TokenFile.of(texts, tokenizer, cache=cache, extra=lambda: {"labels": labels})
         labels = self.tokens.about.pop("labels")

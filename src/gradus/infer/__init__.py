@@ -35,11 +35,12 @@ class ModelSource:
     name: str
     path: Path  # a checkpoint, a folder in Hugging Face's or Meta's layout, or llama2.c's .bin
     config: ModelConfig
-    recipe: Recipe | None  # of the run that it belongs to
+    recipe: Recipe | None  # of the run that it belongs to, in the folder `run`
     export_info: dict[str, Any] | None = None  # of a folder for engines: what `read_export_info` reads
     model: nn.Module | None = None  # once it is loaded
     engine: str = "torch"  # what runs it, and in which precision: of --engine and --precision
     precision: str | None = None
+    run: Path | None = None
     _read: dict[str, Tokenizer] | None = None
 
     @property
@@ -139,7 +140,7 @@ def find(name: str) -> ModelSource:
     folder = path.absolute().parent
     run = folder.parent if folder.name == "checkpoints" and (folder.parent / "recipe.yaml").is_file() else None
     config = models.config_of(path).trained(None)  # an adapter is merged
-    return ModelSource(name, path, config, run and recipes.load(run, configure=None), export_info)
+    return ModelSource(name, path, config, run and recipes.load(run, configure=None), export_info, run=run)
 
 
 def sources(

@@ -50,6 +50,7 @@ from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
 from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.resolve import RunContext
+from gradus.train.resume import changed_data
 from gradus.train.session import Session, open_session
 
 BATCH = 32  # inputs a forward pass
@@ -360,7 +361,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
     if source.recipe is None:
         raise UserError(f"--split={args.split}: {source.name} belongs to no run. Give inputs, or a run folder.")
     task = tasks.open_task(asking_for(source.recipe, args.split), tasks.load_tokenizers(source.path))
-    data = split_of(task, args.split)
+    data = split_of(task, args.split, source.run)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
         model, samples, image = LazyEngine(source), [data[i] for i in chosen], isinstance(task, ImageClassification)
@@ -389,9 +390,13 @@ def asking_for(recipe: Recipe, split: str) -> Recipe:
     return recipe.model_copy(update={"evaluate": evaluate, "layout": single_process(recipe.layout)})
 
 
-def split_of(task: Task, split: str) -> Any:
+def split_of(task: Task, split: str, run: Path | None) -> Any:
+    """A split's data. run: the folder of the run that they belong to: a note says where it has read others. Raises
+    UserError where there is no such split."""
     if split not in task.splits:
         raise UserError(f"--split={split}: this data has no such split.{did_you_mean(split, task.splits)}")
+    if run is not None and split in changed_data(run, task):
+        note(f"{split}: other data than {run} has read: the figures are not of the same samples")
     return task.splits[split]
 
 
@@ -470,5 +475,5 @@ def open_evaluation(
     recipe = recipe.model_copy(update={"model": config})
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
-    split_of(session.task, split)  # raises where there is none
+    split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
     return ModelSource(name if checkpoint is None else checkpoint, path, config, recipe, export_info), session

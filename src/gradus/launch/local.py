@@ -19,9 +19,10 @@ from gradus.parallel.processes import GRACE, Programs, start_program
 
 def train(
     n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False,
-    auto_resume: bool = False, json_file: str | None = None, force: bool = False,
+    auto_resume: bool = False, json_file: str | None = None, flags: Sequence[str] = (),
 ) -> int:  # fmt: skip
-    """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started."""
+    """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started.
+    flags: more of the workers' options."""
     from gradus.parallel.check import validate
     from gradus.parallel.device import enough_devices
     from gradus.parallel.world import World, find
@@ -36,7 +37,7 @@ def train(
     folder = resolve.run_to_resume(recipe, overrides, context) if resume else None
     recipe = str(folder or recipe)  # of workers too, whose newest run may be another by then
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
-    argv += ["--force"] if force else []
+    argv += flags
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
     config = resolve.load(recipe, overrides, context)[0]
     validate(config, n)

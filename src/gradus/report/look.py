@@ -94,7 +94,7 @@ def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
     if sample is None:
         image = torch.tensor(read_images(source, [file])[0])
     else:
-        data = split_of(tasks.open_task(asking_for(source.recipe, "valid")), "valid")
+        data = split_of(tasks.open_task(asking_for(source.recipe, "valid")), "valid", source.run)
         if sample >= len(data):
             raise UserError(f"--sample={sample}: the validation split has {len(data):,} images; the first is 0.")
         image = torch.tensor(np.asarray(data[sample]["image"]))

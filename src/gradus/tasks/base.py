@@ -62,6 +62,11 @@ class Task:
             lengths=lengths if bucket or tokens else None, bucket=bucket, shuffle=training,
         )  # fmt: skip
 
+    def content(self) -> dict[str, str]:
+        """Split → a hash of what was read for it, wherever it lies; nothing of data that are made or packaged."""
+        contents = {split: getattr(data, "content", None) for split, data in self.splits.items()}
+        return {split: content for split, content in contents.items() if content}
+
     prepare = None  # (sample, rng) -> sample, for training
     prepare_evaluation = None  # the same for evaluation, where chance must play no part or the same part every time
 

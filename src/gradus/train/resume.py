@@ -6,11 +6,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+from gradus import limits, tasks
 from gradus import recipe as recipes
-from gradus import tasks
-from gradus.errors import UserError
+from gradus.errors import UserError, either
 from gradus.parallel.world import World
 from gradus.recipe.schema import Recipe
+from gradus.tasks.base import Task
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.schedule import rate_of
 from gradus.train.session import Session
@@ -67,6 +68,36 @@ def check_same(before: Recipe, now: Recipe) -> None:
             if a.get(key) != b.get(key) and key not in FREE_KEYS.get(section, ()):
                 was = f"{section}.{key} was {a.get(key)} and is now {b.get(key)}"
                 raise UserError(f"--resume: {was}: that is another run. Start it without --resume in a new folder.")
+
+
+DATA = "data.json"  # in a run folder: split → a hash of what the run has read (see Task.content)
+
+
+def read_data(folder: Path) -> dict[str, str]:
+    """What a run has kept of the data that it has read; nothing of an older one."""
+    return limits.read_object(folder / DATA) if (folder / DATA).is_file() else {}
+
+
+def changed_data(folder: Path, task: Task) -> list[str]:
+    """The opened splits that are not what the run in this folder has read, as far as it has kept that."""
+    known = read_data(folder)
+    return [split for split, content in task.content().items() if known.get(split, content) != content]
+
+
+def check_data(folder: Path, task: Task, step: int, allowed: bool) -> str | None:
+    """What a resume at `step` says of data that are not what the run has read. allowed: by --data-changed. Raises
+    UserError where they may not be."""
+    changed, data = changed_data(folder, task), task.recipe.data
+    if not changed:
+        return "note: --data-changed: the data are not known to have changed" if allowed else None
+    path = getattr(data, "path", None)
+    what = f"{either(changed, 'and')} of {f'data.path={path}' if path else f'data.source={data.source}'}"
+    if not allowed:
+        raise UserError(
+            f"--resume: {what}: other data than the run has read, so its position means other samples. "
+            "Put its data back, start another run, or go on with these: --data-changed."
+        )
+    return f"note: --data-changed: other data from step {step + 1} on ({what})"
 
 
 def extend(before: Recipe, session: Session, taken: int, stated: bool) -> str | None:

@@ -33,7 +33,8 @@ from gradus.train.log import RunLog, check_trackers, environment, run_folder, wr
 from gradus.train.loop import Trainer
 from gradus.train.machine import bf16_units
 from gradus.train.metrics import COUNTED_STEP, MEND_TRAINING, Metrics, TrafficCount
-from gradus.train.resume import LENGTH, Start, extend, start_of
+from gradus.train.optim import check_eps
+from gradus.train.resume import DATA, LENGTH, Start, check_data, extend, read_data, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
 from gradus.train.schedule import unusual
@@ -67,11 +68,12 @@ class Plan(Hook):
 
 def train(
     recipe: Recipe, *, resume: Path | None = None, flops: Any = None, plan: Plan | None = None,
-    world: World = World(), longer: bool = False, hooks: Sequence[Hook] = (),
+    world: World = World(), longer: bool = False, data_changed: bool = False, hooks: Sequence[Hook] = (),
 ) -> Outcome:  # fmt: skip
     """Train a recipe into a run folder, or go on with the run in `resume`. world: this process among all that do.
 
-    longer: the user gave a new length for the resumed run; a finished one must not end at once.
+    longer: the user gave a new length for the resumed run; a finished one must not end at once. data_changed: it may go
+    on with other data.
     `flops(session) -> (model FLOPs a token, the device's peak FLOP/s or None)` is handed in from above, for MFU; so is
     `plan`. hooks: called after the log and the metrics, before evaluations and checkpoints.
     Raises UserError, Diverged once everything is saved, and Stopped after a signal, likewise.
@@ -81,9 +83,7 @@ def train(
         print("note: this process has trained before: its peak of memory may be of then", flush=True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_own_folder(recipe, resume, world))
-        check.validate(recipe, world.size)
-        if recipe.adapter:
-            models.base_of(recipe.model)  # raises where there is none to keep it beside
+        _validate(recipe, world, resume is None)
         for place in (folder, folder / "checkpoints") if world.first else ():
             files.sweep(place, locked=True)
         status = stack.enter_context(Status(folder, world))
@@ -93,7 +93,8 @@ def train(
         status.at("opening the data")
         session = open_session(recipe, start.tokenizers, world)
         extended = extend(start.before, session, start.step, longer) if start.before else None
-        _print_run(session, extended, resume is None)
+        changed = check_data(folder, session.task, start.step, data_changed) if start.before else None
+        _print_run(session, [extended, changed], resume is None)
         status.at("the plan")
         plan.before(session, start.position)
         status.at("building the model")
@@ -105,16 +106,13 @@ def train(
             _print_model(session, new.report, resume is None)
         per_token, peak = flops(session) if flops else (None, None)  # of the model as one process has it
         status.at("the laying out of the model")
-        parallel = session.lay_out(new)
+        trainer = Trainer(session, session.lay_out(new), folder)
+        trainer.at = status.at
         if start.before is None and world.first:
             files.link_latest(folder, Path("runs", recipe.name))
-        trainer = Trainer(session, parallel, folder)
-        trainer.at = status.at
         if resume:
             status.at("the loading of a checkpoint")
             resume_run(trainer, start.checkpoint)
-            if world.first:
-                print(f"resumed from {start.checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
 
         evaluation, metrics = Evaluation(), Metrics(per_token, peak * world.size if peak else None)
         with _full_memory_as_user_error(trainer, session.steps.micro_batch):
@@ -147,6 +145,15 @@ def start(
     recipe = resolve.load_and_print_notes(str(folder or name), overrides, context)
     longer = resume and any(word.startswith(("train.steps=", "train.epochs=")) for word in overrides)
     return train(recipe, resume=folder, world=context.world, longer=longer, **options)
+
+
+def _validate(recipe: Recipe, world: World, new: bool) -> None:
+    """Raises UserError for what no process has to be asked for."""
+    check.validate(recipe, world.size)
+    if new:  # an old run goes on as it began
+        check_eps(recipe)
+    if recipe.adapter:
+        models.base_of(recipe.model)  # raises where there is none to keep it beside
 
 
 @contextlib.contextmanager
@@ -195,10 +202,12 @@ def _full_memory_as_user_error(trainer: Trainer, micro_batch: int) -> Iterator[N
 
 
 def _write_folder(folder: Path, session: Session, start: Start, extended: bool) -> None:
-    """recipe.yaml of a new run, and of one that is to become longer."""
+    """recipe.yaml of a new run, and of one that is to become longer; what the data are."""
     folder.mkdir(parents=True, exist_ok=True)
     if not session.mesh.world.first:
         return
+    if content := session.task.content():
+        write_json(folder / DATA, read_data(folder) | content)
     if start.before is None:
         command = {"command": text} if (text := typed("train")) else {}
         write_json(folder / "environment.json", environment(session.device) | command)
@@ -210,11 +219,11 @@ def _write_folder(folder: Path, session: Session, start: Start, extended: bool) 
         write_text(folder / "recipe.yaml", recipes.dump(stored))
 
 
-def _print_run(session: Session, extended: str | None, new: bool) -> None:
+def _print_run(session: Session, changes: list[str | None], new: bool) -> None:
     """Print what the run will do, and what its settings may cost."""
     warning = unusual(session.recipe, session.steps.total) if new else None
     slow = emulated(session.recipe.layout, session.device)
-    lines = (describe(derive(session)), extended, warning, slow)
+    lines = (describe(derive(session)), *changes, warning, slow)
     if session.mesh.world.first:
         print("\n".join(filter(None, lines)), flush=True)
 

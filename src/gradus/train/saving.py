@@ -62,3 +62,5 @@ def resume_run(trainer: Trainer, checkpoint: Path | None) -> None:
     # they may have been kept after the checkpoint, and by another metric: what they were evaluated to stands with them
     best = trainer.checkpoints.best(metric, higher)
     p.best, p.best_step, p.best_metric = (best["value"], best["step"], metric) if best else (None, None, None)
+    if trainer.parallel.mesh.world.first:
+        print(f"resumed from {checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
