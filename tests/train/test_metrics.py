@@ -12,6 +12,7 @@ import torch
 
 from gradus import models
 from gradus import recipe as recipes
+from gradus.cli import main
 from gradus.errors import Diverged, UserError
 from gradus.parallel.world import World
 from gradus.train import loop, metrics
@@ -71,6 +72,18 @@ def test_nonfinite_steps_are_skipped_and_counted_when_asked(tmp_path):
         train(recipes.load("copy-task", [*TINY, f"log.dir={run}", *more]))
     assert 0 < json.loads((run / "summary.json").read_text())["skipped_steps"] < 12
     assert all(torch.isfinite(p).all() for p in models.load(run).parameters())
+
+
+def test_an_eps_that_pure_fp16_rounds_away_is_refused_and_the_one_named_follows_fp32(tmp_path, capsys):
+    words = [*TINY, "optimizer={name: adamw, lr: 0.001}", "schedule={name: constant}", "train.clip_norm=0.1", "train.steps=12"]
+    assert main(["train", "copy-task", *words, "layout.precision=pure_fp16", f"log.dir={tmp_path / 'no'}"]) == 2
+    error = capsys.readouterr().err
+    assert "optimizer.eps=1e-09: too small" in error and "optimizer.eps=0.0001" in error and not (tmp_path / "no/metrics.jsonl").exists()
+    curves = []
+    for more in ([], ["layout.precision=pure_fp16", "optimizer.eps=0.0001"]):
+        train(recipes.load("copy-task", [*words, *more, "model.dropout=0", f"log.dir={tmp_path / str(len(more))}"]))
+        curves.append(losses(tmp_path / str(len(more))))
+    assert max(abs(curves[0][step] - curves[1][step]) for step in curves[0]) < 0.05
 
 
 def test_the_mean_loss_is_of_the_steps_that_were_taken(tmp_path, monkeypatch):

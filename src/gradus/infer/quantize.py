@@ -225,7 +225,7 @@ def why_refused(table: Table, max_loss: float) -> str | None:
     points, error, n = table["difference"]
     times = {name: pair for name, pair in table.items() if name.startswith("ms")}
     reasons = []
-    if not all(map(math.isfinite, (after for name, (_, after) in table.items() if "/" in name))):
+    if not all(math.isfinite(pair[1]) for name, pair in table.items() if "/" in name):
         reasons.append("its logits are not finite")
     elif points > max_loss:
         reasons.append(f"it loses {points:.2f} ± {error:.2f} points of {n:,}, more than --max-loss {max_loss:g}")

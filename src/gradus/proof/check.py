@@ -38,6 +38,7 @@ from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
 from gradus.text import fold
 from gradus.train.loop import Trainer
+from gradus.train.optim import check_eps
 from gradus.train.schedule import rate_of
 from gradus.train.session import Session, open_for, open_session
 
@@ -109,6 +110,7 @@ def check(recipe: Recipe, as_json: bool = False) -> int:
 def checks(recipe: Recipe) -> Iterator[Line]:
     """The lines, in the order of what depends on what."""
     try:
+        check_eps(recipe)
         session = open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}))
     except UserError as e:
         yield Line("recipe", False, str(e))

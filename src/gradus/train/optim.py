@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from gradus.recipe.schema import Optimizer
+from gradus.errors import UserError
+from gradus.recipe.schema import Optimizer, Recipe
 
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Matrices and tables of embeddings decay; biases, norms, and ViT's class token and positions do not."""
     special = any(part in name for part in ("class_token", "positions", "norm"))
     return parameter.ndim >= 2 and not special and not name.endswith("bias")
+
+
+def check_eps(recipe: Recipe) -> None:
+    """Raises UserError where Adam's eps is below what fp16 holds as a normal number, and weights and moments are in it:
+    second moments that are rounded to zero then leave a quotient of first moments by next to nothing."""
+    eps, normal = getattr(recipe.optimizer, "eps", 1.0), torch.finfo(torch.float16).smallest_normal
+    if recipe.layout.precision == "pure_fp16" and eps < normal:
+        enough = 10.0 ** math.ceil(math.log10(normal))
+        why = f"too small for layout.precision=pure_fp16, in which second moments below {2**-25:.0e} are zero"
+        raise UserError(f"optimizer.eps={eps:g}: {why}. Set optimizer.eps={enough:g}, say, or layout.precision=fp16.")
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer) -> torch.optim.Optimizer | None:
