@@ -27,7 +27,7 @@ from gradus.text import count
 from gradus.train import resolve
 from gradus.train.checkpoint import is_finite
 from gradus.train.clock import MEASURES, begin_run, peaks
-from gradus.train.evaluation import Evaluation, chosen_by, evaluate
+from gradus.train.evaluation import Evaluation, evaluate
 from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, check_trackers, environment, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
@@ -282,8 +282,7 @@ def divergence(trainer: Trainer) -> str | None:
     """Why a run that has ended has no weights of use: its last validation is not finite, and none before was. Where one
     was, a note says that the last is not. Collective."""
     p, parallel, task = trainer.progress, trainer.parallel, trainer.task
-    name, _ = chosen_by(task)
-    if not p.last_evaluation or is_finite(p.last_evaluation, name):
+    if is_finite(p.last_evaluation, "valid/loss"):
         return None
     weights = weights_not_finite((h.name, h.local) for h in parallel.local_parameters)
     where = next(filter(None, worlds.gathered(weights)), None)
@@ -293,7 +292,7 @@ def divergence(trainer: Trainer) -> str | None:
     text = f"{trainer.folder}: its logits are not finite (step {p.step:,}{f', {where}' if where else ''})"
     if p.best is not None:
         if parallel.mesh.world.first:
-            print(f"note: {text}; the best checkpoint, of step {p.best_step:,}, is", flush=True)
+            print(f"note: {text}; those of the best checkpoint, of step {p.best_step:,}, are", flush=True)
         return None
     return f"{text}, and no checkpoint is better. {MEND_TRAINING}."
 
