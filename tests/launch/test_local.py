@@ -75,6 +75,11 @@ if what == "fault":
         os._exit(74)
     time.sleep(30 if restart < 2 else 0)
     os._exit(0)
+if what == "diverged":
+    Status(folder, world).close()
+    if rank == 0:
+        print("error: run: its logits are not finite", file=sys.stderr)
+    os._exit(1)
 if what == "raise":
     Status(folder, world).at("reading data", 37)
     if mine:
@@ -153,6 +158,11 @@ def test_a_rank_is_killed(case, rank):
     assert code == 1
     assert re.match(rf"error: rank {rank} on {HOST} was killed by SIGKILL \(exit code -9\) at step 37 while reading data\. If nobody killed", error)
     assert error.count("\n") == 1
+
+
+def test_a_run_that_came_to_its_end_and_diverged_is_not_started_again(case):
+    code, out, error = case("diverged", "", max_restarts=2)
+    assert (code, error) == (1, "error: run: its logits are not finite\n") and out.count("rank 0 says") == 1
 
 
 def test_a_rank_is_killed_in_a_collective(case):

@@ -146,7 +146,8 @@ def environment_of(rank: int, n: int, port: int, restart: int) -> dict[str, str]
 
 def outcome(folder: Path, codes: dict[int, int | None], text: str | None) -> tuple[int, str | None]:
     """(The exit code of the whole, what to tell the user.) text: the diagnosis."""
-    if set(codes.values()) == {1} and all(r and r.what == "done" for r in (status.read(folder, k) for k in codes)):
+    records = [status.read(folder, rank) for rank in codes]
+    if set(codes.values()) <= {1, None} and all(r is not None and r.what == "done" for r in records):
         return 1, None  # the run came to its end, and diverged
     exit_codes = status.with_word_left(folder, codes)
     faulty = status.died(folder, exit_codes)
