@@ -74,6 +74,11 @@ class RowFile:
         self.file.close()  # every write has flushed
 
 
+def _is_value(value: Any) -> bool:
+    """Text, or a number that fits into a float."""
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1e300)
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, without a last line that a kill cut short. Raises UserError for any other line that is no
     row."""
@@ -88,8 +93,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 break
             row = None
         named = isinstance(row, dict) and isinstance(row.get("name"), str) and row["name"].isprintable()
-        if named and "value" in row:
+        if named and _is_value(row.get("value")):
             rows.append(row)
         else:
-            raise UserError(f"{path}: line {number} is not a row with a name and a value ({line[:40]!r}). Remove it.")
+            text = "is not a row with a name and a value that is a number or a word"
+            raise UserError(f"{path}: line {number} {text} ({line[:60]!r}). Remove it.")
     return rows

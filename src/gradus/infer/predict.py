@@ -114,6 +114,8 @@ def records_by_line(source: ModelSource, top: int) -> Iterator[Record]:
 
 def lines_of(file: Iterable[str]) -> Iterator[str]:
     """The lines of a file. Raises UserError where one is not text."""
+    if hasattr(file, "reconfigure"):
+        file.reconfigure(encoding="utf-8")  # whatever the locale's is
     try:
         for line in file:
             yield line.rstrip("\r\n")

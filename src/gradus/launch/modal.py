@@ -58,7 +58,7 @@ def launch(args: Namespace) -> int:
     recipe, run = read(args, n_gpus) if args.recipe else (None, "")
     text = app(args, gpu, n_gpus, recipe, run)
     try:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as e:
         raise UserError(f"{file}: cannot be written ({e.strerror}). Give another --to.") from None
     print(f"wrote {file}. With an account (pip install modal; modal setup):")

@@ -18,7 +18,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from gradus import files, limits
-from gradus.errors import FAULT, UserError
+from gradus.errors import FAULT, UserError, reason
 from gradus.launch import one_line, preview, read, train_options, train_words
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -95,9 +95,9 @@ def launch(args: Namespace) -> int:
         for name in (args.output, args.error, args.to):
             if name and "%" not in str(Path(name).parent):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise UserError(f"{e.filename or file}: cannot be written ({e.strerror}). Give another --to.") from None
+        raise UserError(f"{e.filename or file}: cannot be written ({reason(e)}). Give another --to.") from None
     if args.dry_run:
         print(f"{text}\nwritten to {file}. Submit it with: sbatch {shlex.quote(str(file))}", flush=True)
         kind = args.gpus.rpartition(":")[0] or None
@@ -256,7 +256,7 @@ def _call(command: list[str]) -> str:
     """What Slurm's command printed. Raises UserError with what it complained of."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}  # ours: sbatch hands it to the job
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, env=environment)
     except FileNotFoundError:
         raise UserError(f"no {command[0]} here: Slurm is not installed. Run this on a login node.") from None
     except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradus import limits
-from gradus.errors import UserError
+from gradus.errors import UserError, reason
 from gradus.launch import (
     EXTRAS,
     SAFE,
@@ -85,9 +85,9 @@ def launch(args: Namespace) -> int:
             script, todo = commands(args, recipe, run)
             if own(recipe.log, Path(run)):
                 break
-        (Path(run) / "job.sh").write_text(script)
+        (Path(run) / "job.sh").write_text(script, encoding="utf-8")
     except OSError as e:
-        raise UserError(f"{e.filename}: cannot be written ({e.strerror}). Give another log.dir.") from None
+        raise UserError(f"{e.filename}: cannot be written ({reason(e)}). Give another log.dir.") from None
     if printed:
         print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
         for command in todo:

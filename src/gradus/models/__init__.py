@@ -171,6 +171,11 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     for folder in (path, runs / "best", *reversed(files.numbered(runs, "step-"))):
         if any((folder / file).is_file() for file in ("config.json", "params.json", peft.CONFIG)):
             return folder
+        if folder.name == "best" and (kept := [p.name for p in runs.glob("best*")]):
+            raise UserError(
+                f"{folder}: the run's best weights are not there, and others do not stand for them "
+                f"({weights.some(sorted(kept))}). Copy the run again, or give one of the folders in {runs}."
+            )
     if runs.is_dir():
         raise UserError(
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"

@@ -77,10 +77,11 @@ def _begin(output: Path | str | None) -> None:
     end_with_parent()
     if output is not None:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        utf8 = {"encoding": "utf-8", "errors": "backslashreplace"}
         os.dup2(file, 1)
         os.dup2(file, 2)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  (as long as the process)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", buffering=1, closefd=False, **utf8)  # noqa: SIM115  (as long as the process)
+        sys.stderr = open(2, "w", buffering=1, closefd=False, **utf8)  # noqa: SIM115
 
 
 # ---------------------------------------------------------------- a group

@@ -383,7 +383,9 @@ def _reported_path(folder: Path) -> Path:
 def _leave_word(folder: Path, rank: int, error: BaseException, **word: int) -> None:
     """Add to this process's record why it ends, and write the error's traceback beside it."""
     with contextlib.suppress(OSError):
-        error_path(folder, rank).write_text("".join(traceback.format_exception(error)), errors="replace")
+        error_path(folder, rank).write_text(
+            "".join(traceback.format_exception(error)), encoding="utf-8", errors="replace"
+        )
     path = record_path(folder, rank)
     with contextlib.suppress(OSError, ValueError):
         line = _line(json.loads(path.read_text()) | word)

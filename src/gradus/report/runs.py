@@ -56,10 +56,10 @@ class Summary(Content):
     """summary.json, as train.run writes it."""
 
     layout: str = ""
-    processes: Annotated[int, Field(ge=1)] = 1
-    steps: int | None = None
-    epoch: float | None = None
-    samples: int | None = None
+    processes: Annotated[int, Field(ge=1, le=limits.AXIS)] = 1
+    steps: Annotated[int, Field(ge=0, le=limits.STEPS)] | None = None
+    epoch: Amount | None = None
+    samples: Annotated[int, Field(ge=0, le=limits.FIGURE)] | None = None
     train_runtime: Amount | None = None
     train_samples_per_second: Amount | None = None
     train_loss: float | None = None

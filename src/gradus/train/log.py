@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from gradus import files
-from gradus.errors import EnvironmentFault, UserError, need, reason, writing
+from gradus.errors import EnvironmentFault, UserError, check_working_folder, need, reason, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
 from gradus.train import machine
@@ -214,18 +214,15 @@ def new_run_folder(config: Log, name: str) -> Path:
     return next(p for n in itertools.count() if not (p := base.with_name(f"{base.name}-{n}") if n else base).exists())
 
 
-TRIES = 1_000  # of a name for a run folder, each of which another run was quicker to take
-
-
-def own(config: Log, folder: Path, last: bool = False) -> bool:
-    """Make the folder that `new_run_folder` named. False where another run has taken its name since. last: raises
-    OSError then too."""
+def own(config: Log, folder: Path) -> bool:
+    """Make the folder that `new_run_folder` named. False where another run has taken its name since."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(exist_ok=config.dir is not None)
         return True
     except (FileExistsError, FileNotFoundError):  # another's; or another took the empty parent away
-        if config.dir or last:
+        check_working_folder()
+        if config.dir or any(os.path.lexists(p) and not p.is_dir() for p in folder.parents):
             raise
         return False
 
@@ -243,10 +240,10 @@ def run_folder(config: Log, name: str, resume: Path | None = None) -> Iterator[P
     Raises UserError where another process has it, or where it cannot be written.
     """
     try:
-        for left in reversed(range(TRIES)):
+        while True:
             folder = resume or new_run_folder(config, name)
             missing = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
-            if resume or own(config, folder, last=not left):
+            if resume or own(config, folder):
                 break
         lock = _lock(folder, "run", "set another log.dir")
     except OSError as e:
