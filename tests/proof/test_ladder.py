@@ -93,7 +93,7 @@ def test_what_is_not_faster_at_the_end_is_not_recommended_and_the_report_has_the
 
     monkeypatch.setattr(harness, "measure", take)
     assert main(["ladder", *COPY, "--steps", "2", "--rounds", "1", "--to", str(tmp_path / "ladder")]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "nothing is faster here" in out and "measured on a busy machine, run it again" in out
     assert "keys: " not in out and "gradus train" not in out and "helped" not in out
     assert "1.33× [1.33, 1.33] the samples/s (0.67× by the wall clock" in out and "note: one round has no spread" in out

@@ -90,6 +90,7 @@ def test_a_ladder_of_one_round_has_the_speed_of_its_timed_steps(tmp_path):
     rows = []
     for c, first, timed in (("before", 5.0, 10.0), ("compile", 0.1, 12.0)):
         rows.append(row("samples_per_s", first, c, "samples/s", samples=[first], rung="00-first", study="once", steps=3, warm_up=0))
+        rows.append(row("samples_per_s/undisturbed", first + 1, c, "samples/s", samples=[first + 1], rung="00-first", study="once", steps=3, warm_up=0))
         rows.append(row("samples_per_s", timed, c, "samples/s", samples=[timed], rung="00-first", study="ladder", steps=8, warm_up=2))
         rows.append(row("memory/allocated", 1e6, c, "bytes", rung="00-first", study="once", steps=3, warm_up=0))
     folder = folder_of(tmp_path / "ladder", rows)

@@ -137,6 +137,8 @@ def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     all data; "before" of the first rung alone."""
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
+        if row.get("study") == "once" and row["name"].endswith("/undisturbed"):
+            continue  # steps too short to tell have no such row, and this one is of others
         name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
         if row.get("rung") == LAST and row["configuration"] != "before":
             name = f"{LAST} · all that was kept"
