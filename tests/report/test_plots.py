@@ -41,3 +41,9 @@ def test_tick_labels_do_not_run_into_each_other(most):
         for labels, start, end in ((axes.get_xticklabels(), "x0", "x1"), (axes.get_yticklabels(), "y0", "y1")):
             boxes = sorted((label.get_window_extent() for label in labels if label.get_text()), key=lambda box: getattr(box, start))
             assert len(boxes) > 1 and all(getattr(a, end) < getattr(b, start) for a, b in itertools.pairwise(boxes))
+
+
+def test_names_of_bars_are_whole():
+    names = ["07-checkpointing · layout.checkpointing=selective layout.micro_batch=12", "short"]
+    axes = plots.bars(names, 0.3)
+    assert [" ".join(label.get_text().split("\n")) for label in axes.get_yticklabels()] == names
