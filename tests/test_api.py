@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -16,6 +19,7 @@ from gradus import api, models
 from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
+from gradus.train.hooks import Hook
 
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 COPY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "layout.device=cpu",
@@ -43,6 +47,44 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     run = api.train(run, resume=True)
     assert run.finished and run.summary["train_loss"] == pytest.approx(whole.summary["train_loss"], rel=1e-6)
+
+
+class Raises(Hook):
+    def __init__(self, error: BaseException):
+        self.error, self.refused = error, None
+
+    def after_step(self, trainer, taken):
+        if taken.step == 1:
+            with pytest.raises(UserError) as self.refused:
+                api.train("copy-task", *COPY)
+        if taken.step == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), OSError(errno.ENOSPC, "mine", "file")])
+def test_a_hooks_exception_passes_through_and_the_callers_modes_do_not(error, tmp_path, monkeypatch, no_plan):
+    """One stream and several modes of PyTorch in which a training ended before, or came to other numbers; and one that is begun within another."""
+    few = {"train": {"steps": 4}, "evaluate": {"every": 2}}
+    whole = api.train("copy-task", *COPY, log={"dir": tmp_path / "whole"}, **few)
+    stream, hook = io.TextIOWrapper(io.BytesIO(), "ascii"), Raises(error)
+    monkeypatch.setattr(sys, "stdout", stream)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(type(error)) as caught, torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            api.train("copy-task", *COPY, log={"dir": tmp_path / "cut"}, hooks=[hook], **few)
+        assert torch.get_default_dtype() == torch.float64, "afterwards they are the caller's again"
+    finally:
+        torch.set_default_dtype(dtype)
+    assert caught.value is error and error.__cause__ is None and error.__context__ is None
+    assert "this process trains another run" in str(hook.refused.value)
+    stream.flush()
+    assert stream.errors == "strict" and b"micro-batch 16 x accumulation 1" in stream.buffer.getvalue()
+    run = api.Run(tmp_path / "cut")
+    assert not run.finished and [p.name for p in (tmp_path / "cut/checkpoints").glob("step-*")] == ["step-00000002"]
+    run = api.train(run, resume=True)
+    for key in ("train_loss", "metrics", "best"):
+        assert run.summary[key] == whole.summary[key], "nothing is lost, to the bit"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +122,10 @@ generate(gpt, 5) generate(gpt, None) generate(gpt, [5]) generate(gpt, b'a') gene
 generate(gpt, 'a', temperature='x') generate(gpt, 'a', temperature=float('nan')) generate(gpt, 'a', temperature=1, top_k='x') generate(gpt, 'a', temperature=1, top_k=0)
 generate(gpt, 'a', temperature=1, top_p='x') generate(gpt, 'a', temperature=1, top_p=2) generate(gpt, 'a', temperature=1, seed='x') generate(gpt, 'a', temperature=1, seed=-1)
 generate(gpt, 'a', temperature=1, seed=2**70) generate(gpt, 'a', sliding_window='yes') generate(bert, 'a')
+train('x' * 5000) train(chr(0)) train(chr(0xD800)) train('copy-task', log={'dir': chr(0xD800)}) plan('x' * 5000) plan(chr(0)) load('x' * 5000) load(chr(0xD800)) Run('x' * 5000)
+Run(chr(0)) evaluate('x' * 5000) evaluate(chr(0xD800)) predict('x' * 5000, 'a') predict(bert, chr(0xD800)) generate('x' * 5000) generate(chr(0)) generate(gpt, chr(0xD800))
+load(gpt).hidden(torch.full((1, 3), 10**6)) load(gpt).hidden(torch.full((1, 3), -1)) load(bert).hidden(torch.rand(1, 3)) load(bert).hidden(torch.zeros(1, 0, dtype=torch.long))
+load(bert)(torch.zeros(1, 3, dtype=torch.long), token_types=torch.full((1, 3), 7)) load(gpt)(torch.zeros(3, dtype=torch.long))
 evaluate(5) evaluate(bert, 5) evaluate(bert, split=5) evaluate(bert, split='zz') evaluate(bert, checkpoint=5) evaluate(bert, checkpoint='/none')
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import importlib
+import io
 import json
 import os
 import re
@@ -467,3 +468,70 @@ def test_a_missing_tracker_leaves_no_run_behind(capsys, monkeypatch, tmp_path):
     assert main(["train", *COPY, f"log.dir={tmp_path / 'run'}"]) == 0
 
 
+
+
+# ------------------------------------------------------------ where it is started, and what its streams can show
+
+ENCODINGS = ["ascii", "latin-1", "cp1252"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_a_stream_cannot_encode_is_printed_in_plain_signs(encoding, monkeypatch):
+    """Of every verb, whatever it prints; and the texts of those that take no time, whole."""
+    text = "5 × 3 → 15 … – ≤ µ é 字 \ud800"
+    own = text.encode(encoding, "ignore").decode(encoding)
+    plain = "".join(c if c in own else {"×": "x", "→": "->", "…": "...", "–": "-", "≤": "<=", "µ": "u", "é": "e"}.get(c, "?") for c in text)
+
+    def printed(words: list[str], code: int = 0) -> tuple[str, str]:
+        streams = {name: io.TextIOWrapper(io.BytesIO(), encoding) for name in ("stdout", "stderr")}
+        for name, stream in streams.items():
+            monkeypatch.setattr(sys, name, stream)
+        assert main(words) == code and streams["stdout"].errors == "strict"
+        for stream in streams.values():
+            stream.flush()
+        return tuple(stream.buffer.getvalue().decode(encoding) for stream in streams.values())
+
+    for words in (["keys"], ["recipes"], ["hardware"], []):
+        assert len(printed(words)[0]) > 1000
+    for number, (example, _) in enumerate(VERBS.values()):
+        args = cli.parse(shlex.split(example)[1:])
+        args.function = (lambda _: [text]) if number % 2 else error(text)
+        monkeypatch.setattr(cli, "parse", lambda _, args=args: args)
+        assert printed([], 0 if number % 2 else 2)[0 if number % 2 else 1] == (plain if number % 2 else f"error: {plain}") + "\n"
+
+
+def error(text: str):
+    def verb(args):
+        raise UserError(text)
+
+    return verb
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", [*ENCODINGS, "C"])
+def test_a_run_and_its_verbs_in_another_encoding(encoding, tmp_path):
+    """Real processes, the workers of a training among them; what they write is in UTF-8, whatever the locale's encoding is."""
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"} if encoding == "C" else {"PYTHONIOENCODING": encoding}
+    run = tmp_path / "run"
+    words = [["train", *COPY, f"log.dir={run}", "--processes", "2"], ["prove", str(run)], ["plan", "copy-task"], ["predict", str(run), "1 2 3"],
+             ["keys"], ["evaluate", str(run)], ["report", str(run), "--to", str(tmp_path / "report")]]  # fmt: skip
+    for argv in words:
+        done = subprocess.run([sys.executable, "-m", "gradus", *argv], capture_output=True, env={**os.environ, **locale})
+        assert done.returncode == 0 and b"Error" not in done.stderr, (argv, done.stderr)
+        shown = done.stdout.decode("ascii" if encoding == "C" else encoding)
+        assert argv[0] != "train" or f"micro-batch 8 {'×' if encoding in ('latin-1', 'cp1252') else 'x'} accumulation 1" in shown
+    assert "×" in (tmp_path / "report/report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", [["train", *COPY], ["predict", "run", "a"], ["keys"], ["report", "/run", "--to", "there"], ["launch", "slurm", "copy-task", "--dry-run"]])
+def test_a_working_folder_that_was_deleted_is_said(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    os.rmdir("../gone")
+    assert fails(capsys, *words) == "error: the working folder was deleted. Change to one that is there (cd), and start again.\n"
+
+
+def test_a_dash_is_an_input_behind_options_too():
+    for words in (["--top", "1", "-"], ["-", "--top", "1"]):
+        assert cli.parse(["predict", "run", *words]).inputs == ["-"]

@@ -74,11 +74,6 @@ class RowFile:
         self.file.close()  # every write has flushed
 
 
-def _is_value(value: Any) -> bool:
-    """Text, or a number that fits into a float."""
-    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1e300)
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, without a last line that a kill cut short. Raises UserError for any other line that is no
     row."""
@@ -93,7 +88,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 break
             row = None
         named = isinstance(row, dict) and isinstance(row.get("name"), str) and row["name"].isprintable()
-        if named and _is_value(row.get("value")):
+        if named and isinstance(row.get("value"), int | float | str):
             rows.append(row)
         else:
             text = "is not a row with a name and a value that is a number or a word"

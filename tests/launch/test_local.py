@@ -311,14 +311,20 @@ def test_signals_are_passed_on_and_workers_save(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_workers_that_do_not_listen(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path, number):
+    """Whom it waits for is said before, and how to resume after it."""
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     parent = start(tmp_path, "deaf")
-    parent.send_signal(signal.SIGINT)
+    parent.send_signal(number)
     time.sleep(0.8)
     assert parent.poll() is None and len(alive(tmp_path)) == 2, "they have their time to save"
-    parent.send_signal(signal.SIGINT)
-    parent.communicate(timeout=60)
-    assert parent.returncode == 130 and not alive(tmp_path)
+    said = parent.stderr.readline() + parent.stderr.readline()
+    assert re.match(r"\nstopping: the processes have 20 s .* to save and end; ranks 0 and 1 .* A second signal ends all of them\.", said)
+    parent.send_signal(number)
+    _, error = parent.communicate(timeout=60)
+    assert error == f"Resume from the last checkpoint with: gradus train {tmp_path} --resume --processes 2\n"
+    assert parent.returncode == 128 + number and not alive(tmp_path)
 
 
 def test_workers_do_not_outlive_a_parent_that_was_killed(tmp_path):
@@ -380,7 +386,7 @@ def test_a_worker_knows_what_the_user_typed(tmp_path, monkeypatch, capfd):
 
 
 def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(local, "run", lambda *_, **__: 1)
+    monkeypatch.setattr(local, "attempt", lambda *_: (1, None))
     for saved in (False, True):
         if saved:
             (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)

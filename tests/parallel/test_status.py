@@ -142,6 +142,9 @@ def test_other_ends(tmp_path):
     put(tmp_path, 0, "the gradient all-reduce", lost=True, ago=35)
     put(tmp_path, 1, "the gradient all-reduce", lost=True, ago=2)
     assert diagnose(tmp_path, 2).startswith("rank 1 on far did not leave the gradient all-reduce of step 37"), "it came when the others had given up"
+    # PyTorch 2.13's own words, under layout.timeout=1
+    status.error_path(tmp_path, 0).write_text("RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 1000ms for send operation to complete\n")
+    assert diagnose(tmp_path, 2).endswith(" rank 0 on far waited 1 s (layout.timeout), after which a process counts as lost."), "no traceback of gloo"
 
 
 def test_a_process_of_this_host_that_is_gone(tmp_path):

@@ -332,3 +332,10 @@ def test_a_loader_that_is_held_up_once_is_as_fast_as_in_its_other_rounds(monkeyp
     monkeypatch.setattr(session, "loader", Held())
     assert checking.loader_speed(session, 1.0) == pytest.approx(16_000)
     assert clock[0] == pytest.approx(1.0, abs=0.25), "for about as long as was asked"
+
+
+@pytest.mark.parametrize(("trained", "ok"), [(["all", "-encoder"], True), (["all", "-encoder.norm"], None)])
+def test_a_part_that_is_trained_is_not_asked_to_learn_all_by_heart(trained, ok):
+    seen = looked(**{"train.freeze": trained, "optimizer.lr": 1e-3})
+    line = verdict(seen, "overfit")
+    assert line.ok is ok and "since a part of the model is trained" in line.text

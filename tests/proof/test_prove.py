@@ -138,6 +138,10 @@ def test_prove_says_what_is_missing(tmp_path, capsys):
     (tmp_path / "plan.jsonl").write_text('{"name": "another", "value": 1}\n')
     assert main(["prove", str(tmp_path)]) == 2
     assert "plan.jsonl has no row of a plan" in capsys.readouterr().err
+    for value in ("[1]", "{}", "null", f"1{'0' * 400}"):
+        (tmp_path / "plan.jsonl").write_text(f'{{"name": "memory/allocated", "value": {value}}}\n')
+        assert main(["prove", str(tmp_path)]) == 2
+        assert re.match("error: .*plan.jsonl.* value .*\n$", capsys.readouterr().err), value
 
 
 @pytest.mark.slow

@@ -182,7 +182,8 @@ def test_runs_of_different_recipes_share_no_axis_and_no_speed_up(folders, tmp_pa
 DAMAGED = {
     "summary.json": ["", "{}", "[]", "5", "null", "[" * 100_000, '{"metrics": [1]}', '{"metrics": null}', '{"metrics": {"a": {"b": 1}}}', '{"train_runtime": "x"}',
                      '{"train_runtime": -5}', '{"train_runtime": Infinity}', '{"train_samples_per_second": "x"}', '{"processes": 0}', '{"processes": "x"}', '{"proof": [1]}',
-                     '{"proof": {"a": "b"}}', '{"proof": {"a": {"predicted": "x", "measured": 1}}}', '{"proof": {"a": {"predicted": 1, "measured": NaN}}}', '{"layout": [1]}'],
+                     '{"proof": {"a": "b"}}', '{"proof": {"a": {"predicted": "x", "measured": 1}}}', '{"proof": {"a": {"predicted": 1, "measured": NaN}}}', '{"layout": [1]}',
+                     *(f'{{"steps": 5, "{key}": {value}}}' for key in ("steps", "samples", "processes", "train_runtime") for value in (-1, f"1{'0' * 400}", "[5]"))],
     "environment.json": ["", '{"versions": {"numpy": []}}', "[]", "5", "null", '"x"', "[" * 100_000, '{"command": 5}', '{"cpu": [null]}', '{"memory_bytes": "x"}', '{"command": ["a"]}'],
     "metrics.jsonl": ["null\n", '{"name": "train/loss", "value": 1, "step": [1]}', '{"name": "train/loss", "value": 1, "step": "x"}', '{"name": 5, "value": 1}\n', "[]\n"],
     "recipe.yaml": ["", "[", "5", "\x00"],

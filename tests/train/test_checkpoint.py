@@ -12,7 +12,7 @@ from run_parts import TINY, digest, garble, losses
 
 from gradus import models
 from gradus import recipe as recipes
-from gradus.errors import EnvironmentFault
+from gradus.errors import EnvironmentFault, UserError
 from gradus.models.weights import checksums
 from gradus.train import checkpoint, evaluation
 from gradus.train.checkpoint import Checkpoints
@@ -38,6 +38,11 @@ def test_checkpoints_come_in_the_order_of_their_steps_also_past_eight_digits(und
     shutil.copy(undisturbed / "checkpoints" / "step-00000040" / "config.json", folder / "step-100000000")
     assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-99999999", "step-100000000"]
     assert models.locate(tmp_path).name == "step-100000000"
+    for lost in ("best", "best-step-00000007"):  # as a copy without links, or with half of them, leaves it
+        (folder / lost).symlink_to("nowhere")
+        with pytest.raises(UserError, match=rf"checkpoints/best: the run's best weights are not there, and others do not stand for them \({lost}\)"):
+            models.locate(tmp_path)
+        (folder / lost).unlink()
     Checkpoints(folder, keep=1)._remove_old()
     assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-100000000"]
 

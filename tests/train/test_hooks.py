@@ -20,7 +20,8 @@ from gradus.parallel.mesh import Mesh
 from gradus.parallel.status import Status, read
 from gradus.parallel.world import World
 from gradus.rows import Row, read_rows
-from gradus.train.hooks import Hook
+from gradus.train.checkpoint import Checkpoints
+from gradus.train.hooks import Hook, UserHooks
 from gradus.train.loop import Trainer
 from gradus.train.metrics import Metrics
 from gradus.train.run import train
@@ -87,6 +88,34 @@ class EndsAt(Hook):
     def after_step(self, trainer, taken):
         if taken.step == self.step:
             raise UserError("enough")
+
+
+@pytest.mark.parametrize(("where", "saved"), [("start", 0), ("around_step", 1), ("leaves_step", 1), ("rows", 2), ("logged", 2), ("end", 5)])
+def test_what_a_users_hook_raises_is_kept_until_the_run_has_saved_itself(where, saved, tmp_path):
+    """Wherever it is raised: nothing of the step is lost, and the hooks are not called again."""
+    mine, calls = KeyboardInterrupt("mine"), []
+
+    class Raises(Diary):
+        @contextlib.contextmanager
+        def leaves_step(self, trainer, step):
+            yield
+            fail()
+
+    def fail(*_):
+        calls.append(where)
+        raise mine
+
+    hook, folder = Raises(), tmp_path / "run"
+    if where == "leaves_step":
+        hook.around_step = hook.leaves_step
+    else:
+        setattr(hook, where, fail)
+    user = UserHooks([hook, diary := Diary()])
+    with contextlib.suppress(Stopped):
+        train(recipes.load("copy-task", [*TINY, f"log.dir={folder}"]), hooks=[user])
+    assert user.raised is mine and calls == [where] and (folder / "summary.json").exists() == (where == "end")
+    assert Checkpoints(folder / "checkpoints", 1).latest().name == f"step-{saved:08d}"
+    assert not any(line.startswith(f"after {saved + 1}") for line in diary.called)
 
 
 # ------------------------------------------------------------ signals

@@ -191,6 +191,37 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     assert len(set(found)) == 8 and {f.name for f in found} == {"20260102-030405", *(f"20260102-030405-{n}" for n in range(1, 8))}
 
 
+@pytest.mark.parametrize(("place", "why"), [("runs", "runs is a link to /nowhere/at/all, which is not there"), ("runs/mine", "runs/mine is not a folder")])
+def test_what_stands_where_runs_are_kept_is_named(place, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if place == "runs":
+        Path(place).symlink_to("/nowhere/at/all")
+    else:
+        Path("runs").mkdir()
+        Path(place).touch()
+    with pytest.raises(UserError, match=rf"log.dir=runs/mine/.*: cannot write there \({why}\)"), logs.run_folder(Log(), "mine"):
+        pass
+
+
+def test_a_run_folder_has_one_owner_among_threads_too(tmp_path):
+    """The system's lock is a process's."""
+    config, refused = Log(dir=str(tmp_path / "run")), []
+
+    def start() -> None:
+        try:
+            with logs.run_folder(config, "mine"):
+                pass
+        except UserError as e:
+            refused.append(str(e))
+
+    with logs.run_folder(config, "mine"):
+        (thread := threading.Thread(target=start)).start()
+        thread.join()
+    assert len(refused) == 1 and "another run of this process writes there" in refused[0]
+    start()
+    assert len(refused) == 1, "afterwards it is free"
+
+
 @pytest.mark.slow
 def test_two_processes_of_one_second_write_two_runs(tmp_path):
     program = (

@@ -53,11 +53,7 @@ def train(
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
-        code = run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
-    ended = (folder / "summary.json").exists()
-    if code in (1, FAULT) and not ended and any((folder / "checkpoints").glob("step-*")):
-        print(f"Resume from the last checkpoint with: {status.command(folder, n)}", file=sys.stderr, flush=True)
-    return code
+        return run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
 
 
 def run(
@@ -72,19 +68,26 @@ def run(
     TORCHELASTIC_RESTART_COUNT > 0. A user's mistake (exit code 2) is reported once and starts nothing again. A fault of
     the machine has the exit code `errors.FAULT`, any other error 1.
     Ctrl-C and other signals that ask for an end are passed on: workers have `timeout` seconds to save and end, and the
-    exit code is 128 + the signal. A second Ctrl-C ends them at once. No worker outlives this process.
+    exit code is 128 + the signal. A second signal ends them within `grace` seconds. No worker outlives this process.
+    Where they did not save themselves, the command that resumes the run from its last checkpoint is printed.
     """
     from gradus.train.log import LOCK
 
     folder = Path(folder)
     new_folders = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up
-    programs = Programs(timeout, grace)
+
+    def waiting() -> str:
+        most = f"stopping: the processes have {timeout:g} s (layout.timeout) to save and end"
+        return f"{most}; {status.diagnose(folder, n, dict.fromkeys(range(n)))} A second signal ends all of them."
+
+    programs = Programs(timeout, grace, waiting=waiting)
     try:
         with programs.passing_on_signals():
             for restart in range(max_restarts + 1):
                 code, text = attempt(programs, n, [*command, *argv, *(again if restart else ())], folder, restart)
                 if programs.signals:
-                    return code and 128 + programs.signals[0]
+                    code = code and 128 + programs.signals[0]
+                    break
                 if text:
                     tell_error(text)
                 if code in (0, 2) or (code == 1 and text is None):  # a run that diverged was said by rank 0
@@ -92,6 +95,10 @@ def run(
                 if restart < max_restarts:
                     attempts = f"{restart + 1} of {max_restarts}"
                     print(f"starting again from the last checkpoint: {attempts}", file=sys.stderr, flush=True)
+        unsaved = programs.killed or (code in (1, FAULT) and not (folder / "summary.json").exists())  # diverged: it ended
+        if unsaved and any((folder / "checkpoints").glob("step-*")):
+            again = status.command(folder, n)
+            print(f"Resume from the last checkpoint with: {again}", file=sys.stderr, flush=True)
         return code
     finally:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()

@@ -36,6 +36,7 @@ from gradus.signals import STOPS, handling, uninterrupted
 
 PASSED_ON = (*STOPS, signal.SIGHUP, signal.SIGQUIT)  # to programs
 GRACE = 5.0  # seconds in which the other processes of a group can say what they know of a failure
+SILENT = 5.0  # seconds after a signal in which nobody asks what is waited for
 
 
 # ---------------------------------------------------------------- the end
@@ -199,7 +200,7 @@ class Worker:
         try:
             while not self.pipe.poll(max(0.0, min(0.1, end - time.monotonic()))):
                 if time.monotonic() > end:
-                    raise TimeoutError(f"not ready within {seconds:.0f} s")
+                    raise TimeoutError(f"not ready within {seconds:g} s")
                 if gone():
                     raise Gone
             error, answer = self.pipe.recv()
@@ -296,14 +297,18 @@ class Programs:
     """A group of programs, each in a session of its own: signals are passed on to all, and all end together.
 
     seconds: that they have to end after a signal. grace: after a second one, and to the others once one of them has
-    failed. stopping: is printed at the first signal. signals: those that came.
+    failed. stopping: is printed at the first signal. waiting: says what is waited for, SILENT seconds after it.
+    signals: those that came. killed: whether some had not ended in time.
     """
 
-    def __init__(self, seconds: float = math.inf, grace: float = math.inf, stopping: str = ""):
-        self.seconds, self.grace, self.stopping = seconds, grace, stopping
+    def __init__(
+        self, seconds: float = math.inf, grace: float = math.inf, stopping: str = "",
+        waiting: Callable[[], str] | None = None,
+    ):  # fmt: skip
+        self.seconds, self.grace, self.stopping, self.waiting = seconds, grace, stopping, waiting
         self.processes: list[subprocess.Popen] = []
         self.signals: list[int] = []
-        self.deadline = math.inf
+        self.deadline, self.patient, self.killed = math.inf, math.inf, False
 
     def passing_on_signals(self) -> contextlib.AbstractContextManager[None]:
         """A hang-up that this process ignores, as nohup has it do, is nobody's."""
@@ -312,8 +317,10 @@ class Programs:
 
     def _pass_on(self, number: int, frame: object) -> None:
         self.signals.append(number)
-        if len(self.signals) == 1 and self.stopping:
-            print(f"\n{self.stopping}", file=sys.stderr, flush=True)
+        if len(self.signals) == 1:
+            self.patient = time.monotonic() + SILENT
+            if self.stopping:
+                print(f"\n{self.stopping}", file=sys.stderr, flush=True)
         self._send(number)
 
     def _send(self, number: int) -> None:
@@ -345,8 +352,12 @@ class Programs:
             codes = {i: process.poll() for i, process in enumerate(self.processes)}
             if any(codes.values()):
                 self.deadline = min(self.deadline, time.monotonic() + self.grace)
-            if None not in codes.values() or time.monotonic() >= self.deadline or hopeless():
+            self.killed = None in codes.values() and time.monotonic() >= self.deadline
+            if None not in codes.values() or self.killed or hopeless():
                 return codes
+            if self.waiting and len(self.signals) == 1 and time.monotonic() >= self.patient:
+                self.patient = math.inf
+                print(f"\n{self.waiting()}", file=sys.stderr, flush=True)
             time.sleep(0.05)
 
 

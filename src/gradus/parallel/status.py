@@ -209,10 +209,13 @@ def diagnose(folder: Path, size: int, codes: Mapping[int, int | None] | None = N
     first = max(gave_up, key=lambda r: r.progress)
     did_not = "did not leave" if (late.step, late.what) == (first.step, first.what) else "did not reach"
     text = f"{late.name} {did_not} {first.collective}: {seen}"
-    if not others:  # the connection itself may have failed: the error that came first says how
-        first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
-        if lines := tail(error_path(folder, first.rank)):
-            text += "\n  ".join([f"\nThe first error, of {first.name}:", *lines])
+    first = min(gave_up, key=lambda r: _failed_at(folder, r.rank))
+    lines = tail(error_path(folder, first.rank))
+    if waited := re.search(r"tim(?:ed|e) ?out.{0,40}?(\d+) ?ms", lines[-1] if lines else "", re.IGNORECASE):
+        seconds = f"{int(waited[1]) / 1000:g} s"
+        text += f" {first.name} waited {seconds} (layout.timeout), after which a process counts as lost."
+    elif lines and not others:  # the connection itself may have failed: the error that came first says how
+        text += "\n  ".join([f"\nThe first error, of {first.name}:", *lines])
     return text
 
 

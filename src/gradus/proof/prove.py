@@ -139,7 +139,11 @@ class Proof(Plan):
                 raise UserError("no process could be started for it")
             others_wait = session.mesh.world.size > 1
             patience = min(PATIENCE, WAIT * session.recipe.layout.timeout) if others_wait else PATIENCE
-            self.predicted = self.planner.plan(case, patience)
+            try:
+                self.predicted = self.planner.plan(case, patience)
+            except TimeoutError as e:
+                share = f", {WAIT:g} of layout.timeout: the other processes wait" if patience < PATIENCE else ""
+                raise UserError(f"{e}{share}") from None
             print(self.predicted.line, flush=True)
             for note in self.predicted.notes[:2]:
                 print(f"note: {note}")
@@ -389,4 +393,6 @@ def files_of(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for name, rows in (("plan.jsonl", predicted), ("proof.jsonl", measured)):
         if not any(row["name"] in LABELS for row in rows):
             raise UserError(f"{folder}: {name} has no row of a plan. Train it again.")
+        if large := [row["name"] for row in rows if isinstance(row["value"], int) and abs(row["value"]) > 1e300]:
+            raise UserError(f"{folder}: {name}: the value of {large[0]} is no figure of a run. Train it again.")
     return predicted, measured
