@@ -175,10 +175,15 @@ def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[
 # ------------------------------------------------------------ what is shown
 
 
+def measured(rows: Sequence[results.Record]) -> list[results.Record]:
+    """Those of steps, not of whole trainings."""
+    return [r for r in rows if r.get("kind") == "measured" and TO_THE_END not in r["configuration"]]
+
+
 def noise_of(rows: Sequence[results.Record]) -> dict[str, float]:
     """Configuration → by what share of a step the rounds differ among themselves: half of the range, its own or the
     first configuration's."""
-    steps = [r for r in rows if r["name"] == "time/step" and r["kind"] == "measured" and len(r.get("samples", ())) > 1]
+    steps = [r for r in measured(rows) if r["name"] == "time/step" and len(r.get("samples", ())) > 1]
     own = {r["configuration"]: (r["high"] - r["low"]) / 2 / max(r["value"], 1e-30) for r in steps}
     first = next(iter(own.values()), 0.0)
     return {c: max(share, first) for c, share in own.items()}
@@ -224,9 +229,8 @@ def lost(rows: Sequence[results.Record]) -> list[list[str]]:
     """Cells, for the screen and for reports: configuration, what it lost against the first one in total and by PARTS,
     in % of the step, or "noise"."""
     noise, values = noise_of(rows), {}
-    for r in rows:
-        if r["kind"] == "measured" and TO_THE_END not in r["configuration"]:
-            values.setdefault(r["configuration"], {})[r["name"]] = r["value"]
+    for r in measured(rows):
+        values.setdefault(r["configuration"], {})[r["name"]] = r["value"]
     names, body = ["total", *(f"lost/{part}" for part in PARTS)], []
     for c, of_c in values.items():
         if "efficiency" in of_c and "time/step" in of_c:
@@ -242,10 +246,10 @@ def noise_lines(rows: Sequence[results.Record]) -> Iterator[str]:
     if any(r["name"].startswith("lost/") for r in rows):
         known = f"noise: less than the rounds differ among themselves ({differences})"
         yield known if differences else "one round does not show what is noise: use --repeat 3"
-    for r in rows:
+    for r in measured(rows):
         if r["name"] == "ratio" and len(r.get("samples", ())) > 1 and r["low"] <= 1 <= r["high"]:
             speed = f"{r['value']:.2f} [{r['low']:.2f}, {r['high']:.2f}] times the samples/s"
-            yield f"{r['configuration']} against {r['against']}: {speed}: noise, no difference"
+            yield f"{r['configuration']} against {r.get('against')}: {speed}: noise, no difference"
 
 
 def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:

@@ -249,7 +249,8 @@ def _parts(study: Study) -> Iterator[Table]:
     if body := [[c, *(duration(v[c]) if c in v else "–" for v in by_part.values())] for c in names]:
         caption = "The table shows a step by its parts, the mean over the processes."
         yield Table(["configuration", *PARTS], body, caption)
-    rows = [r for r in study.rows if is_number(r["value"]) and None not in (r.get("low", 0), r.get("high", 0))]
+    whole = (r for r in study.rows if "samples" not in r or all(is_number(r.get(end)) for end in ("low", "high")))
+    rows = [r for r in whole if is_number(r["value"])]
     if any(r["name"].startswith("lost/") for r in rows):
         noise = "; ".join(scale.noise_lines(rows))
         caption = f"The table shows what was lost against the first configuration, in % of the step; {noise}."
