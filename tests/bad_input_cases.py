@@ -1511,7 +1511,7 @@ look run-gpt line --to nowhere/p.html
 look run-gpt line --to /dev/null
 look run-gpt line --to pipe.txt
 look run-gpt line --to ''
-look run-gpt line --to text.txt
+look run-gpt line --to text.txt | the file that it is to write
 look run-vit --sample 0 --to p.html | an image of the run
 look run-adapter 'a film' --to p.html | an adapter
 look adapter 'a film' --to p.html | an adapter
@@ -1575,8 +1575,8 @@ def look_cases() -> Iterator[Case]:
 
 PLAN = "plan gpt.yaml --tokens 1e6 --on 2xA100"
 WATTS: dict[str, dict[str, str]] = {  # option → the values that one may mean, and why
-    "--watts": {**dict.fromkeys(("1e-9", "1e12", "1e3", "1e-300"), "watts"), "null": "not known"},
-    "--pue": {**dict.fromkeys(("1", "10", "1.0000001"), "a PUE"), "null": "the usual one"},
+    "--watts": {**dict.fromkeys(("1e-9", "1e12", "1e3", "1e-300"), "watts"), "null": "not known", "": "not known"},
+    "--pue": {**dict.fromkeys(("1", "10", "1.0000001"), "a PUE"), "null": "the usual one", "": "the usual one"},
     "--grid": {**dict.fromkeys(("FR", "fr", "France", "world", "World", "NO", "no"), "a country"),
                **dict.fromkeys(("385 g/kWh", "385g/kWh", "385 kg/MWh", "0.385 kg/kWh", "1e3g/kWh"), "as it is stated")},
     "--price": dict.fromkeys(("0.01", "1e3", "0"), "a price"), "--days": {"1e-3": "days", "1e6": "days"}, "--tokens": {"1e18": "tokens"},

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from gradus import models
+from gradus import limits, models
 from gradus.errors import UserError, did_you_mean
 from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, small
 from gradus.models.family import Family
@@ -149,10 +149,11 @@ def _parsed(target: str, adapter: Adapter) -> tuple[str, int, float]:
     pattern, *own = target.split(":")
     try:
         rank, alpha = int(own.pop(0)) if own else adapter.rank, float(own.pop(0)) if own else adapter.alpha
-        if rank < 1 or not alpha > 0 or own:
+        if not 1 <= rank <= limits.WIDTH or not 0 < alpha <= limits.REAL or own:
             raise ValueError
     except ValueError:
         raise UserError(
-            f"adapter.targets: {target}: expected PATTERN, PATTERN:RANK or PATTERN:RANK:ALPHA, as to_q:16:32"
+            f"adapter.targets: {target[:60]}: expected PATTERN, PATTERN:RANK or PATTERN:RANK:ALPHA, as to_q:16:32, "
+            f"with a rank of at most {limits.WIDTH:,} and an alpha of at most {limits.REAL:g}"
         ) from None
     return pattern, rank, alpha

@@ -265,9 +265,19 @@ class T5Config(ModelConfig):
     dropout: Fraction = 0.1
     gated: bool = False  # gated gelu (v1.1) in place of relu (v1.0)
     tie_output: bool = True  # output projection = token embedding
-    n_buckets: Heads = 32  # distances that relative positions distinguish
+    n_buckets: Annotated[Whole, upto(limits.HEADS, 4)] = 32  # distances that relative positions distinguish
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms
+
+    @model_validator(mode="after")
+    def _far(self):
+        near = self.n_buckets // 2  # the decoder's, one for each distance; the others grow up to max_distance
+        if self.max_distance <= near:
+            raise ValueError(
+                f"max_distance={self.max_distance} is not above half of n_buckets={self.n_buckets}: no bucket would be "
+                f"left for what is farther. Set max_distance={near + 1} or more, or fewer buckets"
+            )
+        return self
 
     @property
     def head_dim(self) -> int:
