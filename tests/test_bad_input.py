@@ -74,7 +74,8 @@ def test_another_answer_than_that_of_the_whole_is_unexplained(world):
     """What `same` is for: tampered weights that give another answer in silence, beside damage that nothing reads."""
     words = ["generate", "exported", "line", "--max-new", "8"]
     weights = Path(world / "exported" / "model.safetensors").read_bytes()
-    damage = {"weights": bad_input_cases.put("exported/model.safetensors", bad_input_cases.signs(weights)),
+    tampered = bad_input_cases.put("exported/model.safetensors", bad_input_cases.signs(weights))
+    damage = {"weights": lambda: (tampered(), Path("exported/checksums.json").unlink()),  # which would refuse it
               "beside": bad_input_cases.put("exported/notes.txt", b"x")}
     cases = [bad_input.Case(name, words, before=before, fine=[bad_input.same]) for name, before in damage.items()]
     assert [o.verdict for o in bad_input.run_all(cases, world)] == ["unexplained", "accepted"]
