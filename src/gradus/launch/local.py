@@ -95,7 +95,7 @@ def run(
                 if restart < max_restarts:
                     attempts = f"{restart + 1} of {max_restarts}"
                     print(f"starting again from the last checkpoint: {attempts}", file=sys.stderr, flush=True)
-        unsaved = programs.killed or (code in (1, FAULT) and not (folder / "summary.json").exists())  # diverged: it ended
+        unsaved = programs.killed or (code in (1, FAULT) and not (folder / "summary.json").exists())
         if unsaved and any((folder / "checkpoints").glob("step-*")):
             again = status.command(folder, n)
             print(f"Resume from the last checkpoint with: {again}", file=sys.stderr, flush=True)
