@@ -1,10 +1,11 @@
-"""Training and decoding beside programs that use the processors, by how long OpenMP's waiting threads spin (`gradus.SPIN`):
+"""Training and decoding beside programs that use the processors, by how long waiting threads spin (gradus.spin):
 
-    python benchmarks/busy.py                                  0, 2 and 4 neighbours, five rounds, 5 s a sample: a quarter of an hour
-    python benchmarks/busy.py --spins 200,1000,10000,100000    and with these counts of libgomp's GOMP_SPINCOUNT
+    python benchmarks/busy.py                    0, 2 and 4 neighbours, five rounds, 5 s a sample: a quarter of an hour
+    python benchmarks/busy.py --spins 500,10000  and with these counts of libgomp's GOMP_SPINCOUNT
 
-A sample is a process of its own; the settings alternate within each round. Always among them: one thread, two threads that sleep at once (0),
-with Gradus's own count, and with libgomp's (300,000). --write: rows to benchmarks/results/busy-cpu.jsonl.
+A sample is a process of its own; the settings alternate within each round. Always among them: one thread, two threads that sleep at once
+(spin 0), libgomp's own count (300,000), and Gradus, which spins shortly while others use the processors. --write: rows to
+benchmarks/results/busy-cpu.jsonl.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradus import SPIN, limits
+from gradus import limits
 from gradus.rows import Row, as_lines
 
-SLEEP, OWN, DEFAULT = 0, int(SPIN["GOMP_SPINCOUNT"]), 300_000
-BLOCKTIME = {SLEEP: "0", DEFAULT: "200"}  # ms, of libiomp and libomp
+SLEEP, OWN, DEFAULT = 0, None, 300_000
 
 
 def training() -> Iterator[int]:
@@ -60,15 +60,15 @@ def speed(what: str, seconds: float) -> float:
     return tokens / elapsed
 
 
-def run_sample(what: str, threads: int, spin: int, seconds: float) -> float:
-    setting = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(spin), "KMP_BLOCKTIME": BLOCKTIME.get(spin, SPIN["KMP_BLOCKTIME"])}
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | setting
+def run_sample(what: str, threads: int, spin: int | None, seconds: float) -> float:
+    setting = {"OMP_NUM_THREADS": str(threads)} | ({} if spin is None else {"GOMP_SPINCOUNT": str(spin)})
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | setting
     command = [sys.executable, __file__, "--sample", what, "--seconds", str(seconds)]
     return float(subprocess.check_output(command, env=environment, text=True).split()[-1])
 
 
-def measure(neighbours: int, what: list[str], settings: list[tuple[int, int]], rounds: int, seconds: float) -> Iterator[Row]:
-    """Rows of one number of neighbours. settings: (threads, spin count)."""
+def measure(neighbours: int, what: list[str], settings: list[tuple[int, int | None]], rounds: int, seconds: float) -> Iterator[Row]:
+    """Rows of one number of neighbours. settings: (threads, spin count; None: as Gradus has it)."""
     from gradus.measure.machine import conditions
     about = conditions()  # before the neighbours are there
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbours)]
@@ -84,7 +84,7 @@ def measure(neighbours: int, what: list[str], settings: list[tuple[int, int]], r
     medians = {key: statistics.median(values) for key, values in speeds.items()}
     for (each, threads, spin), values in speeds.items():
         value, best = medians[each, threads, spin], max(medians[each, 1, OWN], medians[each, 2, SLEEP])
-        setting = {"what": each, "neighbours": neighbours, "threads": threads, "spin": spin, "seconds": seconds}
+        setting = {"what": each, "neighbours": neighbours, "threads": threads, "spin": "Gradus" if spin is None else spin, "seconds": seconds}
         figures = {"ratio": value / best, "of_default": value / medians[each, 2, DEFAULT], "low": min(values), "high": max(values), "samples": values}
         yield Row("tokens_per_s", value, "tokens/s", None, {**setting, **figures, **about})
 
@@ -101,8 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.sample:
         return print(speed(args.sample, args.seconds))
-    spins = sorted({SLEEP, OWN, DEFAULT, *map(int, filter(None, args.spins.split(",")))})
-    settings = [(1, OWN), *((2, spin) for spin in spins)]
+    spins = sorted({SLEEP, DEFAULT, *map(int, filter(None, args.spins.split(",")))})
+    settings = [(1, OWN), *((2, spin) for spin in [*spins, OWN])]
     print(f"{limits.processors()} processors; median of {args.rounds} rounds of {args.seconds:g} s; best: of one thread and of two that sleep at once")
     print(f"{'':8}{'neighbours':>10}{'threads':>9}{'spin':>9}{'tokens/s':>10}{'low':>10}{'high':>10}{'of best':>9}{'of default':>12}")
     rows: list[Row] = []
@@ -110,8 +110,8 @@ def main() -> None:
         measured = list(measure(neighbours, args.what.split(","), settings, args.rounds, args.seconds))
         rows += measured
         for value, c in ((row.value, row.conditions) for row in measured):
-            print(f"{c['what']:8}{c['neighbours']:10}{c['threads']:9}{c['spin']:9,}{value:10,.1f}{c['low']:10,.1f}{c['high']:10,.1f}"
-                  f"{c['ratio']:9.2f}{c['of_default']:12.2f}{'  Gradus' if (c['threads'], c['spin']) == (2, OWN) else ''}", flush=True)  # fmt: skip
+            print(f"{c['what']:8}{c['neighbours']:10}{c['threads']:9}{c['spin'] if c['spin'] == 'Gradus' else format(c['spin'], ','):>9}{value:10,.1f}{c['low']:10,.1f}{c['high']:10,.1f}"
+                  f"{c['ratio']:9.2f}{c['of_default']:12.2f}", flush=True)  # fmt: skip
     if args.write:
         (Path(__file__).parent / "results" / "busy-cpu.jsonl").write_text(as_lines(rows))
 

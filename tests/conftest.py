@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import gradus  # noqa: F401  (before torch, which reads how long its threads spin)
+import gradus  # noqa: F401  (before torch, as in every process of ours)
 
 # isort: split
 import pytest

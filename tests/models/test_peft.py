@@ -485,6 +485,14 @@ def test_adapters_of_what_is_no_linear_of_the_body_are_refused(target, bases, tm
         models.load(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["to_q:1048577", "to_q:9000000000000000000", "to_q:99999999999999999999", "to_q:2:1e13", f"to_q:{'9' * 5000}", "to_q:0"])
+def test_ranks_and_scales_of_targets_have_limits(target):
+    config = GPTConfig(vocab_size=40, n_layers=1, d_model=16, n_heads=2).trained(Adapter(rank=2, targets=[target]))
+    with pytest.raises(UserError, match="with a rank of at most 1,048,576 and an alpha of at most 1e") as e:
+        models.build(config, "meta")
+    assert len(str(e.value)) < 300
+
+
 @pytest.mark.shared_data
 def test_stories260k_adapted(shared_data, tmp_path):
     models.save(models.load(shared_data / "stories260K" / "stories260K.bin"), tmp_path / "base")

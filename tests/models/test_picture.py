@@ -1,6 +1,7 @@
 """Every parameter is drawn once, and alike blocks are."""
 
 import re
+import time
 
 import pytest
 
@@ -90,3 +91,14 @@ def test_what_has_no_effect_is_refused(option, capsys):
 def test_another_ending_is_refused(file, capsys):
     assert main(["show", "--picture", file, "copy-task"]) == 2
     assert f"--picture={file}: a picture is an SVG, whose name ends in .svg." in capsys.readouterr().err
+
+
+def test_the_time_grows_with_the_layers_and_not_with_their_square():
+    def seconds(n_layers: int) -> float:
+        config = GPTConfig(**{**SMALL, "n_layers": n_layers}, vocab_size=11)
+        began = time.process_time()
+        assert groups(config)[0][1].times == n_layers
+        return time.process_time() - began
+
+    seconds(1)
+    assert min(seconds(480) for _ in range(2)) < 10 * min(seconds(120) for _ in range(2))  # squared: 16

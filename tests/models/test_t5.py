@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gradus.errors import UserError
-from gradus.layers import get_kernel
+from gradus.layers import get_kernel, relative_buckets
 from gradus.models import build, config_of, count, load, save
 from gradus.models.weights.t5 import config_from_hf, rules
 from gradus.recipe.schema import T5Config
@@ -152,6 +152,27 @@ def test_kernels_agree(kernel):
         results.append([out, *(p.grad for p in model.parameters())])
     for expected, got in zip(*results, strict=True):
         assert (expected - got).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("n_buckets", "max_distance"), [(4, 3), (5, 3), (32, 17)])
+def test_the_fewest_buckets_and_the_nearest_distance_are_theirs(n_buckets, max_distance):
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    T5Config(**{**TINY, "n_buckets": n_buckets, "max_distance": max_distance})
+    keys = torch.arange(-40, 41)  # of a query at 0
+    for both in (True, False):
+        theirs = T5Attention._relative_position_bucket(keys, both, n_buckets, max_distance)
+        assert torch.equal(relative_buckets(torch.zeros(1, dtype=torch.long), keys, both, n_buckets, max_distance)[0], theirs)
+
+
+@pytest.mark.parametrize(("n_buckets", "max_distance", "said"), [(1, 8, "n_buckets"), (3, 8, "n_buckets"), (32, 16, "max_distance=17"), (9, 4, "max_distance=5")])
+def test_buckets_that_leave_none_for_what_is_far_are_refused(n_buckets, max_distance, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        T5Config(**{**TINY, "n_buckets": n_buckets, "max_distance": max_distance})
+    theirs = {"model_type": "t5", **HF_TINY, "relative_attention_num_buckets": n_buckets, "relative_attention_max_distance": max_distance}
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(UserError, match=said):
+        config_of(tmp_path)
 
 
 def test_padding_is_not_looked_at():

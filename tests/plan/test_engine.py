@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.layers import word_loss
 from gradus.parallel import check
@@ -31,6 +32,7 @@ from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
 from gradus.recipe.schema import Recipe
 from gradus.torch_private import schedule_of
+from gradus.train import machine
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
@@ -470,6 +472,31 @@ def test_the_first_process_on_a_cpu_writes_the_best_weights_whole():
     assert alone.outside[0] == engine.STEP and split.outside[0] == engine.WRITING
     assert split.device_total == 10**8 + given["libraries"] + split.state["weights"] + whole and split.state["weights"] < whole / 4
     assert "writes the best weights whole" in split.notes[-1] and not alone.notes
+
+
+@pytest.mark.skipif(not machine.has_glibc(), reason="another allocator keeps nothing")
+def test_what_a_process_keeps_of_freed_memory_is_planned_by_what_makes_it(monkeypatch):
+    def kept(name: str, n: int = 1, *overrides: str) -> tuple[float, list[str]]:
+        made = making.complete(recipes.load(name, ["model.n_layers=1", "model.vocab_size=8192", "train.epochs=null", "train.steps=3", *overrides]))
+        memory = engine.plan_memory(made, n, resident=10**8)
+        factor = memory.outside[1]["kept of what is freed"]
+        assert memory.device_total == pytest.approx(10**8 + engine.LIBRARIES + (1 + factor) * memory.allocated)
+        return factor, [note for note in memory.notes if "other shapes from step to step" in note]
+
+    gpt, bert, sst2 = "wikitext2-gpt", "wikitext2-bert", "sst2-bert"
+    assert kept(gpt) == (0.4, []) and kept(gpt, 2, "layout.shard=2") == (0.2, []) and kept(gpt, 2, "layout.tensor=2") == (1.0, [])
+    (masked, note), (classes, other) = kept(bert), kept(sst2, 1, "model.n_classes=2")
+    assert (masked, classes) == (0.5, 0.4) and len(note) == len(other) == 1
+    assert not kept(sst2, 1, "model.n_classes=2", "data.pad=max_length")[1]
+    monkeypatch.setattr(machine, "has_glibc", lambda: False)
+    assert engine.freed(recipes.load(bert)) == 0
+
+
+def test_a_process_that_has_computed_is_planned_as_a_new_one(monkeypatch):
+    monkeypatch.setattr(machine, "resident", lambda of_files=False: 10**8 if of_files else 5 * 10**9)
+    assert engine.resident_at_start.__wrapped__() == 10**8 + engine.OWN
+    monkeypatch.setattr(machine, "resident", lambda of_files=False: 10**8 if of_files else 3 * 10**8)
+    assert engine.resident_at_start.__wrapped__() == 3 * 10**8
 
 
 def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):

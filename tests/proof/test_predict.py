@@ -64,6 +64,16 @@ def test_the_energy_of_a_step_is_by_the_watts_that_are_stated():
         assert rows["energy/step"] == pytest.approx(expected * rows["time/step"])
 
 
+@pytest.mark.parametrize(("processes", "coarse", "timed"), [(1, True, True), (2, True, False), (2, False, True)])
+def test_a_coarse_calibration_times_no_processes_that_share_a_cpu(processes, coarse, timed):
+    case = predict.case_of(open_session(recipes.load("copy-task", **{**TINY, **SMALL})))
+    device = dataclasses.replace(hardware.cluster("A100").device, kind="cpu", measured={"coarse": True} if coarse else {})
+    case = dataclasses.replace(case, budget=dataclasses.replace(case.budget, device=device, local_processes=processes))
+    assert predict.untimed(case) is not timed
+    values = {"time/step": 0.1} if timed else {}
+    assert ("gradus scale measures it" in predict.cost_of_step(case, values)) is not timed
+
+
 def need(case, k: int) -> int:
     return predict.predict(dataclasses.replace(case, recipe=with_micro(case.recipe, k))).needed
 

@@ -81,5 +81,3 @@ def test_a_window_has_enough_by_number_and_time():
 def test_processors_that_others_have_are_told_with_what_helps(others, threads, processes, line, monkeypatch):
     monkeypatch.setattr(timing.limits, "cores", lambda: 2)
     assert timing.taken(others, threads, processes) == line
-    monkeypatch.setattr(timing, "TORCH_SPINS", True)  # torch was imported before gradus
-    assert (timing.taken(others, threads, processes) or "").endswith("its threads spin while they wait") == bool(line and threads > 1)

@@ -95,6 +95,34 @@ def test_no_driver_is_no_gpu_but_a_broken_one_is_told(fake, monkeypatch):
     assert not {"gpus", "driver", "nvml_error"} & machine.describe().keys()
 
 
+def test_freed_memory_goes_back_ahead_of_the_largest_batch_and_where_the_process_has_grown(monkeypatch):
+    held, released = 0, []
+    monkeypatch.setattr(machine, "resident", lambda: held)
+    monkeypatch.setattr(machine, "release_freed_memory", lambda: released.append(step))
+    freed = machine.FreedMemory()
+    # a step's batch, and bytes before it
+    steps = [(10, 100), (10, 200), (10, 205), (30, 205), (20, 300), (30, 310), (10, 330), (10, 250), (30, 340), (30, 345)]
+    for step, (elements, held) in enumerate(steps):  # noqa: B007
+        freed.before_step(elements)
+    # first; a larger batch; 330 > 1.05 × 300, which the largest took, though less is held after it: 250; and again
+    assert released == [0, 3, 6, 8] and freed.level == 345
+
+
+def test_training_gives_freed_memory_back_ahead_of_its_largest_batch(tmp_path, monkeypatch):
+    from gradus import recipe as recipes
+    from gradus.train import run
+
+    sizes, released = [], []
+    before = machine.FreedMemory.before_step
+    monkeypatch.setattr(machine, "release_freed_memory", lambda: released.append(max(sizes)))
+    monkeypatch.setattr(machine.FreedMemory, "before_step", lambda self, n: (sizes.append(n), before(self, n)))
+    monkeypatch.setattr(machine.FreedMemory, "GROWN", 1e9)
+    small = ["layout.device=cpu", "model.d_model=16", "model.n_layers=1", "model.d_ff=16", "train.steps=3", "evaluate.samples=0", "data.n_train=12", "batch.samples=8"]
+    run.train(recipes.load("copy-task", [*small, "data.n_valid=4", f"log.dir={tmp_path / 'run'}"]))
+    assert len(sizes) == 3 and sizes[0] == sizes[2] > sizes[1], "an epoch's last batch is smaller"
+    assert released.count(sizes[0]) >= 1 and sizes[1] not in released
+
+
 SHAPES = """
 import sys, torch
 from gradus.train import machine

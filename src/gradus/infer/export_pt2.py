@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Pt2(GraphEngine):
         try:
             # Without asserts of what held for the example: a `past` of 0 is as good.
             options = {"scalar_asserts": False}
+            print(f"compiling {graph.name}: a minute or more", file=sys.stderr, flush=True)
             packed = compile_ahead(program, options)
         except RuntimeError as e:  # of its many kinds, e.g. no compiler
             why = next(iter(str(e).strip().splitlines()), type(e).__name__)

@@ -104,12 +104,15 @@ class _Parts:
 
     def __init__(self, model: nn.Module):
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}  # of each module, by their names in the model
+        for key, p in model.named_parameters(remove_duplicate=False):
+            for owner in itertools.accumulate(key.split("."), "{}.{}".format):
+                self.parameters.setdefault(owner, {})[key] = p
         self.counted: dict[int, str] = {}
 
     def of(self, name: str, prefix: str = "") -> Iterator[Part]:
         """The part of this name, if the model has it and it has parameters. prefix: what its name is shown without."""
-        own = {key: p for key, p in self.parameters.items() if f"{key}.".startswith(f"{name}.")}
+        own = self.parameters.get(name, {})
         count, lines = 0, {}
         for key, p in own.items():
             new = id(p) not in self.counted

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
 
 from gradus.errors import UserError
 from gradus.parallel import check
@@ -132,12 +131,8 @@ def source_rows(c: Configuration) -> Iterator[Row]:
 
 
 def resident_bytes(recipe: Recipe, world: World) -> int:
-    """Resident bytes of a process that is about to build the recipe's model, with the libraries that a step loads."""
+    """Resident bytes of a process that is about to build the recipe's model."""
     open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}), None, world)
-    layer = torch.nn.Linear(32, 32)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    layer(torch.ones(32, 32)).sum().backward()
-    optimizer.step()
     return machine.resident()
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradus import TORCH_SPINS, limits
+from gradus import limits
 from gradus.proof.step_memory import allocated_storages, peak_memory_of
 from gradus.train.clock import peak_memory
 
@@ -202,8 +202,6 @@ def taken(others: float | None, threads: int, processes: int = 1, key: str = "la
     fewer = max(1, round((cores - others) / processes))
     line = f"other programs use {min(others, cores):.1f} of the {cores} processors"
     line += f"; {fewer} thread{'s' * (fewer > 1)} ({key}{fewer}) may be faster" if fewer < threads else ""
-    if TORCH_SPINS and threads > 1:
-        line += "; import gradus before torch, or set GOMP_SPINCOUNT: its threads spin while they wait"
     return line
 
 

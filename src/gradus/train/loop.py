@@ -36,6 +36,11 @@ class Taken:
     norm: Tensor  # of the gradient before it was clipped, likewise
 
 
+def elements(batch: dict[str, Tensor]) -> int:
+    """Of all its tensors."""
+    return sum(x.numel() for x in batch.values() if isinstance(x, Tensor))
+
+
 class Trainer(Stepper):
     """Trains one model on one task as a recipe says. `model` is on its device, with its layout applied: a module that
     this process has for itself, or what `Session.lay_out` made. Every process has a Trainer and calls the same methods.
@@ -43,7 +48,8 @@ class Trainer(Stepper):
 
     def __init__(self, session: Session, model: nn.Module | Parallel, folder: Path, hooks: Sequence[Hook] = ()):
         recipe, task, device = session.recipe, session.task, session.device
-        if device.type == "cpu":
+        self.freed = machine.FreedMemory() if device.type == "cpu" else None
+        if self.freed:
             machine.tune_memory()
         super().__init__(recipe, task, model, device, session.precision)
         self.model, self.folder = self.parallel.bare, folder
@@ -96,6 +102,8 @@ class Trainer(Stepper):
         with self.clock.count("train"):
             self.at("the all-reduce of counts", p.step + 1)
             totals = self.totals(step.micro_batches, [*self.signals.flags(), self.checkpoints.saved()])
+            if self.freed:
+                self.freed.before_step(max(elements(batch) for batch in step.micro_batches))
         with contextlib.ExitStack() as around:
             for hook in self.hooks:
                 around.enter_context(hook.around_step(self, step))

@@ -92,6 +92,25 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class FreedMemory:
+    """What a training process keeps of freed memory (`tune_memory`) goes back to the system where it no longer suits
+    the batches: ahead of the largest so far, and where the process has grown by GROWN since it was last so."""
+
+    GROWN = 1.05
+
+    def __init__(self):
+        self.largest, self.level, self.released = 0, 0, False
+
+    def before_step(self, elements: int) -> None:
+        """elements: of the step's largest micro-batch."""
+        held = resident()
+        if self.released:  # a step ago: so much it takes
+            self.level, self.released = max(self.level, held), False
+        if elements > self.largest or held > self.GROWN * self.level:
+            self.largest, self.released = max(self.largest, elements), True
+            release_freed_memory()
+
+
 def has_glibc() -> bool:
     return platform.libc_ver()[0] == "glibc"
 
@@ -157,10 +176,10 @@ def memory_bytes() -> tuple[int | None, int | None]:
     return memory, None
 
 
-def resident() -> int:
-    """Bytes of this process in memory now. 0 where the system does not tell."""
+def resident(of_files: bool = False) -> int:
+    """Bytes of this process in memory now; of_files: those that are of files. 0 where the system does not tell."""
     with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1 + of_files]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 

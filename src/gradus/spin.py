@@ -1,0 +1,87 @@
+"""How long threads spin while they wait for each other: on a quiet machine as long as libgomp has it, 300,000 turns or
+several ms, which waking a thread would take of every step; hardly at all while other programs use the processors, where
+a thread that spins keeps the one that it waits for from running.
+
+libgomp reads its count once, as it is loaded, but cuts it to 100 turns while it manages more threads than there are
+processors (GCC's manual of libgomp, GOMP_SPINCOUNT). So, on a busy machine, a thread of this module has a team of its
+own that does nothing: what is computed stays as it is, with the same threads. `python benchmarks/busy.py` measures it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gradus import limits
+from gradus.errors import UserError
+
+EVERY = 0.5  # s from one look to the next
+MUCH, LITTLE = 0.2, 0.05  # s a second, of all threads together, for which they are ready and have no processor
+USERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # who sets one of these has decided
+
+
+def watch() -> threading.Thread | None:
+    """Look from now on, in the background, whether this process's threads get processors. None where libgomp is not
+    what PyTorch's threads are of, or Linux does not tell, or the user has set how long they spin."""
+    library = _libgomp()
+    if library is None or set(USERS) & os.environ.keys() or not Path("/proc/self/schedstat").exists():
+        return None
+    thread = threading.Thread(target=_look, args=(library.GOMP_parallel,), name="gradus-spin", daemon=True)
+    thread.start()
+    return thread
+
+
+def _look(parallel: Callable[..., None]) -> None:
+    end: threading.Event | None = None  # of spinning shortly
+    before, began = _waited(), time.perf_counter()
+    while True:
+        time.sleep(EVERY)
+        now, ended = _waited(), time.perf_counter()
+        share = (now - before) / (ended - began)
+        before, began = now, ended
+        if end is None and wanted(False, share):
+            end = threading.Event()
+            threading.Thread(target=hold, args=(parallel, end), name="gradus-spin-team", daemon=True).start()
+        elif end is not None and not wanted(True, share):
+            end.set()
+            end = None
+
+
+def wanted(short: bool, share: float) -> bool:
+    """Whether to spin shortly. short: whether it is so now; then less is enough to stay. share: as MUCH."""
+    return share > (LITTLE if short else MUCH)
+
+
+def hold(parallel: Callable[..., None], end: threading.Event) -> None:
+    """As a thread of its own: give libgomp more threads than processors until `end` is set. They end with this one."""
+    threads = torch.get_num_threads()  # a thread that is new knows it
+    count = max(2, limits.cores() - threads + 2)  # itself, and as many as are missing
+    with contextlib.suppress(UserError):  # where so many cannot be started, libgomp would end the process
+        if threads > 1:
+            limits.start_threads(limits.processors() + count, "a team")
+            parallel(ctypes.CDLL(None).getpid, None, count, 0)  # a function that does nothing
+    end.wait()
+
+
+def _waited() -> float:
+    """Seconds that this process's threads have been ready to run while others had the processors."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+    return total / 1e9
+
+
+def _libgomp() -> ctypes.CDLL | None:
+    """The one that PyTorch has loaded."""
+    with contextlib.suppress(OSError):
+        paths = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+        return next((ctypes.CDLL(path) for path in paths if "libgomp" in path), None)
+    return None
