@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -69,53 +70,65 @@ def test_one_thread_has_no_team_that_is_held():
 @pytest.mark.parametrize(("variable", "value"), [("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "7")])
 def test_who_sets_how_long_threads_spin_is_left_alone(variable, value, monkeypatch):
     monkeypatch.setenv(variable, value)
-    assert spin.watch() is None
+    monkeypatch.setattr(spin, "_watched", 0)
+    assert not spin.watch()
 
 
 @LINUX_TELLS
-def test_whatever_computes_is_watched():
-    code = "import threading\ndef watched(): return 'gradus-spin' in [t.name for t in threading.enumerate()]\nimport gradus.cli; print(watched())"
-    assert run(f"{code}\nimport gradus.models.gpt; print(watched())\nimport gradus.infer.predict, gradus.train.loop") == "False\nTrue\n"
+def test_whatever_computes_is_watched_also_in_a_worker():
+    code = """
+import threading
+def watched(): return sum(t.name == "gradus-spin" for t in threading.enumerate())
+import gradus.train.loop
+from gradus import models
+from gradus.parallel.processes import Worker
+from gradus.recipe.schema import GPTConfig
+small = GPTConfig(vocab_size=8, n_layers=1, d_model=4, n_heads=1)
+def built(config): return models.build(config) and watched()
+if __name__ == "__main__":
+    models.build(small, "meta")
+    print(watched(), built(small), built(small), Worker(fork=True).ask(built, small, 60))
+"""
+    assert run(code) == "0 1 1 1\n"
 
 
-def test_little_is_enough_to_stay_short():
-    middle = (spin.MUCH + spin.LITTLE) / 2
-    assert [spin.wanted(short, middle) for short in (False, True)] == [False, True]
-    assert spin.wanted(False, spin.MUCH + 0.1) and not spin.wanted(True, spin.LITTLE - 0.01)
+def test_little_is_enough_to_stay_short(monkeypatch):
+    """Of looks that find so much waiting, each second, during which the team is held."""
+    clock, waited, held = itertools.count(), itertools.accumulate([0, 0.1, 0.3, 0.1, 0.04, 0.1, 0.25]), []
+
+    def look() -> float:
+        held.append("gradus-spin-team" in [t.name for t in threading.enumerate()])
+        if (found := next(waited, None)) is None:
+            raise SystemExit
+        time.sleep(0.05)  # a thread that was let go ends
+        return found
+
+    monkeypatch.setattr(spin, "EVERY", 0.05)
+    monkeypatch.setattr(spin, "_waited", look)
+    monkeypatch.setattr(spin.time, "perf_counter", lambda: next(clock))
+    with pytest.raises(SystemExit):
+        spin._look(lambda *_: None)
+    assert held == [False, False, False, True, True, False, False, True]
 
 
 @SEVERAL
 @LINUX_TELLS
 @pytest.mark.slow
-def test_beside_busy_programs_threads_spin_shortly_and_again_when_these_have_ended():
-    """How many threads the process has tells: those that are held come and go."""
+def test_beside_busy_programs_threads_spin_shortly():
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * limits.cores())]
     code = """
-import os, sys, threading, time, torch
-import gradus.layers
+import threading, time, torch
+from gradus import spin
 torch.set_num_threads(2)
-x = torch.randn(512, 512)
-def until(there):
-    end = time.monotonic() + 60
-    while ("gradus-spin-team" in [t.name for t in threading.enumerate()]) != there:
-        x @ x
-        assert time.monotonic() < end, there
-    print(there, flush=True)
-until(True)
-sys.stdin.readline()
-until(False)
+spin.watch()
+x, end = torch.randn(512, 512), time.monotonic() + 120
+while "gradus-spin-team" not in [t.name for t in threading.enumerate()] and time.monotonic() < end:
+    x @ x
+print(time.monotonic() < end)
 """
-    clean = {k: v for k, v in os.environ.items() if k not in (*spin.USERS, "OMP_NUM_THREADS")}
-    with subprocess.Popen([sys.executable, "-c", code], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "True\n"
-        finally:
-            for program in busy:
-                program.kill()
-                program.wait()
-        if sum(os.getloadavg()[:1]) < 3 * limits.cores():  # else others, which no test ends, may go on
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "False\n"
-        else:
-            process.kill()
+    try:
+        assert run(code) == "True\n"
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()

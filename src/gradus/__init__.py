@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 _ROOMS = ("recipe", "rows", "layers", "models", "data", "tasks", "parallel", "train", "measure", "infer", "api")
 
-# How long a thread without work spins before it sleeps, in ms, where PyTorch has Intel's or LLVM's OpenMP library, which
+# How long a thread without work spins before it sleeps, in ms, where PyTorch has Intel's or LLVM's OpenMP library, that
 # reads it as it is loaded; by default 200. Of libgomp, which PyTorch's wheels for Linux have, see gradus.spin.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("KMP_BLOCKTIME", "1")

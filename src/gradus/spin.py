@@ -1,6 +1,6 @@
-"""How long threads spin while they wait for each other: on a quiet machine as long as libgomp has it, 300,000 turns or
-several ms, which waking a thread would take of every step; hardly at all while other programs use the processors, where
-a thread that spins keeps the one that it waits for from running.
+"""How long threads spin while they wait for each other. On a quiet machine as long as libgomp has it, some ms: to wake
+one that sleeps takes as long as many of a model's operations. While other programs use the processors hardly at all: a
+thread that spins keeps the one that it waits for from running.
 
 libgomp reads its count once, as it is loaded, but cuts it to 100 turns while it manages more threads than there are
 processors (GCC's manual of libgomp, GOMP_SPINCOUNT). So, on a busy machine, a thread of this module has a team of its
@@ -27,15 +27,22 @@ MUCH, LITTLE = 0.2, 0.05  # s a second, of all threads together, for which they 
 USERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # who sets one of these has decided
 
 
-def watch() -> threading.Thread | None:
-    """Look from now on, in the background, whether this process's threads get processors. None where libgomp is not
-    what PyTorch's threads are of, or Linux does not tell, or the user has set how long they spin."""
+_watched = 0  # the process that is
+
+
+def watch() -> bool:
+    """Look from now on, in the background, whether this process's threads get processors; once in each process. False
+    where libgomp is not what PyTorch's threads are of, or Linux does not tell, or the user has set how long they
+    spin."""
+    global _watched
+    if _watched == os.getpid():  # a process that is forked has no thread but one
+        return True
     library = _libgomp()
     if library is None or set(USERS) & os.environ.keys() or not Path("/proc/self/schedstat").exists():
-        return None
-    thread = threading.Thread(target=_look, args=(library.GOMP_parallel,), name="gradus-spin", daemon=True)
-    thread.start()
-    return thread
+        return False
+    _watched = os.getpid()
+    threading.Thread(target=_look, args=(library.GOMP_parallel,), name="gradus-spin", daemon=True).start()
+    return True
 
 
 def _look(parallel: Callable[..., None]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradus import files, limits
+from gradus import files, limits, spin
 from gradus.data.cache import digest
 from gradus.errors import UserError, did_you_mean, either
 from gradus.models.decoding import Steps
@@ -206,6 +206,7 @@ def open(source: ModelSource, name: str = "torch", precision: str | None = None)
         name, precision = ways_of(source)[-1] if source.export_info else best(source, precision)
     precision = precision or "fp32"
     engine = kind(name)
+    spin.watch()
     if not source.export_info:
         fits(engine, precision, source)
     elif (name, precision) not in (ways := ways_of(source)):

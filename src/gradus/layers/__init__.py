@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from gradus import spin
 from gradus.layers.attention import Attention, observe_attention
 from gradus.layers.cache import Cache, LayerCache, check_length, decoder_inputs
 from gradus.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
@@ -30,8 +29,6 @@ __all__ = [
     "interleaved_to_halves", "keep_balance", "naive", "observe_attention", "relative_buckets",
     "rotary_frequencies", "rotary_table", "sdpa", "sinusoidal", "small", "summed_cross_entropy",
 ]  # fmt: skip
-
-spin.watch()  # whatever computes has its layers from here
 
 
 class Block(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from gradus import spin
 from gradus.layers import LoRALinear, SmallLinear
 from gradus.layers.init import Draw
 from gradus.models.weights import LoadReport, Stored
@@ -92,6 +93,7 @@ def materialise(model: nn.Module, device: str | torch.device, values: Values | N
 
     views: further modules around some of the same parameters.
     """
+    spin.watch()  # it is going to compute
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     for root in (model, *views):
         for module in root.modules():

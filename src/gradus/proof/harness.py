@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-
 from gradus.errors import UserError
 from gradus.parallel import check
 from gradus.parallel.mesh import single_process
