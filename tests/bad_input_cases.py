@@ -143,6 +143,8 @@ def alike(old: Any, new: Any) -> str | None:
     number = not isinstance(new, bool) and isinstance(new, int | float) and 0 < new < 1e12
     if isinstance(old, bool) or old is None:
         fits = isinstance(new, bool)
+    elif isinstance(old, dict) and new == {}:
+        return "an empty section: its defaults"
     elif isinstance(old, float) or (isinstance(old, int) and isinstance(new, int)):
         fits = number or (new == 0 and not isinstance(new, bool))
     else:
@@ -293,6 +295,8 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
         fine.append(said(path.name, top))
         if place.endswith("config.json") and "best-step" in place:
             fine.append(lambda o: "the checkpoint that it took is named" if "checkpoints/step-" in o.shown else None)
+        if place.endswith(".yaml") and name == "a bit":
+            fine.append("a letter or a digit of another value")
         if top == "mine.yaml" and name in ("{}", "null", "empty"):
             fine.append("no devices of one's own")
         if top in ("mine.yaml", "study.yaml") and ".source=" in name:
@@ -1460,7 +1464,7 @@ FINITE: dict[str, list[str]] = {  # a file of weights → what computes with the
 }  # fmt: skip
 FILLED: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "nan": (lambda t: t * math.nan, None), "inf": (lambda t: t + math.inf, None), "-inf": (lambda t: t - math.inf, None),
-    "1e38": (lambda t: t * 0 + 1e38, None), "0": (lambda t: t * 0, "zeros are numbers"), "-0": (lambda t: t * -0.0, "zeros are numbers"),
+    "1e38": (lambda t: t * 0 + 1e38, "norms may make them small"), "0": (lambda t: t * 0, "zeros are numbers"), "-0": (lambda t: t * -0.0, "zeros are numbers"),
 }  # fmt: skip
 
 
@@ -1577,7 +1581,7 @@ PLAN = "plan gpt.yaml --tokens 1e6 --on 2xA100"
 WATTS: dict[str, dict[str, str]] = {  # option → the values that one may mean, and why
     "--watts": {**dict.fromkeys(("1e-9", "1e12", "1e3", "1e-300"), "watts"), "null": "not known", "": "not known"},
     "--pue": {**dict.fromkeys(("1", "10", "1.0000001"), "a PUE"), "null": "the usual one", "": "the usual one"},
-    "--grid": {**dict.fromkeys(("FR", "fr", "France", "world", "World", "NO", "no"), "a country"),
+    "--grid": {**dict.fromkeys(("FR", "fr", "France", "world", "World", "NO", "no"), "a country"), "null": "the world's mean",
                **dict.fromkeys(("385 g/kWh", "385g/kWh", "385 kg/MWh", "0.385 kg/kWh", "1e3g/kWh"), "as it is stated")},
     "--price": dict.fromkeys(("0.01", "1e3", "0"), "a price"), "--days": {"1e-3": "days", "1e6": "days"}, "--tokens": {"1e18": "tokens"},
 }  # fmt: skip
@@ -1645,7 +1649,7 @@ def energy_cases() -> Iterator[Case]:
         plain = PLAN if option != "--tokens" else "plan gpt.yaml --on 2xA100"
         plain = "plan gpt.yaml --tokens 1e6 --on A100" if option == "--days" else plain
         for value in [*good, *WATTS_NOT]:
-            number = re.fullmatch(r"[0-9.e-]+", value) and option != "--grid" and float(value)
+            number = re.fullmatch(r" *[0-9.e-]+", value) and option != "--grid" and float(value)
             why = good.get(value) or ("a number" if number and option in ("--watts", "--price", "--days", "--tokens") and 1e-300 < number <= 1e12 else None)
             yield Case(f"energy/{option}={value[:20]}", [*shlex.split(plain), f"{option}={value}"], fine=[why] if why else [])
     for words, why in {"--watts 100": "watts", "--watts 100 --grid FR --pue 1": "watts", "--pue 2": "no watts", "--grid XX": None, "--watts nan": None,

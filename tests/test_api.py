@@ -125,6 +125,8 @@ generate(gpt, 'a', temperature=1, seed=2**70) generate(gpt, 'a', sliding_window=
 train('x' * 5000) train(chr(0)) train(chr(0xD800)) train('copy-task', log={'dir': chr(0xD800)}) plan('x' * 5000) plan(chr(0)) load('x' * 5000) load(chr(0xD800)) Run('x' * 5000)
 Run(chr(0)) evaluate('x' * 5000) evaluate(chr(0xD800)) predict('x' * 5000, 'a') predict(bert, chr(0xD800)) generate('x' * 5000) generate(chr(0)) generate(gpt, chr(0xD800))
 load(gpt).hidden(torch.full((1, 3), 10**6)) load(gpt).hidden(torch.full((1, 3), -1)) load(bert).hidden(torch.rand(1, 3)) load(bert).hidden(torch.zeros(1, 0, dtype=torch.long))
+load(gpt).hidden(None) load(gpt).hidden(5) load(bert).hidden(torch.zeros(3, dtype=torch.long)) load(vit).features(5) load(vit).features(torch.zeros(3, 8, 8))
+load(vit).features(torch.zeros(1, 3, 8, 8, dtype=torch.long)) load(vit).features(torch.zeros(1, 1, 8, 8)) load(t5).encode(None)
 load(bert)(torch.zeros(1, 3, dtype=torch.long), token_types=torch.full((1, 3), 7)) load(gpt)(torch.zeros(3, dtype=torch.long))
 evaluate(5) evaluate(bert, 5) evaluate(bert, split=5) evaluate(bert, split='zz') evaluate(bert, checkpoint=5) evaluate(bert, checkpoint='/none')
 """
@@ -135,8 +137,10 @@ def test_wrong_types_are_user_errors(tmp_path):
     gpt = saved(tmp_path / "gpt", GPTConfig(**TINY, vocab_size=260, seq_len=32))
     for folder in (bert, gpt):
         tokenizers.ByteTokenizer().save(folder)
+    vit = saved(tmp_path / "vit", ViTConfig(**TINY, image_size=8, patch_size=4, n_classes=2))
+    t5 = saved(tmp_path / "t5", T5Config(**TINY, vocab_size=260))
     picture = pytest.importorskip("PIL.Image").new("RGB", (8, 8))
-    names = {**{name: getattr(api, name) for name in api.__all__}, "torch": torch, "bert": bert, "gpt": gpt, "picture": picture}
+    names = {**{name: getattr(api, name) for name in api.__all__}, "torch": torch, "bert": bert, "gpt": gpt, "vit": vit, "t5": t5, "picture": picture}
     calls = re.split(rf"\s(?=(?:{'|'.join(api.__all__)})\()", WRONG.strip())
     assert len(calls) > 70
     for call in calls:

@@ -18,7 +18,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,10 +290,23 @@ def load(model: Any, precision: str = "fp32") -> nn.Module:
         with contextlib.suppress(UserError):  # raised once texts are to be read
             module.tokenizer = source.tokenizers()[""]
         module.register_forward_pre_hook(_take_their_names, with_kwargs=True)
+        for name in ("hidden", "features", "encode"):
+            if method := getattr(module, name, None):
+                setattr(module, name, functools.partial(_of_shape, method, name == "features"))
         for name, embedding in module.named_modules():
             if hasattr(embedding, "num_embeddings"):
                 embedding.register_forward_pre_hook(functools.partial(_check_ids, name))
     return module
+
+
+def _of_shape(method: Callable[..., Any], images: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the method returns. Raises UserError where x is no batch of sequences of ids, or of images."""
+    import torch
+
+    dims, kind = ("batch, channels, height, width", "floats") if images else ("batch, sequence", "ids (torch.long)")
+    if not isinstance(x, torch.Tensor) or x.dim() != (4 if images else 2) or x.is_floating_point() != images:
+        raise _wrong(method.__name__, x, f"a tensor of {kind} of the shape ({dims})")
+    return method(x, *args, **kwargs)
 
 
 def _check_ids(name: str, embedding: Any, args: tuple) -> None:

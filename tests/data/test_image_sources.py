@@ -83,6 +83,27 @@ def test_bad_paths_are_named(tmp_path):
     says(r"a\.zip: images come from", path=str(tmp_path / "a.zip"))
 
 
+DAMAGES = ["null", "[", "{}", '{"mean": 5, "std": 5}', '{"mean": [0.5], "std": [0.5]}', '{"mean": [0.5, 0.5, "x"], "std": [0.5, 0.5, 0.5]}', "[" * 90_000, "\udc80"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
+def test_what_is_kept_beside_decoded_images_is_made_anew_where_it_is_damaged(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    for i, image in enumerate(random_images(8)):
+        save(tmp_path / "images" / ("valid" if i > 5 else "train") / "ab"[i % 2] / f"{i}.png", picture(image))
+
+    def opened() -> tuple:
+        split = open_images(ImagesData(path=str(tmp_path / "images")))["train"]
+        return channel_stats(split), split.content
+
+    whole = opened()
+    kept = [path for path in (tmp_path / "cache" / "images").rglob("*") if path.name.startswith("stats-") or path.name == "content"]
+    assert {path.name.split("-")[0] for path in kept} == {"stats", "content"}
+    for path in kept:
+        path.write_bytes(damage.encode(errors="surrogateescape"))
+    assert opened() == whole
+
+
 # ---------------------------------------------------------------- real ones
 
 

@@ -136,6 +136,11 @@ def test_a_folder_of_weights_keeps_checksums_of_what_is_read(tmp_path):
     shutil.copy(tmp_path / "merged" / "model.safetensors", tmp_path / "shards")  # which is read in their place
     with pytest.raises(UserError, match=r"checksums\.json does not list model\.safetensors"):
         models.load(tmp_path / "shards")
+    sums = tmp_path / "merged" / "checksums.json"
+    for entry in ({"bytes": None, "crc32": "0"}, {"bytes": "x", "crc32": "0"}, {"bytes": 1, "crc32": 5}, {"bytes": 1}, [], {"bytes": 1, "crc32": "0", "x": 1}):
+        sums.write_text(json.dumps({**json.loads(sums.read_text()), "config.json": entry}))
+        with pytest.raises(UserError, match=r"checksums\.json is not readable"):
+            models.load(tmp_path / "merged")
     about = tmp_path / "adapter" / "adapter_config.json"
     (tmp_path / "base").rename(tmp_path / "moved")
     about.write_text(about.read_text().replace(str(tmp_path / "base"), str(tmp_path / "moved")))

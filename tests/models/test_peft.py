@@ -478,6 +478,26 @@ def test_what_is_edited_in_pefts_file_is_told_and_then_obeyed(bases, tmp_path):
         assert far(models.load(tmp_path / "adapter").eval()(IDS), theirs(input_ids=IDS).logits) < 1e-5
 
 
+def test_a_head_that_is_not_there_is_not_the_bases(bases, tmp_path):
+    """Of a file of ours: its checksums are gone, or were written anew."""
+    models.save(adapted("bert", bases["bert"]), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["modules_to_save"] == ["classifier"]
+    save_file({name: t for name, t in tensors.items() if not name.endswith("classifier.bias")}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"adapter: .*classifier\.bias missing, which adapter_config\.json names") as e:
+        models.load(tmp_path / "adapter")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", [1, 10**17, "yes", [True]])
+def test_rslora_is_true_or_false(value, bases, tmp_path):
+    models.save(adapted("gpt", bases["gpt"]), tmp_path)
+    change(tmp_path, use_rslora=value)
+    with pytest.raises(UserError, match=r"use_rslora=.*: expected true or false"):
+        models.load(tmp_path)
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_adapters_of_what_is_no_linear_of_the_body_are_refused(target, bases, tmp_path):
     written_by_peft("llama", bases["llama"], tmp_path, target_modules=["q_proj", target])

@@ -43,6 +43,11 @@ def test_checkpoints_come_in_the_order_of_their_steps_also_past_eight_digits(und
         with pytest.raises(UserError, match=rf"checkpoints/best: the run's best weights are not there, and others do not stand for them \({lost}\)"):
             models.locate(tmp_path)
         (folder / lost).unlink()
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "other", symlinks=True)
+    (folder / "best").symlink_to(tmp_path / "other" / "best")
+    with pytest.raises(UserError, match=r"checkpoints/best: a link to .*other/best-step-\d+, outside of the run\. Give that folder itself"):
+        models.locate(tmp_path)
+    (folder / "best").unlink()
     Checkpoints(folder, keep=1)._remove_old()
     assert [p.name for p in Checkpoints(folder, keep=1).steps()] == ["step-100000000"]
 

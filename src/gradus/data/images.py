@@ -6,12 +6,14 @@ A data set here is map-style: `dataset[i]` is {"image": uint8 array (channels, h
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,12 @@ def _size(shape: Sequence[int]) -> str:
 # ---------------------------------------------------------------- decoding once
 
 
+def _known_content(memo: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):  # none, or damaged
+        return memo.read_text()
+    return ""
+
+
 def _open(
     source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
 ) -> FileImages | LazyImages:
@@ -214,12 +222,11 @@ def _open(
     numbers."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
     keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
-    if not (memo := folder / "content").is_file():
-        files.write_text(memo, source.content())
+    if not re.fullmatch("[0-9a-f]{40}", content := _known_content(memo := folder / "content")):
+        files.write_text(memo, content := source.content())
     about = json.loads((folder / "about.json").read_text())
     labels = np.load(folder / "labels.npy")
     classes, labels = _classes(source, labels, classes, names)
-    content = memo.read_text()
     if about["decoded"]:
         return FileImages(source.name, labels, classes, folder, content)
     if image_size is None:
@@ -293,9 +300,11 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     if dataset.folder is not None:
         part = digest(dataset.indices.tolist())[:16] if isinstance(dataset, Part) else "all"
         memo = dataset.folder / f"stats-{part}-{_size(dataset.shape)}.json"
-        if memo.exists():
-            stats = json.loads(memo.read_text())
-            return stats["mean"], stats["std"]
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # none, or damaged
+            match json.loads(memo.read_text()):
+                case {"mean": [*mean], "std": [*std]} if len(mean) == len(std) == dataset.shape[0]:
+                    if all(isinstance(x, float) and 0 <= x <= 1 for x in mean + std) and all(std):
+                        return mean, std
     counts = np.zeros((dataset.shape[0], 256), np.int64)
     for i in range(len(dataset)):
         counts += [np.bincount(channel.ravel(), minlength=256) for channel in dataset[i]["image"]]

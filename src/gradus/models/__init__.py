@@ -170,6 +170,11 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     runs = path / "checkpoints"
     for folder in (path, runs / "best", *reversed(files.numbered(runs, "step-"))):
         if any((folder / file).is_file() for file in ("config.json", "params.json", peft.CONFIG)):
+            if folder == runs / "best" and folder.resolve().parent != runs.resolve():
+                raise UserError(
+                    f"{folder}: a link to {folder.resolve()}, outside of the run. Give that folder itself, or link "
+                    "one of the run's own"
+                )
             return folder
         if folder.name == "best" and (kept := [p.name for p in runs.glob("best*")]):
             raise UserError(
@@ -329,6 +334,8 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     model, taken = whole(config), {bare(name) for name in adapter}
     if about and "adapter" in own:
         peft.refuse_edited(model, about, path)
+        if lacks := list(peft.lacking_whole(config, about, adapter)):
+            raise UserError(f"{path}: {weights.some(lacks)} {peft.MISSING}")
     used, _ = weights.match(model, tensors, False, base)
     return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
 

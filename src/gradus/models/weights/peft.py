@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 OURS = "gradus_config.json"  # in place of config.json, by which transformers would look for whole weights
 PREFIX = "base_model.model."
+MISSING = f"missing, which {CONFIG} names. Copy or save both files again"
 # what a LoRA of PEFT can have and ours has not: key → the values that leave it out
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "bias": ("none", None), "layer_replication": (None,), "target_parameters": (None, []),
@@ -208,6 +209,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file}: an adapter of type {about.get('peft_type')!r:.40}; only LORA is read")
     if lacks := [f"{key}={about[key]!r:.40}" for key, none in REFUSED.items() if about.get(key) not in none]:
         raise UserError(f"{file}: {some(lacks)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
+    if not isinstance(about.get("use_rslora", False), bool | None):
+        raise UserError(f"{file}: use_rslora={about['use_rslora']!r:.40}: expected true or false")
     if long := [key for key, value in about.items() if isinstance(value, list | dict) and len(value) > limits.MODULES]:
         raise UserError(f"{file}: {some(long)}: more than {limits.MODULES:,} entries. Is it the right file?")
     return about
@@ -289,7 +292,7 @@ def targets(
     if extra := [name for name in tensors if ".lora_" in name and name.rpartition(".lora_")[0] not in known]:
         raise UserError(f"{some(extra)}: the base has no Linear there that can be adapted")
     if lacks := list(_lacking(model, about, tensors, known)):
-        raise UserError(f"{some(lacks)} missing, which {CONFIG} names. Copy or save both files again")
+        raise UserError(f"{some(lacks)} {MISSING}")
     usual = int(about.get("r", 8)), float(about.get("lora_alpha", 8))
     linears = [name for name, module in model.named_modules() if hasattr(module, "out_features")]
     if set(found.values()) == {usual}:
@@ -312,6 +315,11 @@ def _lacking(
         asked = (_transformed(about, name) and targeted(name) and not excluded(name) for name in both)
         if linear and PREFIX + module not in known and any(asked) and not _saved(about, module):
             yield f"{PREFIX}{module}.lora_A.weight"
+    yield from lacking_whole(config, about, tensors)
+
+
+def lacking_whole(config: ModelConfig, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Iterator[str]:
+    """What modules_to_save names and the file has not."""
     seen: set[tuple] = set()
     for rule in _table(config):
         first = (rule.names, rule.index) not in seen
