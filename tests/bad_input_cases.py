@@ -312,6 +312,8 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
         if top in DATA and name in ("empty", "cut", "zeros", "doubled", "a bit", "noise",
                                     *TEXTS) and path.suffix not in (".parquet",):
             fine.append("other data")
+        if name in ("{}", "null") and path.name == "environment.json":
+            fine.append("an environment that is not known")
         if name == "empty" and top == "notes.md":
             fine.append("no notes")
         if use.startswith("report") and place.endswith("metrics.jsonl") and name == "doubled":
@@ -1626,7 +1628,7 @@ OWN_FILES: dict[str, dict[str, tuple[str | bytes, str | None]]] = {  # kind → 
     "HARDWARE": {name: (f"devices: {{A100-80GB: {{{entry}}}}}", why) for name, entry, why in (
         ("nothing", "", "nothing of one's own"), ("power 0", "power: 0 W", None), ("power -5", "power: -5 W", None), ("power x", "power: x", None),
         ("power 1e300", "power: 1e300 W", None), ("memory 1 B", "memory: 1 B", "a byte: nothing fits"), ("memory 1e300", "memory: 1e300 GB", None),
-        ("memory 1e9", "memory: 1e9 GB", None), ("memory 1e6", "memory: 1e6 GB", "a petabyte"),
+        ("memory 1e9", "memory: 1e9 GB", "an exabyte"), ("memory 1e6", "memory: 1e6 GB", "a petabyte"),
         ("no peaks", "peaks: {}", None), ("peak 1e300", "peaks: {fp32: 1e300 TFLOP/s}", None), ("peak 1e-300", "peaks: {fp32: 1e-300 TFLOP/s}", None),
         ("driver broken", "driver: '('", None), ("node 0", "node: 0", None), ("node -1", "node: -1", None), ("node 1.5", "node: 1.5", None),
         ("usable", "usable: 900 GB", None), ("usable 1 B", "usable: 1 B", "a byte: nothing fits"), ("bandwidth 1e-300", "bandwidth: 1e-300 GB/s", None),
@@ -1650,7 +1652,7 @@ def energy_cases() -> Iterator[Case]:
         plain = "plan gpt.yaml --tokens 1e6 --on A100" if option == "--days" else plain
         for value in [*good, *WATTS_NOT]:
             number = re.fullmatch(r" *[0-9.e-]+", value) and option != "--grid" and float(value)
-            why = good.get(value) or ("a number" if number and option in ("--watts", "--price", "--days", "--tokens") and 1e-300 < number <= 1e12 else None)
+            why = good.get(value) or ("a number" if number and option in ("--watts", "--price", "--days", "--tokens") and 1e-300 < number <= (1e18 if option == "--tokens" else 1e12) else None)
             yield Case(f"energy/{option}={value[:20]}", [*shlex.split(plain), f"{option}={value}"], fine=[why] if why else [])
     for words, why in {"--watts 100": "watts", "--watts 100 --grid FR --pue 1": "watts", "--pue 2": "no watts", "--grid XX": None, "--watts nan": None,
                        "--watts 1e-320": None, "--watts 1e12": "watts", "--watts 1 energy.watts=5": None, "energy.watts=0": None}.items():
@@ -1793,6 +1795,8 @@ def number_cases(world: Path) -> Iterator[Case]:
             lines[0] = json.dumps({**json.loads(lines[0]), key: value})
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1.7e308
             why = "as the file says it" if number else "not known" if value is None else None
+            if file == "metrics.jsonl" and key == "value" and value in (10**400, math.nan):
+                why = "not finite, as of a run that diverged"
             why = why or alike(json.loads(text if file.endswith("n") else text.splitlines()[0]).get(key), value)
             yield Case(f"number/{file} {key}={short(value)}/{use}", shlex.split(use), before=put(f"run-gpt/{file}", "\n".join([*lines, ""]).encode()),
                        fine=[same, said(file, key), *([why] if why else [])])
@@ -1881,7 +1885,6 @@ IN_A_PROGRAM: dict[str, tuple[str, str | None]] = {  # (code; a line that prints
         "torch.zeros(1, 0, dtype=torch.long)")},
     **{f"features of {tensor}": (f"import torch\nprint(api.load('run-vit').features({tensor}).shape)", None) for tensor in (
         "torch.zeros(1, 1, 8, 8)", "torch.zeros(1, 3, 9, 9)", "torch.zeros(3, 8, 8)", "torch.zeros(1, 3, 8, 8, dtype=torch.long)", "5")},
-    "features of a text model": ("import torch\nprint(api.load('run-gpt').features(torch.zeros(1, 3, 8, 8)))", None),
     "folder gone, train": ("import os\nos.mkdir('g'); os.chdir('g'); os.rmdir('../g')\nprint(api.train('../copy.yaml'))", None),
     "folder gone, predict": ("import os\nos.mkdir('g'); os.chdir('g'); os.rmdir('../g')\nprint(api.predict('../run-bert', 'a'))", "what `..` means is known"),
     "two at once": ("import threading\nends = []\ndef go(name):\n    try: api.train('gpt.yaml', 'log.dir=' + name); ends.append('ok')\n"

@@ -383,6 +383,7 @@ def test_evaluation_takes_any_length_that_the_model_takes_and_decoding_needs_no_
     ("family", "changes", "layout", "message"),
     [
         ("t5", {}, {"context": 2}, "T5 adds a relative bias"),
+        ("gpt", {"seq_len": 1}, {"context": 2}, "model.seq_len=1 is fewer tokens than processes. Set layout.context=1"),
         ("seq2seq", {}, {"context": 2}, "seq2seq has cross-attention"),
         ("gpt", {}, {"context": 3, "context_method": "ulysses"}, "does not divide model.n_heads=4, and ulysses splits the heads. Use 1, 2 or 4, or"),
         ("llama", {}, {"context": 4, "context_method": "ulysses"}, "does not divide model.n_kv_heads=2, and ulysses splits the heads. Use 1 or 2, or"),

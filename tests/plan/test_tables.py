@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -71,6 +72,12 @@ def test_the_frameworks_time_adds_on_a_cpu_and_hides_behind_a_gpu():
     assert tables.seconds(op, device(dispatch=dispatch)) == pytest.approx(4e-6 + 2e-5, rel=1e-6)
     assert tables.seconds(op, device("gpu", dispatch)) == pytest.approx(2e-5, rel=1e-6)
     assert tables.seconds(memory("add", 4e6), device("gpu", dispatch)) == pytest.approx(4e-3, rel=1e-6)
+
+
+@pytest.mark.parametrize("measured", [{}, {"threads": "x", "matmul": [1]}, {"matmul": None}, {"matmul": "", "dispatch": 5}])
+def test_what_is_no_table_is_one_line(measured):
+    with pytest.raises(UserError, match=r"measured\.matmul: no table\. Run gradus calibrate again"):
+        tables.seconds(product(64, 64, 64), dataclasses.replace(device(), measured=measured))
 
 
 def test_a_broken_table_is_an_error_that_says_what_to_do():

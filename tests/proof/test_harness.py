@@ -17,6 +17,7 @@ import pytest
 
 from gradus import recipe as recipes
 from gradus.cli import main
+from gradus.errors import UserError
 from gradus.proof import (
     harness,
     memory_budget,
@@ -216,3 +217,10 @@ def test_a_study_on_a_busy_machine_says_so_once_with_what_helps(tmp_path, monkey
     out = " ".join(capsys.readouterr().out.split())
     note = "note: other programs use 1.9 of the 2 processors; 1 thread (OMP_NUM_THREADS=1) may be faster. Delete "
     assert out.count(note) == 1, out
+
+
+@pytest.mark.parametrize("about", [{}, {"configuration": 10**17, "kind": "predicted"}, {"configuration": "one", "kind": None}])
+def test_a_plan_of_something_else_is_one_line(about, tmp_path):
+    (tmp_path / "plan.jsonl").write_text(json.dumps({"name": "memory/process", "value": 1, **about}) + "\n")
+    with pytest.raises(UserError, match=r"plan\.jsonl: not what gradus writes there\. Delete it"):
+        harness.read_plan(tmp_path / "plan.jsonl")

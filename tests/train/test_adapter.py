@@ -26,7 +26,7 @@ from gradus.infer import find  # noqa: E402
 from gradus.infer.export import export  # noqa: E402
 from gradus.infer.generate import Continuation  # noqa: E402
 from gradus.models.decoding import greedy  # noqa: E402
-from gradus.recipe.schema import GPTConfig  # noqa: E402
+from gradus.recipe.schema import Adapter, GPTConfig  # noqa: E402
 from gradus.train.run import train  # noqa: E402
 from gradus.train.session import open_session  # noqa: E402
 
@@ -69,6 +69,14 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(undisturbed, tmp
     assert summary["trained_parameters"] == sum(p.numel() for p in adapted.values() if p.requires_grad) < summary["parameters"]
     with pytest.raises(UserError, match="--as onnx writes merged weights anyway"):
         list(export(str(tmp_path / "run"), tmp_path / "onnx", kind="onnx", merge=True))
+
+
+@pytest.mark.parametrize("freeze", [["-all"], ["-head"], ["blocks.0", "-blocks.1"], ["all", "-all", "-blocks.0"]])
+def test_a_pattern_that_takes_back_what_is_not_frozen_is_refused(freeze):
+    config = GPTConfig(vocab_size=20, n_layers=2, d_model=8, n_heads=2)
+    with pytest.raises(UserError, match=rf"train\.freeze: {freeze[-1]} takes back nothing that stands before it. Leave it out"):
+        models.build(config.trained(None, freeze), "meta")
+    assert models.build(config.trained(Adapter(rank=2), ["-blocks.0.attention_norm"]), "meta").blocks[0].attention_norm.weight.requires_grad
 
 
 def test_what_is_frozen_stays_and_the_checkpoint_is_whole(undisturbed, tmp_path):

@@ -102,7 +102,7 @@ def chosen(
     key: str, patterns: Sequence[str], names: Mapping[str, Iterable[str]], start: Iterable[str] = ()
 ) -> set[str]:
     """Those that the patterns choose, beginning with `start`. names: of each all that it is called. Raises UserError
-    for a pattern that matches none."""
+    for a pattern that matches none, and for one that takes back what is not chosen."""
     out = set(start)
     for pattern in patterns:
         bare = pattern.removeprefix("-")
@@ -110,6 +110,8 @@ def chosen(
         if not found:
             known = words(alias for aliases in names.values() for alias in aliases)
             raise UserError(f"{key}: {pattern} matches nothing here.{did_you_mean(bare, known)}")
+        if bare != pattern and not found & out:
+            raise UserError(f"{key}: {pattern} takes back nothing that stands before it. Leave it out.")
         out = out - found if bare != pattern else out | found
     return out
 

@@ -41,6 +41,8 @@ def context(model: ModelConfig, layout: Layout) -> Iterator[str]:
     if reason := models.lookup(model.family).whole_sequence:
         others = ", ".join(family.name for family in models.families() if not family.whole_sequence)
         yield f"layout.context={n}: {reason}; layout.context is for {others}. Set layout.context=1."
+    elif (model.longest or n) < n:
+        yield f"layout.context={n}: model.seq_len={model.longest} is fewer tokens than processes. Set layout.context=1."
     elif layout.context_method == "ulysses":
         heads, kv_heads = model.n_heads, getattr(model, "n_kv_heads", None) or model.n_heads
         possible = [m for m in divisors(kv_heads) if kv_heads % (m * layout.tensor) == 0]

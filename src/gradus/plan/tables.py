@@ -50,8 +50,10 @@ def seconds(op: Op, device: Device) -> float:
     kernel runs the next one is launched. Raises UserError for tables that cannot be read.
     """
     kernel_of = {"matmul": _matmul, "attention": _attention, "memory": _memory}[op.kind]
-    kernel = kernel_of(op, _grids(device.measured[op.kind], op.kind))
-    dispatch = device.measured.get("dispatch", {})
+    table, dispatch = device.measured.get(op.kind), device.measured.get("dispatch", {})
+    if not isinstance(table, str) or not isinstance(dispatch, dict):
+        raise UserError(f"{device.name}: measured.{op.kind}: no table. Run gradus calibrate again.")
+    kernel = kernel_of(op, _grids(table, op.kind))
     framework = op.launches * dispatch.get(op.phase, dispatch.get("forward", 0.0))
     return kernel + framework if device.kind == "cpu" else max(kernel, framework)
 

@@ -113,7 +113,7 @@ def planned(
 def read_plan(path: Path) -> list[Row]:
     """Raises UserError for a file that no study wrote."""
     rows = [Row(r.pop("name"), r.pop("value"), r.pop("unit", ""), r.pop("step", None), r) for r in read_rows(path)]
-    if not all({"configuration", "kind"} <= row.conditions.keys() for row in rows):
+    if not all(isinstance(row.conditions.get(key), str) for row in rows for key in ("configuration", "kind")):
         raise UserError(f"{path}: not what gradus writes there. Delete it: the plan is made again.")
     return rows
 
