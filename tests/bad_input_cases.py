@@ -301,6 +301,8 @@ def world_case(top: str, path: Path, world: Path, use: str, pick: random.Random)
             fine.append("no devices of one's own")
         if top in ("mine.yaml", "study.yaml") and ".source=" in name:
             fine.append("a source in any words")
+        if top == "study.yaml" and ".source." in name and name.endswith("renamed"):
+            fine.append("a figure of the source by any name")
         if top == "study.yaml" and name.endswith(("=None", "configurations.one={}", "configurations.two={}")):
             fine.append("a key that is not set, or a configuration that changes nothing")
         own = path.name in ("recipe.yaml", "summary.json", "environment.json", "metrics.jsonl", "plan.jsonl",

@@ -147,6 +147,8 @@ def test_wrong_types_are_user_errors(tmp_path):
         with pytest.raises(UserError) as told:
             eval(call, names)
         assert len(str(told.value).splitlines()) == 1, call
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    assert api.load(gpt).hidden(ids=ids).equal(api.load(gpt).hidden(ids)) and api.load(vit).features(images=torch.zeros(1, 3, 8, 8)).shape[0] == 1
     assert api.generate(gpt, []) == [] == api.predict(bert, [])
     assert len(api.generate(gpt, "a", max_new=np.int64(3), temperature=np.float32(1), seed=np.int64(2))) >= 1, "numbers of numpy are numbers"
 

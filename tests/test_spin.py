@@ -31,7 +31,7 @@ def used():
 found = []
 for _ in range(3):
     found.append(used())
-    held = threading.Thread(target=spin.hold, args=(parallel, end := threading.Event()))
+    held = threading.Thread(target=spin.hold, args=(parallel, spin._threads(), end := threading.Event()))
     held.start()
     time.sleep(0.2)
     found.append(used())
@@ -58,7 +58,7 @@ def test_held_short_a_waiting_thread_sleeps_and_afterwards_it_spins_again():
 @SEVERAL
 def test_one_thread_has_no_team_that_is_held():
     before = len(os.listdir("/proc/self/task"))
-    held = threading.Thread(target=spin.hold, args=(spin._libgomp().GOMP_parallel, end := threading.Event()))  # tests have one thread
+    held = threading.Thread(target=spin.hold, args=(spin._libgomp().GOMP_parallel, 1, end := threading.Event()))
     held.start()
     time.sleep(0.1)
     assert len(os.listdir("/proc/self/task")) == before + 1
@@ -92,24 +92,31 @@ if __name__ == "__main__":
 
 
 LOOKS = """
-import itertools, threading, time
+import itertools, threading, time, torch
+import sklearn.utils  # which has a libgomp of its own
 from gradus import spin
-clock, waited, held = itertools.count(), itertools.accumulate([0, 0.1, 0.3, 0.1, 0.04, 0.1, 0.25]), []
+torch.set_num_threads(2)
+clock, waited, held = itertools.count(), itertools.accumulate([0, 0.1, 0.3, 0.1, 0.1, 0.04, 0.1, 0.25]), []
+class Team:
+    def __call__(self, function, data, count, flags): teams.append(count)
+teams = []
 def look():
-    held.append(int("gradus-spin-team" in [t.name for t in threading.enumerate()]))
+    held.append(sum(t.name == "gradus-spin-team" for t in threading.enumerate()))
+    if len(held) == 4: torch.set_num_threads(1)
+    if len(held) == 5: torch.set_num_threads(3)
     if (found := next(waited, None)) is None:
-        print(*held)
+        print(*held, teams == [max(2, spin.limits.cores() + 2 - n) for n in (2, 3, 3)])
         raise SystemExit
     time.sleep(0.2)  # a thread that was let go ends
     return found
 spin.EVERY, spin._waited, spin.time.perf_counter = 0.1, look, lambda: next(clock)
-spin._look(lambda *_: None)
+spin._look(Team())
 """
 
 
 def test_little_is_enough_to_stay_short():
-    """Of looks that find so much waiting, each second: during which the team is held."""
-    assert run(LOOKS) == "0 0 0 1 1 0 0 1\n"
+    """Of looks that find so much waiting, each second: when a team is held, anew where PyTorch's threads are others."""
+    assert run(LOOKS) == "0 0 0 1 1 1 0 0 1 True\n"
 
 
 @SEVERAL

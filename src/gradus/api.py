@@ -299,14 +299,16 @@ def load(model: Any, precision: str = "fp32") -> nn.Module:
     return module
 
 
-def _of_shape(method: Callable[..., Any], images: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the method returns. Raises UserError where x is no batch of sequences of ids, or of images."""
+def _of_shape(method: Callable[..., Any], images: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """What the method returns. Raises UserError where its first argument is no batch of sequences of ids, or of
+    images."""
     import torch
 
+    x = next(iter(inspect.signature(method).bind(*args, **kwargs).arguments.values()))
     dims, kind = ("batch, channels, height, width", "floats") if images else ("batch, sequence", "ids (torch.long)")
     if not isinstance(x, torch.Tensor) or x.dim() != (4 if images else 2) or x.is_floating_point() != images:
         raise _wrong(method.__name__, x, f"a tensor of {kind} of the shape ({dims})")
-    return method(x, *args, **kwargs)
+    return method(*args, **kwargs)
 
 
 def _check_ids(name: str, embedding: Any, args: tuple) -> None:

@@ -1,6 +1,6 @@
 """How long threads spin while they wait for each other. On a quiet machine as long as libgomp has it, some ms: to wake
-one that sleeps takes as long as many of a model's operations. While other programs use the processors hardly at all: a
-thread that spins keeps the one that it waits for from running.
+one that sleeps takes as long as many of a model's operations. While other programs use the processors, threads hardly
+spin: one that does keeps the one that it waits for from running.
 
 libgomp reads its count once, as it is loaded, but cuts it to 100 turns while it manages more threads than there are
 processors (GCC's manual of libgomp, GOMP_SPINCOUNT). So, on a busy machine, a thread of this module has a team of its
@@ -24,16 +24,15 @@ from gradus.errors import UserError
 
 EVERY = 0.5  # s from one look to the next
 MUCH, LITTLE = 0.2, 0.05  # s a second, of all threads together, for which they are ready and have no processor
-USERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # who sets one of these has decided
+USERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # variables: where one of these is set, nothing is changed
 
 
-_watched = 0  # the process that is
+_watched = 0  # pid of the process that is watched
 
 
 def watch() -> bool:
     """Look from now on, in the background, whether this process's threads get processors; once in each process. False
-    where libgomp is not what PyTorch's threads are of, or Linux does not tell, or the user has set how long they
-    spin."""
+    where PyTorch does not use libgomp, or Linux does not tell, or the user has set how long threads spin."""
     global _watched
     if _watched == os.getpid():  # a process that is forked has no thread but one
         return True
@@ -46,19 +45,20 @@ def watch() -> bool:
 
 
 def _look(parallel: Callable[..., None]) -> None:
-    end: threading.Event | None = None  # of spinning shortly
+    stop, held = threading.Event(), 0  # of spinning shortly, and with how many threads of PyTorch's
     before, began = _waited(), time.perf_counter()
     while True:
         time.sleep(EVERY)
         now, ended = _waited(), time.perf_counter()
         share = (now - before) / (ended - began)
         before, began = now, ended
-        if end is None and wanted(False, share):
-            end = threading.Event()
-            threading.Thread(target=hold, args=(parallel, end), name="gradus-spin-team", daemon=True).start()
-        elif end is not None and not wanted(True, share):
-            end.set()
-            end = None
+        threads = _threads() if wanted(held > 0, share) else 0
+        if threads != held:
+            stop.set()
+            stop, held = threading.Event(), threads
+            if held:
+                args = (parallel, held, stop)
+                threading.Thread(target=hold, args=args, name="gradus-spin-team", daemon=True).start()
 
 
 def wanted(short: bool, share: float) -> bool:
@@ -66,15 +66,24 @@ def wanted(short: bool, share: float) -> bool:
     return share > (LITTLE if short else MUCH)
 
 
-def hold(parallel: Callable[..., None], end: threading.Event) -> None:
-    """As a thread of its own: give libgomp more threads than processors until `end` is set. They end with this one."""
-    threads = torch.get_num_threads()  # a thread that is new knows it
+def hold(parallel: Callable[..., None], threads: int, stop: threading.Event) -> None:
+    """As a thread of its own: give libgomp more threads than processors until `stop` is set; they end with this one.
+    threads: of PyTorch. Where so many cannot be started nothing is changed: libgomp would end the process."""
     count = max(2, limits.cores() - threads + 2)  # itself, and as many as are missing
-    with contextlib.suppress(UserError):  # where so many cannot be started, libgomp would end the process
+    with contextlib.suppress(UserError):
         if threads > 1:
             limits.start_threads(limits.processors() + count, "a team")
             parallel(ctypes.CDLL(None).getpid, None, count, 0)  # a function that does nothing
-    end.wait()
+    stop.wait()
+
+
+def _threads() -> int:
+    """PyTorch's threads now. In a thread that has asked before it is the number of then."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _waited() -> float:
@@ -87,8 +96,9 @@ def _waited() -> float:
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """The one that PyTorch has loaded."""
+    """PyTorch's own, and no other that a program has loaded too."""
     with contextlib.suppress(OSError):
-        paths = (line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-        return next((ctypes.CDLL(path) for path in paths if "libgomp" in path), None)
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        if hasattr(library, "GOMP_parallel") and not hasattr(library, "kmp_get_blocktime"):  # Intel's, LLVM's: both
+            return library
     return None

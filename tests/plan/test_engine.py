@@ -489,7 +489,7 @@ def test_what_a_process_keeps_of_freed_memory_is_planned_by_what_makes_it(monkey
     assert (masked, classes) == (0.5, 0.4) and len(note) == len(other) == 1
     assert not kept(sst2, 1, "model.n_classes=2", "data.pad=max_length")[1]
     monkeypatch.setattr(machine, "has_glibc", lambda: False)
-    assert engine.freed(recipes.load(bert)) == 0
+    assert engine.kept_share(recipes.load(bert)) == 0
 
 
 def test_a_process_that_has_computed_is_planned_as_a_new_one(monkeypatch):

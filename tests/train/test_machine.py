@@ -97,7 +97,7 @@ def test_no_driver_is_no_gpu_but_a_broken_one_is_told(fake, monkeypatch):
 
 def test_freed_memory_goes_back_ahead_of_the_largest_batch_and_where_the_process_has_grown(monkeypatch):
     held, released = 0, []
-    monkeypatch.setattr(machine, "resident", lambda: held)
+    monkeypatch.setattr(machine, "resident", lambda of_files=False: 7 if of_files else held + 7)
     monkeypatch.setattr(machine, "release_freed_memory", lambda: released.append(step))
     freed = machine.FreedMemory()
     # a step's batch, and bytes before it

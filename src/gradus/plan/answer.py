@@ -377,7 +377,7 @@ def _about_measuring(recipe: Recipe, device: Device) -> Iterator[str]:
         again = f"gradus calibrate --threads {wanted}"
         yield f"measured with --threads {threads}, not with layout.threads={wanted}: {again}"
     if "coarse" in measured:
-        expect = "expect errors of 15 % and more, several processes far too fast; gradus calibrate measures it in full"
+        expect = "expect errors of 15 % and more, more of several processes; gradus calibrate measures it in full"
         yield f"this machine was measured coarsely, before its first run: {expect}"
 
 

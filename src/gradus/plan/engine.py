@@ -46,7 +46,8 @@ CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
 # batch has another number of masked tokens, most with tensor parallelism, where gloo's threads free late. Fitted to the
 # runs that docs/proof.md names.
 LIBRARIES, FREED, FREED_SHARDED, FREED_MASKED, FREED_TENSOR = 0.1e9, 0.4, 0.2, 0.5, 1.0
-FREED_VARIED, NOTED = 0.8, 1.05  # the most that was seen where batches have other shapes; told where it is 5 % more
+# the most that was seen where batches have other shapes; a note says so where it makes 5 % of all
+FREED_VARIED, NOTED = 0.8, 1.05
 OWN = 0.22e9  # what Python, PyTorch and Gradus take at first, besides files that are mapped
 
 
@@ -446,8 +447,8 @@ STEP = "before the model + libraries + kept of what is freed × allocated"
 WRITING = "before the model + libraries + weights + optimizer + whole weights, written as the best - allocated"
 
 
-def freed(recipe: Recipe) -> float:
-    """What a process on a CPU keeps of freed memory, by its tensors."""
+def kept_share(recipe: Recipe) -> float:
+    """What a process on a CPU keeps of freed memory, as a share of its tensors."""
     if not machine.has_glibc():
         return 0.0
     if recipe.layout.tensor > 1:
@@ -455,7 +456,7 @@ def freed(recipe: Recipe) -> float:
     return FREED_SHARDED if recipe.layout.shard > 1 else FREED_MASKED if recipe.task.name == "masked_lm" else FREED
 
 
-def varies(recipe: Recipe) -> bool:
+def shapes_vary(recipe: Recipe) -> bool:
     """Whether batches have other shapes from step to step."""
     return getattr(recipe.data, "pad", "max_length") != "max_length" or recipe.task.name == "masked_lm"
 
@@ -464,7 +465,7 @@ def with_process(memory: Memory, resident: int, recipe: Recipe) -> Memory:
     """The memory, with the bytes that a training process on a CPU takes besides its tensors: in a step or, where that
     is more, as the first process writes weights that are split, whole (`weights.write`). resident: bytes that it has
     before the model is built."""
-    layout, libraries, kept = recipe.layout, LIBRARIES if machine.has_glibc() else 0, freed(recipe)
+    layout, libraries, kept = recipe.layout, LIBRARIES if machine.has_glibc() else 0, kept_share(recipe)
     tensors = memory.allocated
     inputs = {"allocated": tensors, "before the model": resident, "libraries": libraries}
     step, writing = resident + libraries + kept * tensors, 0.0
@@ -476,7 +477,7 @@ def with_process(memory: Memory, resident: int, recipe: Recipe) -> Memory:
         formula = STEP, {**inputs, "kept of what is freed": kept}
         most, total = step + (FREED_VARIED - kept) * tensors, step + tensors
         notes = [*memory.notes]
-        if varies(recipe) and 0 < kept < FREED_VARIED and most + tensors > NOTED * total:
+        if shapes_vary(recipe) and layout.shard == 1 and 0 < kept < FREED_VARIED and most + tensors > NOTED * total:
             why = "batches have other shapes from step to step, which kept memory does not always fit"
             notes.append(f"{why}: after many steps the process may take {size(most + tensors)}.")
         return dataclasses.replace(memory, framework=round(step), outside=formula, notes=notes)

@@ -136,7 +136,7 @@ def cost_of_step(case: Case, values: dict[str, Any]) -> str:
         coarse = " (coarse: gradus calibrate)" if "coarse" in (device.measured or {}) else ""
         return f"{text}; {duration(values['time/step'])} per step{coarse}"
     if untimed(case):
-        return f"{text}; no time (measured coarsely, and processes share processors: gradus scale measures it)"
+        return f"{text}; no time (a coarse calibration does not hold for several processes: run gradus scale)"
     command = f"gradus calibrate{f' --threads {threads}' if threads else ''}"
     return f"{text}; no time ({f'not measured: {case.no_time}' if case.no_time else command})"
 
@@ -145,7 +145,8 @@ def untimed(case: Case) -> bool:
     """Processes that compute on one CPU delay each other's messages, which a coarse calibration does not measure: such
     times were 14 to 63 % too short."""
     device = case.budget.device
-    return device is not None and "coarse" in (device.measured or {}) and case.budget.local_processes > 1
+    coarse = device is not None and device.kind == "cpu" and "coarse" in (device.measured or {})
+    return coarse and case.budget.local_processes > 1
 
 
 def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:

@@ -681,7 +681,7 @@ class Layout(Section):
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
     local_sgd: LocalSGD | None = None  # workers take local steps and average their weights
     diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
-    timeout: Annotated[float, Field(gt=0.0, le=1e7)] = 600.0  # seconds a collective waits before the run fails
+    timeout: Annotated[float, Field(ge=1.0, le=1e7)] = 600.0  # seconds a collective waits before the run fails
 
     @property
     def stages_per_process(self) -> int:

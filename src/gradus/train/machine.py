@@ -94,7 +94,7 @@ def release_freed_memory() -> None:
 
 class FreedMemory:
     """What a training process keeps of freed memory (`tune_memory`) goes back to the system where it no longer suits
-    the batches: ahead of the largest so far, and where the process has grown by GROWN since it was last so."""
+    the batches: ahead of the largest so far, and where the process has grown by GROWN since the last release."""
 
     GROWN = 1.05
 
@@ -103,10 +103,10 @@ class FreedMemory:
 
     def before_step(self, elements: int) -> None:
         """elements: of the step's largest micro-batch."""
-        held = resident()
-        if self.released:  # a step ago: so much it takes
-            self.level, self.released = max(self.level, held), False
-        if elements > self.largest or held > self.GROWN * self.level:
+        own = resident() - resident(of_files=True)  # pages of files that are mapped come and go
+        if self.released:  # before the last step: so much does a step need
+            self.level, self.released = max(self.level, own), False
+        if elements > self.largest or own > self.GROWN * self.level:
             self.largest, self.released = max(self.largest, elements), True
             release_freed_memory()
 
