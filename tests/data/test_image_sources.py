@@ -102,6 +102,10 @@ def test_what_is_kept_beside_decoded_images_is_made_anew_where_it_is_damaged(dam
     for path in kept:
         path.write_bytes(damage.encode(errors="surrogateescape"))
     assert opened() == whole
+    for path in kept:  # a pipe, which would be read without end
+        path.unlink()
+        os.mkfifo(path)
+    assert opened() == whole
 
 
 # ---------------------------------------------------------------- real ones

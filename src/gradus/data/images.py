@@ -210,8 +210,8 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _known_content(memo: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):  # none, or damaged
-        return memo.read_text()
+    with contextlib.suppress(OSError, ValueError, UserError):  # none, damaged, or a pipe
+        return limits.regular(memo).read_text()
     return ""
 
 
@@ -300,8 +300,8 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     if dataset.folder is not None:
         part = digest(dataset.indices.tolist())[:16] if isinstance(dataset, Part) else "all"
         memo = dataset.folder / f"stats-{part}-{_size(dataset.shape)}.json"
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # none, or damaged
-            match json.loads(memo.read_text()):
+        with contextlib.suppress(OSError, ValueError, RecursionError, UserError):  # none, damaged, or a pipe
+            match json.loads(limits.regular(memo).read_text()):
                 case {"mean": [*mean], "std": [*std]} if len(mean) == len(std) == dataset.shape[0]:
                     if all(isinstance(x, float) and 0 <= x <= 1 for x in mean + std) and all(std):
                         return mean, std
