@@ -22,7 +22,7 @@ from pathlib import Path
 from gradus import limits
 from gradus.rows import Row, as_lines
 
-SLEEP, OWN, DEFAULT = 0, None, 300_000
+SLEEP, OWN, DEFAULT = 0, "Gradus", 300_000
 
 
 def training() -> Iterator[int]:
@@ -60,15 +60,15 @@ def speed(what: str, seconds: float) -> float:
     return tokens / elapsed
 
 
-def run_sample(what: str, threads: int, spin: int | None, seconds: float) -> float:
-    setting = {"OMP_NUM_THREADS": str(threads)} | ({} if spin is None else {"GOMP_SPINCOUNT": str(spin)})
+def run_sample(what: str, threads: int, spin: int | str, seconds: float) -> float:
+    setting = {"OMP_NUM_THREADS": str(threads)} | ({} if spin == OWN else {"GOMP_SPINCOUNT": str(spin)})
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | setting
     command = [sys.executable, __file__, "--sample", what, "--seconds", str(seconds)]
     return float(subprocess.check_output(command, env=environment, text=True).split()[-1])
 
 
-def measure(neighbours: int, what: list[str], settings: list[tuple[int, int | None]], rounds: int, seconds: float) -> Iterator[Row]:
-    """Rows of one number of neighbours. settings: (threads, spin count; None: as Gradus has it)."""
+def measure(neighbours: int, what: list[str], settings: list[tuple[int, int | str]], rounds: int, seconds: float) -> Iterator[Row]:
+    """Rows of one number of neighbours. settings: (threads, spin count or OWN)."""
     from gradus.measure.machine import conditions
     about = conditions()  # before the neighbours are there
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbours)]
@@ -84,7 +84,7 @@ def measure(neighbours: int, what: list[str], settings: list[tuple[int, int | No
     medians = {key: statistics.median(values) for key, values in speeds.items()}
     for (each, threads, spin), values in speeds.items():
         value, best = medians[each, threads, spin], max(medians[each, 1, OWN], medians[each, 2, SLEEP])
-        setting = {"what": each, "neighbours": neighbours, "threads": threads, "spin": "Gradus" if spin is None else spin, "seconds": seconds}
+        setting = {"what": each, "neighbours": neighbours, "threads": threads, "spin": spin, "seconds": seconds}
         figures = {"ratio": value / best, "of_default": value / medians[each, 2, DEFAULT], "low": min(values), "high": max(values), "samples": values}
         yield Row("tokens_per_s", value, "tokens/s", None, {**setting, **figures, **about})
 
@@ -110,7 +110,7 @@ def main() -> None:
         measured = list(measure(neighbours, args.what.split(","), settings, args.rounds, args.seconds))
         rows += measured
         for value, c in ((row.value, row.conditions) for row in measured):
-            print(f"{c['what']:8}{c['neighbours']:10}{c['threads']:9}{c['spin'] if c['spin'] == 'Gradus' else format(c['spin'], ','):>9}{value:10,.1f}{c['low']:10,.1f}{c['high']:10,.1f}"
+            print(f"{c['what']:8}{c['neighbours']:10}{c['threads']:9}{c['spin']!s:>9}{value:10,.1f}{c['low']:10,.1f}{c['high']:10,.1f}"
                   f"{c['ratio']:9.2f}{c['of_default']:12.2f}", flush=True)  # fmt: skip
     if args.write:
         (Path(__file__).parent / "results" / "busy-cpu.jsonl").write_text(as_lines(rows))

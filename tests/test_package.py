@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -83,3 +86,10 @@ def test_the_licence_is_whole():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Copyright 2026 The Gradus contributors" in text and "[yyyy]" not in text
     assert re.findall(r"^   (\d)\. ", text, re.M) == [*"123456789"] and "END OF TERMS AND CONDITIONS" in text
+
+
+@pytest.mark.parametrize(("user", "blocktime"), [({}, "1"), ({"KMP_BLOCKTIME": "9"}, "9"), ({"OMP_WAIT_POLICY": "active"}, "None")])
+def test_threads_of_intels_library_spin_shortly_where_the_user_set_nothing(user, blocktime):
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")} | user
+    code = "import gradus, os; print(os.environ.get('KMP_BLOCKTIME'))"
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == blocktime

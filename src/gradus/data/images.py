@@ -210,8 +210,8 @@ def _size(shape: Sequence[int]) -> str:
 
 
 def _known_content(memo: Path) -> str:
-    with contextlib.suppress(OSError, ValueError, UserError):  # none, damaged, or a pipe
-        return limits.regular(memo).read_text()
+    with contextlib.suppress(UserError):  # none, damaged, or a pipe
+        return limits.read_text(memo, limits.CONFIG_FILE)
     return ""
 
 
@@ -300,8 +300,8 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     if dataset.folder is not None:
         part = digest(dataset.indices.tolist())[:16] if isinstance(dataset, Part) else "all"
         memo = dataset.folder / f"stats-{part}-{_size(dataset.shape)}.json"
-        with contextlib.suppress(OSError, ValueError, RecursionError, UserError):  # none, damaged, or a pipe
-            match json.loads(limits.regular(memo).read_text()):
+        with contextlib.suppress(UserError):  # none, damaged, or a pipe
+            match limits.read_json(memo, limits.CONFIG_FILE):
                 case {"mean": [*mean], "std": [*std]} if len(mean) == len(std) == dataset.shape[0]:
                     if all(isinstance(x, float) and 0 <= x <= 1 for x in mean + std) and all(std):
                         return mean, std
