@@ -298,8 +298,8 @@ _gc_is_paused = False
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep the garbage collector from running by itself during one trace or several: what is there already is scanned
-    once, and a fake world that the next trace needs too stays alive, with DTensor's caches."""
+    """Keep the garbage collector from running by itself during one trace or several: what is there already is not
+    scanned, and a fake world that the next trace needs too stays alive, with DTensor's caches."""
     global _gc_is_paused
     if _gc_is_paused:
         gc.collect()
@@ -307,8 +307,7 @@ def gc_paused() -> Iterator[None]:
         yield
         return
     was_enabled, _gc_is_paused = gc.isenabled(), True
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # garbage too: to look for it among all that is loaded takes longer than many a trace
     gc.disable()
     try:
         yield
