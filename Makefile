@@ -5,7 +5,7 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --cons
 
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process that a test starts compiles all of src again
 
-.PHONY: train experiment test test-all docs lint dist clean
+.PHONY: train experiment test test-all test-everything test-newest coverage docs lint dist clean
 
 train: .venv/installed
 	.venv/bin/gradus train copy-task
@@ -16,10 +16,28 @@ experiment: .venv/installed
 	if [ -e experiments/$(NAME).py ]; then .venv/bin/python experiments/$(NAME).py $(SET); fi
 
 test: .venv/installed-dev  # three at a time: some wait for processes that they started
-	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
+	.ci/seconds "make test" .venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
 
 test-all: .venv/installed-dev  # three, as above
-	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not docs"
+	.ci/seconds "make test-all" .venv/bin/python -m pytest -n 3 --dist worksteal -m "not docs and not everything"
+
+test-everything: .venv/installed-dev  # all of what test-all takes pairs of: families × layouts × precisions × checkpointing; an hour or more
+	.ci/seconds "make test-everything" .venv/bin/python -m pytest -n 2 --dist worksteal -m everything
+
+coverage: export COVERAGE_DATA = $(CURDIR)/.coverage
+coverage: .venv/installed-dev  # which lines the quick tests run, and which of them each runs, in every process that it starts
+	rm -f .coverage .coverage.*
+	COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage.ini .venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
+	.venv/bin/coverage combine --quiet --rcfile tests/coverage.ini
+	.venv/bin/coverage report --rcfile tests/coverage.ini --skip-covered
+
+NEWEST = tests/models tests/infer tests/recipe/test_training_args.py tests/plan/test_hf.py tests/test_torch_private.py tests/train/test_golden.py
+
+test-newest: .venv/bin/python  # the newest torch, transformers and peft that pip offers, in an environment of their own: readers, exports, what torch keeps private
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[dev]' torch transformers peft
+	.venv-newest/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|transformers|peft|onnx|onnxruntime|tokenizers|safetensors) '
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -m "not docs and not everything" -p no:cacheprovider $(NEWEST)
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments
@@ -44,9 +62,10 @@ dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in 
 	@touch $@
 
 docs: .venv/installed-dev  # the site, in site/: strict, then every link of it and every block of code
-	.venv/bin/python tests/docs/test_reference.py --check
-	PYTHONPATH=tests/docs .venv/bin/zensical build --clean --strict
-	.venv/bin/python -m pytest -n 2 --dist worksteal -m docs
+	.ci/seconds "make docs" sh -ec ' \
+	.venv/bin/python tests/docs/test_reference.py --check; \
+	PYTHONPATH=tests/docs .venv/bin/zensical build --clean --strict; \
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m docs'
 
 clean:
-	rm -rf .venv runs build dist site .cache src/*.egg-info
+	rm -rf .venv .venv-newest runs build dist site .cache src/*.egg-info

@@ -1,14 +1,18 @@
-"""What every test shares: a seed, one thread, and the folder of real data."""
+"""What every test shares: a seed, one thread, no file of the user's, the folder of real data, and a price."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import os
 import signal
+import sys
 import tempfile
 import time
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # here and in all that is started, a thread that waits leaves its processor to the other workers
 
 import gradus  # noqa: F401  (before torch, as in every process of ours)
 
@@ -23,7 +27,6 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest a
     settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("unhurried")
 
-NO_TIME = "no time left for it"
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -37,23 +40,105 @@ def pytest_configure(config):
 
 
 def no_files_of_the_user(config):
-    """No hardware, prices or grid of whoever runs the tests."""
-    folder = tempfile.TemporaryDirectory(prefix="gradus-tests-")
+    """No hardware, prices or grid of whoever runs the tests, and nothing that earlier runs kept."""
+    folder = tempfile.TemporaryDirectory(prefix="gradus-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
-    os.environ["XDG_CONFIG_HOME"] = folder.name
+    os.environ.update(XDG_CONFIG_HOME=folder.name, GRADUS_CACHE=f"{folder.name}/cache", HF_HOME=f"{folder.name}/hf")
     for kind in ("HARDWARE", "PRICES", "GRID"):
         os.environ.pop(f"GRADUS_{kind}", None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Before the fixtures of a module too, which would draw another model after other tests. GRADUS_UNTIL=SECONDS of the clock, as .ci/run sets it for
-    the second of its runs: no test begins later."""
-    if time.time() > float(os.environ.get("GRADUS_UNTIL", "inf")):
-        pytest.skip(NO_TIME)
+    """Before the fixtures of a module too, which would draw another model after other tests."""
     os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """`make coverage`: the lines that a test runs, and those of processes that it starts, are kept under its name."""
+    if "COVERAGE_PROCESS_START" in os.environ:
+        from coverage import Coverage
+
+        os.environ["GRADUS_TEST"] = item.nodeid
+        Coverage.current().switch_context(item.nodeid)
+    item.stash[BEGAN] = processor_seconds()
+    yield
+
+
+# ---------------------------------------------------------------- the price of a test
+
+
+PRICES = {"quick": 2.0, "slow": 30.0}  # processor seconds; tests/prices.txt names what may take more, and why
+BEGAN = pytest.StashKey[float]()
+_took: dict[str, tuple[float, bool]] = {}  # test → processor seconds, and whether it is slow
+LOOP = 0.055  # processor seconds of the loop below on a Xeon with AMX, for which the prices are
+_imports = [0, 0.0]  # how deep in imports this process is, and the processor seconds that all took
+_shared: list = [0, 0.0, {}]  # the same of fixtures that several tests share; and those of each
+
+
+def _timed(load):
+    """Modules are imported once a worker, by whatever test comes first: not that one's price."""
+
+    def exec_module(self, module):
+        start = time.process_time()
+        _imports[0] += 1
+        try:
+            load(self, module)
+        finally:
+            _imports[0] -= 1
+            if not _imports[0]:
+                _imports[1] += time.process_time() - start
+
+    return exec_module
+
+
+SourceFileLoader.exec_module = _timed(SourceFileLoader.exec_module)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What several tests share has a price of its own, whichever of them comes first."""
+    if fixturedef.scope == "function":
+        yield
+        return
+    start = processor_seconds()
+    _shared[0] += 1
+    yield
+    _shared[0] -= 1
+    if not _shared[0]:
+        took = processor_seconds() - start
+        _shared[1] += took
+        _shared[2][f"{request.node.nodeid}::{fixturedef.argname}"] = took / slowness()
+
+
+def processor_seconds() -> float:
+    """Of this process, without its imports and shared fixtures, and of all that tests started and waited for."""
+    return sum(os.times()[:4]) - _imports[1] - _shared[1] + getattr(sys.modules.get("distributed"), "spent", 0.0)
+
+
+@functools.cache
+def slowness() -> float:
+    """How many times slower this processor, busy as it is, runs a loop of Python than the one of the prices; at least 1."""
+    start = time.process_time()
+    sum(i * i for i in range(1_000_000))
+    return max(1.0, (time.process_time() - start) / LOOP)
+
+
+def over_price(seconds: dict[str, tuple[float, bool]]) -> list[str]:
+    """Test or shared fixture → (processor seconds, whether slow): a line for each that takes more than it may."""
+    if {"COVERAGE_PROCESS_START", "GRADUS_PLANTED"} & set(os.environ):  # what takes longer, or is no test's own fault
+        return []
+    lines = (Path(__file__).with_name("prices.txt")).read_text().splitlines()
+    excepted = {line.split(maxsplit=1)[0] for line in lines if line and line[0] != "#"}
+    dear = [(took, name, "slow" if slow else "quick") for name, (took, slow) in seconds.items() if took > PRICES["slow" if slow else "quick"]]
+    return [
+        f"{name}: {took:.1f} processor seconds, and a {kind} test may take {PRICES[kind]:g}: make it cheaper, or name it with its reason in tests/prices.txt"
+        for took, name, kind in sorted(dear, reverse=True)
+        if name.partition("[")[0].removeprefix("tests/") not in excepted
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +165,11 @@ def pytest_runtest_makereport(item, call):
     """Where the real data must be there (CI), a test that needs them and was skipped has failed."""
     outcome = yield
     report = outcome.get_result()
+    if report.when == "teardown":
+        report.processor_seconds = {item.nodeid: (processor_seconds() - item.stash[BEGAN]) / slowness(), **_shared[2]}
+        _shared[2].clear()
     needed = os.environ.get("GRADUS_REQUIRE_SHARED_DATA") and "shared_data" in item.fixturenames
-    if report.skipped and needed and NO_TIME not in str(report.longrepr):
+    if report.skipped and needed:
         report.outcome, report.longrepr = "failed", f"skipped, though the real data must be there: {report.longrepr}"
 
 
@@ -90,19 +178,26 @@ def pytest_runtest_logreport(report):
     if (path := os.environ.get("GRADUS_TESTED")) and report.when == "call" and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(path, "a") as file:
             file.write(f"{report.nodeid}\n")
+    if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
+        slow = "slow" in report.keywords or "everything" in report.keywords
+        _took.update({name: (seconds, slow) for name, seconds in report.processor_seconds.items()})
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """For .ci/run, which runs once more what failed: 1 if tests failed, more if the run did not end."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and session.config.pluginmanager.hasplugin("cacheprovider"):
+    """A test over its price fails the run. For .ci/run, which runs once more what failed: 1 if tests failed, more if the run did not end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if session.config.pluginmanager.hasplugin("cacheprovider"):
         session.config.cache.set("gradus/exit", int(exitstatus))
+        session.config.cache.set("gradus/seconds", dict(sorted(_took.items(), key=lambda item: -item[1][0])))
+    if exitstatus == pytest.ExitCode.OK and over_price(_took):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How much the tests of the pages looked at: the sums of what they recorded; and how many tests there was no time for."""
-    late = sum(NO_TIME in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
-    if late:
-        terminalreporter.write_line(f"tests not begun, {NO_TIME}: {late}")
+    """How much the tests of the pages looked at: the sums of what they recorded; and which tests took more than they may."""
+    for line in over_price(_took):
+        terminalreporter.write_line(line)
     counts: dict[str, int] = {}
     for report in terminalreporter.stats.get("passed", []):
         for name, value in report.user_properties:
@@ -112,10 +207,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
-    """GRADUS_BUT=FILE: those are left out, as in the second; its files come in an order of GRADUS_ORDER's, so that what a slow machine has no time for
-    is not always the same."""
-    if order := os.environ.get("GRADUS_ORDER"):
-        items.sort(key=lambda item: hashlib.sha256(f"{order} {item.nodeid.partition('::')[0]}".encode()).digest())
+    """GRADUS_BUT=FILE: those are left out, as in the second."""
     if path := os.environ.get("GRADUS_BUT"):
         passed = set(Path(path).read_text().splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])

@@ -11,6 +11,8 @@ import sys
 import time
 import traceback
 
+spent = 0.0  # processor seconds of all processes that were started so far, which no parent of them waits for
+
 
 def _context():
     context = multiprocessing.get_context("forkserver")
@@ -27,6 +29,10 @@ def _enter(file: str, name: str, rank: int, n: int, port: int, results, args: tu
 
     from gradus.parallel import world as worlds
 
+    if "COVERAGE_PROCESS_START" in os.environ:  # `make coverage`: this fork is of a server that an earlier test started
+        from coverage import Coverage
+
+        Coverage.current().switch_context(os.environ["GRADUS_TEST"])
     torch.set_num_threads(1)
     try:
         here = worlds.find()
@@ -38,7 +44,7 @@ def _enter(file: str, name: str, rank: int, n: int, port: int, results, args: tu
         found = (rank, True, pickle.dumps(getattr(module, name)(here, *args)))
     except BaseException:
         found = (rank, False, traceback.format_exc())
-    results.put(found)
+    results.put((*found, time.process_time()))
     results.close()
     results.join_thread()
     worlds.leave(0 if found[1] else 1)
@@ -51,22 +57,25 @@ def run(n: int, function, *args, timeout: float = 900.0, environment: dict | Non
     """
     from gradus.parallel.world import free_port
 
+    global spent
     context = _context()
     results, port = context.Queue(), free_port()
+    environment = (environment or {}) | {name: os.environ[name] for name in ("GRADUS_TEST",) if name in os.environ}
     file, name = function.__code__.co_filename, function.__name__
-    processes = [context.Process(target=_enter, args=(file, name, r, n, port, results, args, environment or {}), daemon=True) for r in range(n)]
+    processes = [context.Process(target=_enter, args=(file, name, r, n, port, results, args, environment), daemon=True) for r in range(n)]
     for p in processes:
         p.start()
     answers, end = {}, time.monotonic() + timeout
     try:
         while len(answers) < n:
             try:
-                rank, fine, value = results.get(timeout=0.5)
+                rank, fine, value, seconds = results.get(timeout=0.5)
             except queue.Empty:
                 gone = [r for r, p in enumerate(processes) if not p.is_alive() and r not in answers]
                 assert time.monotonic() < end, f"no answer within {timeout} s from ranks {sorted(set(range(n)) - set(answers))}"
                 assert not gone or not results.empty(), f"ranks {gone} died (exit codes {[processes[r].exitcode for r in gone]})"
                 continue
+            spent += seconds
             assert fine, f"rank {rank} of {n}:\n{value}"
             answers[rank] = pickle.loads(value)
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradus import cli
+from gradus import demo as demos
 from gradus.demo import demo
 from gradus.proof import check
 
@@ -52,6 +53,12 @@ def test_it_ends_at_the_first_command_that_fails(failing, capsys):
     assert demo(gradus) == 7
     out = capsys.readouterr().out
     assert shown(out)[-1] == failing and "What next?" not in out
+
+
+@pytest.mark.parametrize(("ended", "code"), [(0, 0), (2, 2), (-9, 137), (-2, 130)])
+def test_a_command_that_a_signal_ended_has_the_code_that_a_shell_gives_it(ended, code, monkeypatch):
+    monkeypatch.setattr(demos, "run_program", lambda words: (ended, ""))
+    assert demos.run(["plan"]) == code
 
 
 def test_without_matplotlib_there_is_no_report(monkeypatch, capsys):

@@ -217,3 +217,13 @@ def test_channel_stats_are_exact():
     np.testing.assert_allclose(channel_stats(part)[0], (data.images[3:5] / 255).mean((0, 2, 3)), rtol=1e-13)
     with pytest.raises(UserError, match=r"black: channel 0 has one value everywhere"):
         channel_stats(ArrayImages("black", np.zeros((2, 1, 4, 4), np.uint8), np.zeros(2, int), ["a"]))
+
+
+def test_channel_stats_kept_beside_decoded_images_are_of_that_part(tmp_path, cache):
+    images = random_images(20)
+    images[10:] //= 2
+    path = write_parquet(tmp_path / "train.parquet", map(png, images), [0, 1] * 10)
+    whole = open_images(ImagesData(path=str(path)))["train"].dataset
+    for part in (whole, Part(whole, np.arange(10), "bright"), Part(whole, np.arange(10, 20), "dark"), whole):
+        pixels = np.stack([part[i]["image"] for i in range(len(part))])
+        np.testing.assert_allclose(channel_stats(part)[0], (pixels / 255).mean((0, 2, 3)), rtol=1e-13)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from text_parts import error, write
 
-from gradus.data.splits import find_pairs, find_split
+from gradus.data.corpus import Corpus
+from gradus.data.splits import Part, find_pairs, find_split
 from gradus.data.text import PairsDataset
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -99,3 +100,14 @@ def test_a_split_that_is_no_file_is_not_taken_for_none(tmp_path):
     (pairs / "valid.en").unlink()
     (pairs / "valid.en").mkdir()
     assert "valid.en: not a file" in error(find_pairs, pairs, "train")
+
+
+# ---------------------------------------------------------------- some of the samples
+
+
+def test_what_is_known_of_a_part_is_known_of_its_own_samples(tmp_path):
+    whole = PairsDataset(*(Corpus.lines(write(tmp_path / f"train.{s}", "".join(f"{s * n}\n" for n in range(1, 9)))) for s in ("a", "bb")), ByteTokenizer())
+    part = Part(whole, np.array([6, 1, 4]))
+    assert len(part) == 3 and part.lengths.tolist() == [whole.lengths[i] for i in (6, 1, 4)] and len(set(part.lengths)) == 3
+    assert part.sides.tolist() == [whole.sides[i].tolist() for i in (6, 1, 4)]
+    assert [part[i]["source"].tolist() for i in range(3)] == [whole[i]["source"].tolist() for i in (6, 1, 4)]

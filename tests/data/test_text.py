@@ -26,6 +26,14 @@ def test_data_sets_too_start_from_the_cache(tmp_path):
         assert PairsDataset(*pairs, tokenizer).lengths.tolist() == [4, 8]
 
 
+def test_other_columns_are_not_the_kept_ones(tmp_path):
+    rows = [{"text": "a", "title": "bb", "label": 1, "stars": 0}, {"text": "ccc", "title": "dddd", "label": 0, "stars": 1}]
+    table = write(tmp_path / "train.csv", as_csv(rows))
+    for text, label in (("text", "label"), ("title", "label"), ("title", "stars"), ("text", "label")):
+        data = LabelledDataset(table, ByteTokenizer(), 9, (text, label))
+        assert data.labels.tolist() == [row[label] for row in rows] and data.lengths.tolist() == [len(row[text]) for row in rows]
+
+
 # ---------------------------------------------------------------- windows
 
 

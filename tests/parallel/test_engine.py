@@ -72,6 +72,13 @@ def test_axes_along_which_parameters_are_cut_and_gradients_are_still_to_be_summe
         assert all(h.sum_axes == summed for h in own.values())
 
 
+@pytest.mark.parametrize(("n", "axes"), [(2, ("shard",)), (4, ("replicate", "shard")), (6, ("replicate", "shard"))])
+def test_replicas_of_shards_are_one_mesh_over_which_fsdp_sums(n, axes):
+    with fake_world(n) as world:
+        parallel = apply(models.build(common.CONFIGS["gpt"]), Layout(shard=2), Mesh.make(Layout(shard=2), world))
+        assert {h.parameter.device_mesh.mesh_dim_names for h in parallel.local_parameters} == {axes}
+
+
 def test_the_whole_model_is_itself_or_gathered():
     alone = apply(common.build("gpt"), Layout())
     with alone.whole() as whole:

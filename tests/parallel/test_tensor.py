@@ -252,6 +252,11 @@ def dropout(world):
                 everywhere = [torch.empty_like(value) for _ in range(2)]
                 dist.all_gather(everywhere, value)
                 assert torch.equal(*everywhere)
+
+
+def masks(world):
+    """Parts of a tensor are dropped by numbers of their own."""
+    mesh = init_device_mesh("cpu", (2,))
     layout = layouts(2)[0]
     model = build(mesh, "gpt", layout, **SMALL, seq_len=16)
     model.dropout.p = 0.5
@@ -329,6 +334,10 @@ def test_other_uses_on_two_processes():
 @pytest.mark.slow
 def test_one_curve_on_four_processes():
     distributed.run(4, check, "with_shards", "four_ways", "lengths_and_packing")
+
+
+def test_each_process_drops_by_numbers_of_its_own():
+    distributed.run(2, check, "masks")
 
 
 def test_fake_processes():

@@ -83,6 +83,14 @@ def test_what_cannot_fit_is_said(capsys):
     assert "not even one sample fits" in capsys.readouterr().out
 
 
+def test_what_is_left_of_the_budget_is_said_in_bytes_and_as_its_share(budget, monkeypatch):
+    recipe, r = budget
+    monkeypatch.setattr(r, "available", 1_000_000_000)
+    monkeypatch.setattr(r, "memory", lambda recipe: Memory({}, 50_000_000, 50_000_000, 320_000_000, 0, "", {}, 0, []))
+    line = "layout.micro_batch=8: tensors 50 MB, process 370 MB of 1 GB by the plan, 630 MB (63.0%) to spare; 1 traces"
+    assert fit.Search(recipe, r).line(8) == line
+
+
 @pytest.mark.slow
 def test_what_is_found_pastes_back(budget, monkeypatch, tmp_path):
     """The words before the colon, given to the recipe, are the recipe whose need is printed."""

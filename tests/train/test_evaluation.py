@@ -45,7 +45,8 @@ def test_a_perplexity_of_words_is_of_models_that_are_told_by_words(kind, text, t
     assert {name.removeprefix("valid/") for name in found} == set(t.task.units)
     assert ("valid/bits_per_character" in found) == (kind == "char") and ("valid/word_perplexity" in found) == (kind == "word")
     size, loss = t.task.sizes["valid"], found["valid/loss"]
-    assert found["valid/perplexity"] == pytest.approx(math.exp(loss)) and found["valid/bits_per_byte"] > 0
+    assert found["valid/perplexity"] == pytest.approx(math.exp(loss))
+    assert found["valid/bits_per_byte"] == pytest.approx(loss * size["targets"] / size["bytes"] / math.log(2))
     if kind == "char":
         assert found["valid/bits_per_character"] == pytest.approx(loss / math.log(2))
         t.task.tokenizer.save(tmp_path / "stored")  # as a checkpoint holds it

@@ -64,6 +64,15 @@ def test_local_pieces_are_copied_and_the_command_trains_from_the_copies(weights,
     session.build()
 
 
+def test_the_command_has_the_arguments_of_a_file_too(weights, labelled, tmp_path, capsys):
+    (tmp_path / "args.json").write_text('{"learning_rate": 0.25}')
+    words = ["sst2-bert", f"model.init={weights}", f"data.path={labelled}", "data.max_len=16", "--json_file", str(tmp_path / "args.json")]
+    assert main(["fetch", *words, "--to", str(tmp_path / "to")]) == 0
+    typed = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    staged = recipes.load(typed[2], [word for word in typed[3:] if "=" in word])
+    assert "--json_file" in typed or staged.optimizer.lr == 0.25
+
+
 def test_staging_twice_and_onto_itself_is_the_same(weights, labelled, tmp_path):
     to = tmp_path / "to"
     first = list(fetch(sst2(f"model.init={weights}", f"data.path={labelled}"), to))
