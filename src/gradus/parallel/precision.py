@@ -61,7 +61,7 @@ class Precision:
                 if id(own.local) not in stepped and own.local.grad is not None:
                     own.local.grad.div_(self.scaler.get_scale())
             for flag in infinities(self.scaler, optimizer):
-                parallel.sum(flag, *AXES).clamp_(max=1.0)  # where one process skips, all do: fused kernels do so at 1 alone
+                parallel.sum(flag, *AXES).clamp_(max=1.0)  # where one skips, all do: fused kernels at 1 alone
 
     def step(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
         """Step, unless `bad` (a float scalar on the device: 1 where the gradient is not finite). The fused kernels
