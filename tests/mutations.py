@@ -140,6 +140,7 @@ def main(words: list[str]) -> int:
     missed, start = 0, time.time()
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(REPOSITORY / "src", Path(folder) / "src")
+        shutil.copy(REPOSITORY / "pyproject.toml", folder)  # so that it is a checkout, as far as launch asks
         for number in numbers:
             mutation, began = LIST[number - 1], time.time()
             if args.choose:

@@ -196,7 +196,10 @@ def test_a_loaded_model_predicts_in_the_middle_of_a_loop(tmp_path):
     assert isinstance(model.tokenizer, tokenizers.ByteTokenizer) and not any(name.startswith("place") for name in model.state_dict())
     model.train()
     found = api.predict(model, ["a", "b"], top=2)
-    assert model.training and found == api.predict(folder, ["a", "b"], top=2) and len(found[0]["top"]) == 2
+    assert model.training
+    model.eval()
+    assert found == api.predict(model, ["a", "b"], top=2) and not model.training, "as it was before"
+    assert found == api.predict(folder, ["a", "b"], top=2) and len(found[0]["top"]) == 2
     assert api.predict(model, []) == []
     with torch.no_grad():
         model.classifier.bias += torch.tensor([9.0, 0.0, 0.0])

@@ -285,6 +285,7 @@ def test_library_recipes_are_listed(capsys):
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out
     assert "copy-task-s1" in out and "cifar10-vit-G14" in out
+    assert "copy-task              The original Transformer, small, learns to copy ten symbols.\n" in out, "each with the first line of its header"
 
 
 def test_tokenizer_train(capsys, tmp_path):
@@ -294,7 +295,10 @@ def test_tokenizer_train(capsys, tmp_path):
 
     t = tokenizer_files.load(tmp_path / "bpe")
     assert t.decode(t.encode("the cat sat")) == "the cat sat" and len(t.encode("the cat")) < 7
-    assert Path(tmp_path / "bpe" / "tokenizer.json").exists()
+    assert Path(tmp_path / "bpe" / "tokenizer.json").exists() and t.encode("THE CAT") != t.encode("the cat")
+    assert main(["tokenizer", "train", str(tmp_path / "text.txt"), "--vocab-size", "280", "--lowercase", "--to", str(tmp_path / "lower")]) == 0
+    lower = tokenizer_files.load(tmp_path / "lower")
+    assert lower.encode("THE CAT") == lower.encode("the cat") == t.encode("the cat")
     assert main(["tokenizer", "train", str(tmp_path / "text.txt"), "--vocab-size", "280", "--text", "body", "--to", str(tmp_path / "again")]) == 2
     assert "--text body: a column of a table, and " in capsys.readouterr().err and not (tmp_path / "again").exists()
 

@@ -18,6 +18,8 @@ def test_groups_lie_on_nodes():
     assert cluster.link_of(16, 1) == (8, 2)
     assert cluster.link_of(4, 8) == (1, 4)
     assert cluster.link_of(4, 2) == (4, 1)
+    assert cluster.link_of(12, 1) == (8, 2), "a last node that is not full is one all the same"
+    assert cluster.link_of(3, 4) == (2, 2)
 
 
 GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"}

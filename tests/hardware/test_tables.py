@@ -25,6 +25,7 @@ def test_the_tables_name_all(capsys):
     row = " ".join(line for line in printed.splitlines() if line.startswith("H100-SXM "))  # of both tables
     for figure in ("67", "494", "989", "1979", "80 GiB", "HBM3", "3350", "700", "2022", "450", "50"):
         assert re.search(rf"\s{figure}(\s|$)", row), figure
+    assert re.search(r"\s3350\s+700\s+8\s+450\s+50\s", row), "its memory's GB/s, watts, devices a node, then the link's and the network's GB/s"
 
 
 def test_one_device_with_its_sources(capsys):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
+from gradus.data.tokenizers import ByteTokenizer
 from gradus.errors import UserError
-from gradus.infer.predict import evaluate, predict
+from gradus.infer.predict import evaluate, predict, rows_of
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
 from gradus.train.run import train
 from gradus.train.session import open_session
@@ -476,3 +478,10 @@ def test_a_word_of_any_length_is_cut_before_it_is_encoded(classifier, tmp_path, 
 def test_a_reader_who_has_enough_is_no_error():
     told = subprocess.run(f"{sys.executable} -m gradus keys | head -n 1", shell=True, capture_output=True, text=True)
     assert told.stderr == "" and told.stdout.startswith("# recipe")
+
+
+@pytest.mark.parametrize(("max_len", "longest"), [(None, 24), (8, 8), (40, 24)])
+def test_texts_are_cut_to_the_runs_length_and_to_the_models(max_len, longest, capsys):
+    source = SimpleNamespace(config=SimpleNamespace(seq_len=24), recipe=SimpleNamespace(data=SimpleNamespace(max_len=max_len)))
+    short, cut = rows_of(source, ByteTokenizer(), ["abc", "x" * 60])
+    assert len(cut) == longest and len(short) < 8 and "cut to the first" in capsys.readouterr().err

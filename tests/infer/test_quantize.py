@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gradus.cli import main
 from gradus.infer import ModelSource, engines, find, quantize, quantized
 from gradus.infer.compiled import Int4
 from gradus.parallel import qat
-from gradus.recipe.schema import BertConfig
+from gradus.recipe.schema import BertConfig, Layout
 from gradus.torch_private import has_fbgemm
 
 torch.manual_seed(0)
@@ -300,3 +301,19 @@ def test_rounding_and_layouts_that_do_not_go_together(here, capsys):
     plain = capsys.readouterr().out
     assert main(["plan", "bert.json", "train.qat=true"]) == 0
     assert capsys.readouterr().out != plain  # what rounding keeps for the backward pass is counted
+
+
+def test_points_lost_are_those_that_only_the_model_before_had(monkeypatch):
+    """Of twice ten answers 9 and 8 were right before, 7 and 8 are afterwards."""
+    right = {"before": (9, 8), "after": (7, 8)}
+
+    def evaluated(*arguments, instead, each):
+        each += [{"accuracy": (n, 10), "loss": (1.0, 10)} for n in right[instead.name]]
+        return {"accuracy": sum(right[instead.name]) / 20, "loss": 1.0}
+
+    monkeypatch.setattr(quantize, "evaluate", evaluated)
+    monkeypatch.setattr(quantize, "_timed", lambda session, split: {})
+    before, after = (SimpleNamespace(name=name, model=torch.nn.Linear(1, 1)) for name in right)
+    table = quantize.before_and_after(SimpleNamespace(task=None, device=torch.device("cpu"), recipe=SimpleNamespace(layout=Layout())), "valid", before, after)
+    lost, _, n = table["difference"]
+    assert (lost, n) == (pytest.approx(10.0), 20) and table["valid/accuracy"] == [0.85, 0.75]

@@ -393,3 +393,13 @@ def test_how_to_go_on_with_a_run_that_failed(tmp_path, monkeypatch, capsys):
         assert local.train(2, "copy-task", [f"log.dir={tmp_path}"]) == 1
         told = f"Resume from the last checkpoint with: gradus train {tmp_path} --resume --processes 2\n"
         assert capsys.readouterr().err == (told if saved else "")
+
+
+@pytest.mark.parametrize(("codes", "started"), [([2], 1), ([0], 1), ([1, 1, 1, 1], 3), ([1, 0], 2), ([74, 74, 0], 3)])
+def test_what_is_started_again_and_what_is_not(codes, started, tmp_path, monkeypatch, capsys):
+    """A user's mistake would be made again; a fault may pass. `attempt` gives each attempt's exit code and what it has to tell."""
+    tries = []
+    monkeypatch.setattr(local, "attempt", lambda *arguments: tries.append(arguments) or (codes[len(tries) - 1], "what went wrong" if codes[len(tries) - 1] else None))
+    code = local.run(2, [], folder=tmp_path / "run", timeout=1.0, max_restarts=2)
+    assert len(tries) == started and code == codes[started - 1]
+    assert capsys.readouterr().err.count("starting again") == started - 1

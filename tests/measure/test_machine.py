@@ -18,4 +18,6 @@ def test_env_prints_what_is_there_and_nothing_else(capsys):
     if not torch.cuda.is_available():
         assert "GPU " not in said and "nccl" not in said
     assert cli.main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["host"] == machine.describe()["host"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["host"] == machine.describe()["host"]
+    assert f"{found['memory_bytes'] / 2**30:.1f} GiB" in said, "of 2^30 bytes"

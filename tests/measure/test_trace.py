@@ -6,6 +6,7 @@ import collections
 
 from profile_parts import calls, shares
 
+from gradus.measure import trace
 from gradus.measure.trace import read
 
 
@@ -73,3 +74,12 @@ def test_times_on_a_gpu_are_those_of_kernels():
         ("device idle", "device idle", "device idle", ()): 25,
     }
     assert sum(times.values()) == 100 and found.waits == (1, 5)
+
+
+def test_what_was_there_before_and_is_freed_meanwhile_had_its_size():
+    def change(at: int, address: int, size: int, device: int = 0) -> dict:
+        return {"name": "[memory]", "ts": at, "args": {"Addr": address, "Bytes": size, "Device Type": device}}
+
+    events = [change(1, 7, 32), change(2, 5, -64), change(3, 9, 16), change(4, 7, -32), change(5, 1, -8, device=1)]
+    inf = float("inf")
+    assert sorted(trace._spans(events, cuda=False)) == [(-inf, 2, 5, 64), (1, 4, 7, 32), (3, inf, 9, 16)]

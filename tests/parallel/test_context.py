@@ -121,6 +121,24 @@ def test_every_step_follows_the_curve_of_one_process(n, expected):
             assert steps == [pytest.approx(step, rel=1e-5) for step in expected[tuple(case)][: STEPS if n == 2 else 7]], (method, case)
 
 
+def _padded(world, length: int) -> list[tuple]:
+    found = []
+    for method in METHODS:
+        b = common.batch("gpt", 0)
+        b = {k: v[:, :length] if isinstance(v, torch.Tensor) else v for k, v in b.items()}
+        b["labels"] = torch.ones_like(b["labels"])  # each position counts, and nothing that fills the last part up
+        part = make("gpt", world.size, method)[1].prepare(b)
+        found.append((tuple(part["ids"].shape), int((part["labels"] == 1).sum()), int((part["labels"] == common.IGNORE).sum())))
+    return found
+
+
+def test_what_fills_up_a_sequence_is_not_trained_on():
+    told = distributed.run(2, _padded, 13)
+    for parts in zip(*told):
+        assert len({shape for shape, _, _ in parts}) == 1 and sum(counted for _, counted, _ in parts) == 8 * 13
+        assert sum(counted + ignored for _, counted, ignored in parts) == 2 * 8 * parts[0][0][1]
+
+
 # ---------------------------------------------------------------- the kernel alone
 
 LENGTHS = {2: (1, 7, 13, 16), 4: (1, 7, 16, 29)}

@@ -510,6 +510,12 @@ def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):
     assert numbers(plain) == first  # from memory
 
 
+def test_a_profile_is_of_one_kind_of_device_and_of_one_loss(plain):
+    part, batch = profiles.Part.whole(profiles.block_kinds(plain.recipe.model)), making.micro_batches(plain.recipe, 1)[0]
+    keys = {digest_of(engine._question(plain.recipe, part, batch, *about)) for about in (("cpu", False, 2), ("cuda", False, 2), ("cpu", True, 2), ("cpu", False, 1))}
+    assert len(keys) == 4
+
+
 def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
     """Whatever source is edited, also in a folder of a folder."""
     source = Path(engine.__file__).parents[1]

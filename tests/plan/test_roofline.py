@@ -28,6 +28,15 @@ def test_no_product_is_faster_than_the_peak_or_than_its_bytes(shape):
     assert op_seconds(op, DEVICE, FIT) >= max(op.flops / 1e14, op.bytes / 1e12) * (1 - 1e-12)
 
 
+SMS = {"V100-16GB": 80, "T4": 40, "A100-80GB": 108, "A10": 72, "A40": 84, "L4": 58, "L40S": 142, "H100": 132}  # NVIDIA's data sheets
+
+
+@pytest.mark.parametrize("name", SMS)
+def test_a_chip_has_its_own_multiprocessors(name):
+    """Also where another's name begins as its own does."""
+    assert roofline._units(hardware.find(name).name) == SMS[name]
+
+
 def test_share_of_the_peak_whole_waves_of_whole_tiles():
     assert matmul_share(1, 256 * 10, 128 * 10, 4096, 100, 0.0) == 1.0  # 100 tiles on 100 units
     assert matmul_share(1, 256 * 101, 128, 4096, 100, 0.0) == pytest.approx(0.8 * 404 / 500)  # 128 × 64: small tiles waste less of the last wave

@@ -22,6 +22,7 @@ from gradus.plan.figures import AT_PEAK, figure
 from gradus.plan.work import Op, Work
 from gradus.recipe.axes import needed
 from gradus.recipe.presets import PRESETS
+from gradus.rows import Row
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256", "batch.samples=64")
 SPLIT = ("batch.samples=1024", "layout.precision=fp32", "layout.param_dtype=bf16", "layout.reduce_dtype=bf16", "layout.reshard=false", "layout.micro_batch=1",
@@ -145,6 +146,22 @@ def test_a_cost_is_of_the_time_at_one_price_and_of_the_extremes_behind_all(close
     assert unknown.value("budget/cost", case="expected") and "no price" not in unknown.headline[-1]
     for words, said in (([], "--price: devices of which kind"), (["--devices"], "--price has no effect with --devices"), (["--on", "H100", "--price", "0"], "positive")):
         assert cli.run(["plan", "gpt2-small", "--price", "2.1", *words]) == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "expected", "high", "said"),
+    [
+        (0.5, 0.8, 0.9, "met by 8 × A100"),
+        (0.5, 0.8, 1.5, "met by 8 × A100 as expected, not at the high end of the range (36 h)"),
+        (0.5, 1.2, 1.5, "NOT met by 8 × A100; 12 or more would (leave the number out of --on to have it found)"),
+    ],
+)
+def test_a_deadline_is_of_the_expected_time_and_then_of_the_high_one(low, expected, high, said):
+    days = {"low": low, "expected": expected, "high": high}
+    rows = [Row("budget/time", value * 86_400, "s", None, {"case": case}) for case, value in days.items()]
+    rows += [Row("budget/devices", 12, "", None, {"case": case}) for case in days]
+    made = SimpleNamespace(rows=rows, n=8, cluster=SimpleNamespace(device=SimpleNamespace(name="A100")))
+    assert show._deadline(made, SimpleNamespace(days=1.0)) == [f"deadline  1 days: {said}"]
 
 
 def test_what_looks_odd_is_a_note(closed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import os
@@ -167,6 +168,8 @@ def test_parts_of_a_step():
     assert scale.parts_of(alone) == pytest.approx({"computing": 16.0, "communication": 0.0, "waiting": 0.0, "data": 1.0, "other": 3.0})
     gone = scale.losses(ranks, alone)
     assert gone == pytest.approx({"computing": -0.15, "communication": 0.1, "waiting": 0.15, "data": 0.0, "other": -0.1})
+    weak = [dataclasses.replace(t, samples=16) for t in ranks]  # each has as many as the one alone
+    assert sum(scale.losses(weak, alone).values()) == pytest.approx(1 - 20 / 10) and sum(gone.values()) == pytest.approx(1 - 20 / 2 / 10)
     gpu = timed([0.1, 0.0, 0.0, 0.0], 1.0, "cuda")
     assert scale.parts_of([gpu]) is None
     gpu.kernels = [0.6, 0.2]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradus.cli import main
+from gradus.proof import study_file
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
@@ -72,3 +73,9 @@ def test_a_column_that_is_not_there_is_told(own, tmp_path, capsys):
     file = written(tmp_path, OWN + "columns: [samples_per_s, los]\n")
     assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 0
     assert "note: columns: los: nothing has that name. Did you mean loss?" in capsys.readouterr().out
+
+
+def test_what_a_configuration_says_itself_counts_before_what_all_have(tmp_path):
+    file = written(tmp_path, "recipe: copy-task\nprocesses: 2\nset: [train.steps=7]\nconfigurations:\n  as all: \n  own: {recipe: digits-vit, processes: 1, set: [train.steps=9]}")
+    as_all, own = study_file.load(file)[0].configurations
+    assert [(c.recipe.name, c.processes, c.recipe.train.steps) for c in (as_all, own)] == [("copy-task", 2, 7), ("digits-vit", 1, 9)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gradus.errors import UserError
 from gradus.recipe import load, schema
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -89,3 +90,13 @@ def test_what_only_looks_wrong_is_accepted(write):
     load(write(COPY), ["data.workers=2", "data.prefetch=4"])
     t5 = GPT.replace("family: gpt, n_layers: 2", "family: t5, d_ff: 64, n_layers: 2")
     load(write(t5), ["task.name=span_corruption", "data.max_len=4096"])  # relative positions set no limit
+
+
+@pytest.mark.parametrize(("std", "fine"), [(0.5, True), (0.0, False), (-0.5, False)])
+def test_images_are_divided_by_what_is_positive(std, fine):
+    words = ["data.mean=[0.5]", f"data.std=[{std}]"]
+    if fine:
+        load("digits-vit", words)
+    else:
+        with pytest.raises(UserError, match=r"data\.std: the images are divided by it"):
+            load("digits-vit", words)

@@ -30,6 +30,9 @@ def test_every_key_is_listed_with_type_default_and_meaning():
     assert expected <= named and {"layout.local_sgd.every", "model.rope_scaling.factor", "name"} <= named
     assert "layout.precision  fp32  one of fp32, bf16, fp16, pure_bf16, pure_fp16: pure_: of weights too" in keys.keys("layout.precision")
     assert all(len(line) <= 100 for line in lines)
+    for section in filter(fields.discriminator, filter(fields.is_section, schema.Recipe.model_fields)):
+        (_, _, shared), *own = keys.groups(section)
+        assert not {name for name, *_ in shared} & {entry[0] for _, _, entries in own for entry in entries if entry in shared}, "what all kinds have is listed once"
     text, entry = " ".join(" ".join(lines).split()), next(e for e in keys.entries("model", schema.LlamaConfig) if e[0] == "model.rope_scaling")
     assert entry[2] in text and len(entry[2]) > 100, "wrapped between words"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from report_parts import rows_of, variant
@@ -47,3 +48,9 @@ def test_names_of_bars_are_whole():
     names = ["07-checkpointing · layout.checkpointing=selective layout.micro_batch=12", "short"]
     axes = plots.bars(names, 0.3)
     assert [" ".join(label.get_text().split("\n")) for label in axes.get_yticklabels()] == names
+
+
+def test_the_bars_of_memory_are_those_of_their_names():
+    axes = plots._memory([(SimpleNamespace(name="one"), "weights", 3e6, 5e6), (SimpleNamespace(name="one"), "optimizer", 7e6, 6e6)], several=False)
+    bars = {container.get_label(): [bar.get_width() for bar in container] for container in axes.containers}
+    assert bars == {"planned": [3.0, 7.0], "measured": [5.0, 6.0]} and axes.get_xlabel() == "MB"

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from report_parts import Tags, rows_of, variant
@@ -244,3 +245,13 @@ def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="the disk is full"):
         list(report([str(folders / "short")], str(tmp_path / "out")))
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == {"report.html": "before"}
+
+
+def test_efficiency_is_against_all_processes_of_the_first_run():
+    def run(processes: int, speed_up: float) -> SimpleNamespace:
+        summary = SimpleNamespace(steps=9, train_runtime=1.0, layout="", train_loss=1.0, metrics={}, epoch=1.0, samples=9, load=SimpleNamespace(during=None))
+        config = SimpleNamespace(layout=SimpleNamespace(precision="fp32"), train=SimpleNamespace(steps=9))
+        return SimpleNamespace(name=str(processes), summary=summary, config=config, processes=processes, speed_up=speed_up, speed=1.0, finished=True, last=lambda name: 1.0)
+
+    speed = next(compared([run(2, 1.0), run(4, 1.6), run(8, 2.0)]))
+    assert [row[-2:] for row in speed.rows] == [["1", "1"], ["1.6", "0.8"], ["2", "0.5"]]

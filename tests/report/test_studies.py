@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from study_parts import captions, folder_of, row
@@ -190,3 +191,12 @@ def test_names_are_text_in_markdown():
     escaped = r"\<img src=x\>\|a b \`c\` [d\](e) \*f\* \$g\$"
     assert head == rf"| configuration | valid/{escaped} | valid/a_b |" and rule == "|---|---:|---:|"
     assert first == f"| {escaped} | 1 | - |" and second == "| fp32 [1, 2] | - | 1 |" and failed == rf"{escaped}: no \<b\> room  "
+
+
+def test_the_appendix_names_what_the_first_configuration_has_not(tmp_path):
+    recipe = "optimizer: {name: sgd, lr: 0.1"
+    of = lambda text: SimpleNamespace(recipe=text, runner="steps", processes=1, options={})  # noqa: E731
+    configurations = {"plain": of(recipe + "}"), "momentum": of(recipe + ", momentum: 0.9}"), "none": of("optimizer: {name: sgd}")}
+    study = SimpleNamespace(name="s", folder=tmp_path, about=SimpleNamespace(command=None, configurations=configurations))
+    table = next(block for block in studies.appendix(study) if isinstance(block, Table))
+    assert [row[-1] for row in table.rows[:2]] == ["–", "optimizer.momentum=0.9"] and "optimizer.lr=" in table.rows[2][-1]

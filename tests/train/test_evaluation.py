@@ -10,6 +10,7 @@ import time
 
 import pytest
 import step_parts
+import torch
 from hook_parts import taken
 from run_parts import TINY, digest
 
@@ -53,6 +54,15 @@ def test_a_perplexity_of_words_is_of_models_that_are_told_by_words(kind, text, t
         assert tasks.open_task(t.recipe, tasks.load_tokenizers(tmp_path / "stored")).units == t.task.units
     if kind == "word":
         assert found["valid/word_perplexity"] == pytest.approx(math.exp(loss * size["targets"] / size["words"]))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_an_evaluation_computes_in_the_precision_of_the_run(precision, dtype, text, tmp_path):
+    t = step_parts.trainer("shakespeare-char-gpt", text, tmp_path, f"layout.precision={precision}", f"log.dir={tmp_path / 'run'}")
+    computed = set()
+    t.parallel.bare.blocks[0].feedforward.register_forward_hook(lambda module, args, out: computed.add(out.dtype))
+    Evaluation().evaluate(t)
+    assert computed == {dtype}
 
 
 def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path, monkeypatch):

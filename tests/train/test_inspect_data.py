@@ -36,6 +36,8 @@ def test_columns_are_chosen_where_one_is_possible_and_can_be_named(tmp_path, cap
     }
     assert main(["new", "c.yaml", "--data", path, "--label", "kinds"]) == 2
     assert "--label kinds: " in (err := capsys.readouterr().err) and "Did you mean kind?" in err
+    same = table(tmp_path / "same.csv", [(text, label, "en") for _, text, label in reviews()], ("words", "kind", "language"))
+    assert look([str(same)]).lines[2].startswith("label      column 'kind': the only one"), "a value that all rows have tells no class apart"
     one = table(tmp_path / "one.csv", [(i, text, label) for i, text, label in reviews()], ("id", "words", "kind"))
     said = look([str(one)]).lines
     assert "column 'words': the only one that holds text" in said[1] and said[2].startswith("label      column 'kind': the only one")

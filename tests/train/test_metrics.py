@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +85,8 @@ def test_an_eps_that_pure_fp16_rounds_away_is_refused_and_the_one_named_follows_
     for more in ([], ["layout.precision=pure_fp16", "optimizer.eps=0.0001"]):
         train(recipes.load("copy-task", [*words, *more, "model.dropout=0", f"log.dir={tmp_path / str(len(more))}"]))
         curves.append(losses(tmp_path / str(len(more))))
+    kept = [json.loads((tmp_path / f"{n}/checkpoints/best/config.json").read_text())["dtype"] for n in (0, 2)]
+    assert kept == ["float32", "float16"], "of the weights as they are stored"
     assert max(abs(curves[0][step] - curves[1][step]) for step in curves[0]) < 0.05
 
 
@@ -108,7 +112,7 @@ def _local_steps(world: World, folder: str) -> tuple[list[int], list[dict[str, f
     trainer = Trainer(session, session.lay_out(), Path(folder), [counted])
     tokens, sent = [], []
     assert isinstance(trainer.hooks[-1], LocalSync)
-    for _, step in zip(range(3), trainer.loader.steps(0)):
+    for _, step in zip(range(4), itertools.chain(*map(trainer.loader.steps, (0, 1)))):
         trainer.take(step)
         tokens.append(trainer.progress.tokens)
         sent.append({row.name: row.value for row in counted.rows(trainer)})
@@ -118,6 +122,15 @@ def _local_steps(world: World, folder: str) -> tuple[list[int], list[dict[str, f
 
 def test_workers_sync_every_so_many_steps_and_count_then(tmp_path):
     (tokens, sent, weights), other = run(2, _local_steps, str(tmp_path / "run"))
-    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and (tokens, sent, weights) == other
-    assert [bool(rows) for rows in sent] == [False, True, False]
+    assert tokens[0] == 0 and tokens[1] == tokens[2] == 2 * 16 * 20 and tokens[3] == 2 * tokens[1] and (tokens, sent, weights) == other
+    assert [bool(rows) for rows in sent] == [False, True, False, True]
     assert sent[1]["traffic/sent"] == pytest.approx(weights / 2, rel=1e-3), "of a step, as it is planned: a ring of two sends the weights once in two steps"
+
+
+def test_the_time_that_is_left_is_of_the_steps_of_this_start():
+    """Ten steps in five seconds, after a resume at step 90: the ten that are left take five more."""
+    metrics, trainer = Metrics.__new__(Metrics), SimpleNamespace(last_step=110, device=torch.device("cpu"))
+    trainer.progress = SimpleNamespace(step=100, accumulations=100, tokens=0, samples=0)
+    trainer.task = SimpleNamespace(counts_tokens=True)
+    metrics.began, metrics.before = (900.0, 0, 0, 90), (905.0, 0, 0, 100)
+    assert metrics._line(trainer, 1.0, 0.1, "1 token/s").endswith("ETA 0:05")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gradus import recipe as recipes
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 from gradus.train.loop import Trainer
-from gradus.train.session import _open_device, open_session
+from gradus.train.session import StepPlan, _open_device, open_session
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,11 @@ def test_more_threads_than_processors_are_told(monkeypatch, capsys, threads, loc
     _open_device(Layout(device="cpu", threads=threads), World(size=local, local_size=local))
     err = capsys.readouterr().err
     assert err.startswith(f"note: {told}more than the 2 processors allowed here") and err.endswith(f"Use {2 // local}.\n") if told else not err
+
+
+@pytest.mark.parametrize(("micro", "processes", "expected"), [(3, 1, 6), (3, 2, 3), (8, 2, 1), (5, 2, 2), (None, 3, 1), (16, 4, 1)])
+def test_a_last_micro_batch_that_is_smaller_counts(micro, processes, expected):
+    recipe = recipes.load("copy-task", ["batch.samples=16", *([f"layout.micro_batch={micro}"] if micro else [])])
+    order = SimpleNamespace(n=1000, steps_per_epoch=10, total_steps=lambda train: 7)
+    plan = StepPlan.of(recipe, order, processes)
+    assert (plan.accumulation, plan.samples, plan.total) == (expected, 16, 7)
