@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import signal
 import sys
@@ -51,6 +52,9 @@ def no_files_of_the_user(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """Before the fixtures of a module too, which would draw another model after other tests."""
+    if gc.get_freeze_count():  # else all that is loaded would be gone through
+        gc.collect()
+    gc.freeze()  # so that the collections that a test causes go through its own objects alone
     os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts
     torch.set_num_threads(1)
     torch.manual_seed(0)
