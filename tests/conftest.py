@@ -52,7 +52,7 @@ def no_files_of_the_user(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """Before the fixtures of a module too, which would draw another model after other tests."""
-    if gc.get_freeze_count():  # else all that is loaded would be gone through
+    if len(gc.get_objects(generation=2)) < 100_000:  # else all that is loaded is there still, or a trace has unfrozen it
         gc.collect()
     gc.freeze()  # so that the collections that a test causes go through its own objects alone
     os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ def _context():
 
 
 def _enter(file: str, name: str, rank: int, n: int, port: int, results, args: tuple, environment: dict) -> None:
+    gc.freeze()  # what the server has imported is no garbage
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), OMP_NUM_THREADS="1")

@@ -306,7 +306,7 @@ def gc_paused() -> Iterator[None]:
         gc.freeze()
         yield
         return
-    was_enabled, was_frozen, _gc_is_paused = gc.isenabled(), gc.get_freeze_count() > 0, True
+    was_enabled, _gc_is_paused = gc.isenabled(), True
     gc.freeze()  # garbage too: to look for it among all that is loaded takes longer than many a trace
     gc.disable()
     try:
@@ -314,8 +314,7 @@ def gc_paused() -> Iterator[None]:
     finally:
         _gc_is_paused = False
         _leave_world()
-        if not was_frozen:
-            gc.unfreeze()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 
