@@ -31,7 +31,7 @@ from gradus.train.run import train  # noqa: E402
 from gradus.train.session import open_session  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_plan")
-SHORT = [word for word in TINY if not word.startswith("model.")] + ["train.steps=9", "optimizer.eps=1e-4", "train.keep=9"]
+SHORT = [word for word in TINY if not word.startswith("model.")] + ["train.steps=6", "evaluate.every=4", "optimizer.eps=1e-4", "train.keep=9"]
 LORA = ["adapter.rank=4", "adapter.dropout=0.1"]
 PROBE = ["train.freeze=[all,-target_embedding,-head]"]
 
@@ -45,30 +45,48 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{file.name} {name}": tensor for file in sorted(last.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+@pytest.fixture(scope="module")
+def whole(undisturbed, tmp_path_factory, no_plan):
+    """What is trained → the folder of a run that was not interrupted, made once."""
+    folders: dict[str, Path] = {}
+
+    def made(what: list[str]) -> Path:
+        name = "adapter" if what is LORA else "frozen"
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name) / "run"
+            train(recipes.load("copy-task", words(undisturbed, folders[name], *what)))
+        return folders[name]
+
+    return made
+
+
 @pytest.mark.parametrize("what", [LORA, PROBE], ids=["adapter", "frozen"])
-def test_a_run_that_stopped_goes_on_to_the_bit(what, undisturbed, tmp_path):
-    train(recipes.load("copy-task", words(undisturbed, tmp_path / "whole", *what)))
-    shutil.copytree(tmp_path / "whole", tmp_path / "part", symlinks=True)
-    for later in ("00000006", "00000009"):
-        shutil.rmtree(tmp_path / "part" / "checkpoints" / f"step-{later}")
-    train(recipes.load(tmp_path / "part", [f"log.dir={tmp_path / 'part'}"]), resume=tmp_path / "part")
-    whole, part = state(tmp_path / "whole"), state(tmp_path / "part")
-    assert whole.keys() == part.keys() and all(whole[name].equal(part[name]) for name in whole)
-    assert losses(tmp_path / "whole") == losses(tmp_path / "part")
+def test_a_run_that_stopped_goes_on_to_the_bit(what, whole, tmp_path):
+    went_on(whole(what), tmp_path / "part")
+    assert losses(whole(what)) == losses(tmp_path / "part")
 
 
-def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(undisturbed, tmp_path):
-    train(recipes.load("copy-task", words(undisturbed, tmp_path / "run", *LORA)))
-    base, kept = models.load(undisturbed), state(tmp_path / "run")
+def went_on(run: Path, part: Path) -> None:
+    """A copy of a run goes on from its middle, and ends as the run did."""
+    shutil.copytree(run, part, symlinks=True)
+    shutil.rmtree(part / "checkpoints" / "step-00000006")
+    train(recipes.load(part, [f"log.dir={part}"]), resume=part)
+    wanted, found = state(run), state(part)
+    assert wanted.keys() == found.keys() and all(wanted[name].equal(found[name]) for name in wanted)
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(undisturbed, whole, tmp_path):
+    run = whole(LORA)
+    base, kept = models.load(undisturbed), state(run)
     weights = [name for name in kept if name.startswith("adapter_model")]
     assert weights and all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in weights)
     assert not [name for name in kept if "exp_avg" in name and not name.endswith((".a.weight", ".b.weight"))]
-    adapted = dict(models.load(tmp_path / "run").named_parameters())
+    adapted = dict(models.load(run).named_parameters())
     assert all(adapted[name].equal(p) for name, p in base.named_parameters())
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["trained_parameters"] == sum(p.numel() for p in adapted.values() if p.requires_grad) < summary["parameters"]
     with pytest.raises(UserError, match="--as onnx writes merged weights anyway"):
-        list(export(str(tmp_path / "run"), tmp_path / "onnx", kind="onnx", merge=True))
+        list(export(str(run), tmp_path / "onnx", kind="onnx", merge=True))
 
 
 @pytest.mark.parametrize("freeze", [["-all"], ["-head"], ["blocks.0", "-blocks.1"], ["all", "-all", "-blocks.0"]])
@@ -79,10 +97,9 @@ def test_a_pattern_that_takes_back_what_is_not_frozen_is_refused(freeze):
     assert models.build(config.trained(Adapter(rank=2), ["-blocks.0.attention_norm"]), "meta").blocks[0].attention_norm.weight.requires_grad
 
 
-def test_what_is_frozen_stays_and_the_checkpoint_is_whole(undisturbed, tmp_path):
-    train(recipes.load("copy-task", words(undisturbed, tmp_path / "run", *PROBE)))
+def test_what_is_frozen_stays_and_the_checkpoint_is_whole(undisturbed, whole):
     before = dict(models.load(undisturbed).named_parameters())
-    after = dict(models.load(tmp_path / "run").named_parameters())
+    after = dict(models.load(whole(PROBE)).named_parameters())
     changed = {name.split(".")[0] for name in before if not before[name].equal(after[name])}
     assert changed == {"target_embedding", "head"}
     assert all(p.requires_grad for p in after.values()), "an ordinary model again"
@@ -105,7 +122,7 @@ def test_two_processes_and_back(undisturbed, tmp_path):
     for name in ("ddp", "shard", "tensor", "pipeline"):
         same(tmp_path / "one", tmp_path / name)
     for name in ("shard", "pipeline"):
-        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000009")
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000006")
         alone = ["layout.shard=1", "layout.pipeline=1", f"log.dir={tmp_path / name}"]
         train(recipes.load(tmp_path / name, alone), resume=tmp_path / name)
         same(tmp_path / "one", tmp_path / name)
@@ -189,8 +206,4 @@ def test_a_base_that_is_stored_small_is_never_kept(kind, undisturbed, tmp_path):
     assert {b.dtype for name, b in model.named_buffers() if name.endswith("codes")} <= {torch.int8, torch.uint8}
     expected = model(ids, ids)
     assert torch.allclose(plain(ids, ids), expected, atol=1e-5 * float(expected.abs().max())), "merged into what was computed with"
-    shutil.copytree(tmp_path / "run", tmp_path / "part", symlinks=True)
-    shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-00000009")
-    train(recipes.load(tmp_path / "part", [f"log.dir={tmp_path / 'part'}"]), resume=tmp_path / "part")
-    part = state(tmp_path / "part")
-    assert kept.keys() == part.keys() and all(kept[name].equal(part[name]) for name in kept)
+    went_on(tmp_path / "run", tmp_path / "part")

@@ -92,21 +92,21 @@ def scripted(monkeypatch, losses_told: dict[int, float], seen: dict, accuracies:
 
 @pytest.fixture(scope="module", params=["after the best", "before its name"])
 def killed_once(request, tmp_path_factory) -> tuple[Path, dict]:
-    """A run killed when the best weights, of step 14, were written and no checkpoint knows of them; and what was evaluated."""
+    """A run killed when the best weights, of step 4, were written and no checkpoint knows of them; and what was evaluated."""
     run, seen = tmp_path_factory.mktemp("killed") / "run", {}
 
     def kill(*_):
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        scripted(patch, {7: 2.6, 14: 2.5}, seen, {7: 0.2, 14: 0.1})
+        scripted(patch, {2: 2.6, 4: 2.5}, seen, {2: 0.2, 4: 0.1})
         real_save, real_call = Checkpoints.save, Checkpoints._call_best
-        patch.setattr(Checkpoints, "save", lambda self, step, *a: real_save(self, step, *a) if step < 12 else kill())
+        patch.setattr(Checkpoints, "save", lambda self, step, *a: real_save(self, step, *a) if step < 4 else kill())
         if request.param == "before its name":
-            patch.setattr(Checkpoints, "_call_best", lambda self, target, metric: kill() if "14" in target.name else real_call(self, target, metric))
+            patch.setattr(Checkpoints, "_call_best", lambda self, target, metric: kill() if target.name.endswith("4") else real_call(self, target, metric))
         with pytest.raises(Killed):
-            train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "train.checkpoint_every=10"]))
-    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000010"]
+            train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "schedule.warmup_steps=2", "train.steps=6", "evaluate.every=2"]))
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-00000003"]
     return run, seen
 
 
@@ -119,12 +119,12 @@ def killed_after_best(killed_once, tmp_path) -> tuple[Path, dict]:
 @pytest.mark.parametrize(
     ("overrides", "told", "best"),
     [
-        ([], {14: 2.5}, (2.5, 14)),
-        (["layout.precision=bf16"], {14: 2.55}, (2.5, 14)),
-        (["layout.precision=bf16"], {14: 2.45}, (2.45, 14)),  # the same step again, other weights
-        (["evaluate.every=5"], {15: 2.55, 20: 2.58}, (2.5, 14)),
-        (["evaluate.every=5"], {15: 2.55, 20: 2.4}, (2.4, 20)),
-        (["evaluate.best=valid/accuracy", "evaluate.every=20"], {20: 2.3}, (0.1, 14)),  # by its own metrics, though it was not chosen by this one
+        ([], {4: 2.5}, (2.5, 4)),
+        (["layout.precision=bf16"], {4: 2.55}, (2.5, 4)),
+        (["layout.precision=bf16"], {4: 2.45}, (2.45, 4)),  # the same step again, other weights
+        (["evaluate.every=5"], {5: 2.55, 6: 2.58}, (2.5, 4)),
+        (["evaluate.every=5"], {5: 2.55, 6: 2.4}, (2.4, 6)),
+        (["evaluate.best=valid/accuracy", "evaluate.every=6"], {6: 2.3}, (0.1, 4)),  # by its own metrics, though it was not chosen by this one
     ],
 )
 def test_best_after_a_kill_is_what_was_evaluated(killed_after_best, monkeypatch, overrides, told, best):
@@ -133,8 +133,8 @@ def test_best_after_a_kill_is_what_was_evaluated(killed_after_best, monkeypatch,
     run, seen = killed_after_best
     metric = "valid/accuracy" if "accuracy" in str(overrides) else "valid/loss"
     scripted(monkeypatch, told, seen)
-    if metric == "valid/accuracy" and (run / "checkpoints" / "best-step-00000007").exists():
-        best = (0.2, 7)  # killed before the one of step 14 took its place
+    if metric == "valid/accuracy" and (run / "checkpoints" / "best-step-00000002").exists():
+        best = (0.2, 2)  # killed before the one of step 4 took its place
     outcome = train(recipes.load(run, overrides), resume=run)
     assert outcome.summary["best"] == {"metric": metric, "value": best[0], "step": best[1]}
     stored = json.loads((run / "checkpoints" / "best" / "best.json").read_text())

@@ -80,7 +80,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path,
         return real(self, model, batch)
 
     monkeypatch.setattr(Copy, "evaluate", interrupted)
-    recipe = recipes.load("copy-task", [*TINY, f"log.dir={run}"])
+    recipe = recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.checkpoint_every=null"])
     with pytest.raises(Stopped) as stop:
         train(recipe)
     assert stop.value.checkpoint.name == "step-00000014" and "too late" not in calls

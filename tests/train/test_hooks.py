@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
-from hook_parts import TINY, taken
 
 from gradus import recipe as recipes
 from gradus.errors import UserError
@@ -20,6 +19,7 @@ from gradus.parallel.mesh import Mesh
 from gradus.parallel.status import Status, read
 from gradus.parallel.world import World
 from gradus.rows import Row, read_rows
+from gradus.train import clock, machine
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.hooks import Hook, UserHooks
 from gradus.train.loop import Trainer
@@ -28,6 +28,11 @@ from gradus.train.run import train
 from gradus.train.saving import Saving
 from gradus.train.session import open_session
 from gradus.train.signals import Cut, Stopped, StopSignals
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from distributed import run  # noqa: E402
+from hook_parts import TINY, taken  # noqa: E402
 
 
 class Diary(Hook):
@@ -176,18 +181,17 @@ def test_a_status_file_says_done_only_of_what_went_well(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems count a peak once")
 def test_the_peak_of_a_second_run_in_a_process_is_its_own():
     """400 MB of the first one, freed or kept by the C library, are none of the second's."""
-    code = """if True:
-        import torch
-        from gradus.train import clock, machine
-        machine.tune_memory()
-        clock.begin_run()
-        torch.ones(100_000_000)
-        first = clock.peak_memory(torch.device("cpu"))
-        clock.begin_run()
-        print(first, clock.peak_memory(torch.device("cpu")))"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    first, second = map(int, done.stdout.split())
+    ((first, second),) = run(1, _peaks)
     assert 390e6 < first - second < 600e6
+
+
+def _peaks(world: World) -> tuple[int, int]:
+    machine.tune_memory()
+    clock.begin_run()
+    torch.ones(100_000_000)
+    first = clock.peak_memory(torch.device("cpu"))
+    clock.begin_run()
+    return first, clock.peak_memory(torch.device("cpu"))
 
 
 # ------------------------------------------------------------ several GPUs

@@ -38,7 +38,7 @@ def drawn(text: str) -> list[str]:
     return [piece for piece in re.split(r"\r\x1b\[K|\r?\n", text) if piece.startswith("[")]
 
 
-@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize("columns", [80, 40])
 def test_the_live_line_of_a_run_never_wraps(terminal, columns, tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "TICK", 0.01)
     screen = terminal(columns)

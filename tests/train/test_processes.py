@@ -186,18 +186,18 @@ def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, 
     return found
 
 
-SHARES = [  # processes, layouts, sentences of each: 4 batches and 3, or 3 and twice 2
-    (2, ([], ["layout.tensor=2"]), [29, 24]),
-    pytest.param(2, (["layout.shard=2"], ["layout.pipeline=2", "layout.micro_batch=4"]), [29, 24], marks=pytest.mark.slow),
-    pytest.param(3, ([],), [21, 16, 16], marks=pytest.mark.slow),
+SHARES = [  # processes, layouts, sentences of each: 3 batches and 2, or twice 2 and 1
+    (2, ([], ["layout.tensor=2"]), [21, 16]),
+    pytest.param(2, (["layout.shard=2"], ["layout.pipeline=2", "layout.micro_batch=4"]), [21, 16], marks=pytest.mark.slow),
+    pytest.param(3, ([],), [16, 13, 8], marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("n", "layouts", "shares"), SHARES)
 def test_decoding_is_shared_and_bleu_is_the_same_to_the_digit(n, layouts, shares, tmp_path):
-    """53 sentences of unequal length: batches of 8, the last of 5. Half the references are what one process writes, so that BLEU has digits."""
+    """37 sentences of unequal length: batches of 8, the last of 5. Half the references are what one process writes, so that BLEU has digits."""
     words = ["eins", "zwei", "drei", "vier", "eins", "drei", "zwei", "fünf", "sechs"]
-    lines = [" ".join(words[i % 4 : i % 4 + 2 + i % 5]) for i in range(53)]
+    lines = [" ".join(words[i % 4 : i % 4 + 2 + i % 5]) for i in range(37)]
     for split, language in ((s, x) for s in ("train", "val") for x in ("de", "en")):
         (tmp_path / f"{split}.{language}").write_text("\n".join(lines) + "\n")
     overrides = [
@@ -206,8 +206,8 @@ def test_decoding_is_shared_and_bleu_is_the_same_to_the_digit(n, layouts, shares
         "layout.precision=fp32", "layout.device=cpu", "layout.threads=1",
     ]  # fmt: skip
     ((_, total, written),) = decode(World(), "multi30k-seq2seq", [overrides])
-    assert total == 53 and sorted(written) == list(range(53))
-    (tmp_path / "val.en").write_text("\n".join(written[i] if i % 2 else lines[i] for i in range(53)) + "\n")
+    assert total == 37 and sorted(written) == list(range(37))
+    (tmp_path / "val.en").write_text("\n".join(written[i] if i % 2 else lines[i] for i in range(37)) + "\n")
     ((alone, _, _),) = decode(World(), "multi30k-seq2seq", [overrides])
     assert 1 < alone["bleu"] < 99
     of_ranks = run(n, decode, "multi30k-seq2seq", [[*overrides, *more] for more in layouts])

@@ -138,7 +138,7 @@ def test_a_finished_run_that_is_made_longer_is_the_long_run(undisturbed, tmp_pat
     from gradus.cli import main
 
     run = tmp_path / "run"
-    train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "schedule.end_step=40"]))
+    train(recipes.load("copy-task", [*TINY, f"log.dir={run}", "train.steps=20", "schedule.end_step=40", "train.checkpoint_every=null", "evaluate.every=20"]))
     capsys.readouterr()
     for steps, told in ((20, "the run is finished"), (12, "20 steps have been taken already")):
         assert main(["train", str(run), "--resume", f"train.steps={steps}"]) == 2
