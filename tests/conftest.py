@@ -37,6 +37,7 @@ def pytest_configure(config):
     os.environ["GRADUS_FAULTS"] = f"{os.environ['XDG_CONFIG_HOME']}/faults-{os.environ.get('PYTEST_XDIST_WORKER', '')}"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with Ctrl-C ignored, and so would what tests start
     torch.set_num_threads(1)  # of fixtures that come before the first test too
+    gc.unfreeze = lambda: None  # as a trace ends: what was there before a test stays frozen (pytest_runtest_setup)
     os.environ["GRADUS_NO_CALIBRATE"] = "1"  # no run that a test starts measures this machine first
 
 
@@ -52,8 +53,7 @@ def no_files_of_the_user(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """Before the fixtures of a module too, which would draw another model after other tests."""
-    if len(gc.get_objects(generation=2)) < 100_000:  # else all that is loaded is there still, or a trace has unfrozen it
-        gc.collect()
+    gc.collect()
     gc.freeze()  # so that the collections that a test causes go through its own objects alone
     os.environ.pop("PYTHONSAFEPATH", None)  # which the command line sets for what it starts
     torch.set_num_threads(1)

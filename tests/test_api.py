@@ -61,18 +61,24 @@ class Raises(Hook):
             raise self.error
 
 
+FEW = {"train": {"steps": 4}, "evaluate": {"every": 2}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, no_plan) -> api.Run:
+    return api.train("copy-task", *COPY, log={"dir": tmp_path_factory.mktemp("whole") / "run"}, **FEW)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), OSError(errno.ENOSPC, "mine", "file")])
-def test_a_hooks_exception_passes_through_and_the_callers_modes_do_not(error, tmp_path, monkeypatch, no_plan):
+def test_a_hooks_exception_passes_through_and_the_callers_modes_do_not(error, whole, tmp_path, monkeypatch):
     """One stream and several modes of PyTorch in which a training ended before, or came to other numbers; and one that is begun within another."""
-    few = {"train": {"steps": 4}, "evaluate": {"every": 2}}
-    whole = api.train("copy-task", *COPY, log={"dir": tmp_path / "whole"}, **few)
     stream, hook = io.TextIOWrapper(io.BytesIO(), "ascii"), Raises(error)
     monkeypatch.setattr(sys, "stdout", stream)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.raises(type(error)) as caught, torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-            api.train("copy-task", *COPY, log={"dir": tmp_path / "cut"}, hooks=[hook], **few)
+            api.train("copy-task", *COPY, log={"dir": tmp_path / "cut"}, hooks=[hook], **FEW)
         assert torch.get_default_dtype() == torch.float64, "afterwards they are the caller's again"
     finally:
         torch.set_default_dtype(dtype)

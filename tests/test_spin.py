@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
+import types
+from pathlib import Path
 
 import pytest
+import torch
 
-from gradus import limits, spin
+sys.path[:0] = [str(Path(__file__).parent)]
+
+import distributed  # noqa: E402
+
+from gradus import limits, models, spin  # noqa: E402
+from gradus.recipe.schema import GPTConfig  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or spin._libgomp() is None, reason="PyTorch's threads are not libgomp's")
 LINUX_TELLS = pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the kernel does not tell how long threads wait")
@@ -29,7 +39,7 @@ def used():
     now = resource.getrusage(resource.RUSAGE_SELF)
     return now.ru_utime - before.ru_utime
 found = []
-for _ in range(3):
+for _ in range(2):
     found.append(used())
     held = threading.Thread(target=spin.hold, args=(parallel, spin._threads(), end := threading.Event()))
     held.start()
@@ -75,48 +85,61 @@ def test_who_sets_how_long_threads_spin_is_left_alone(variable, value, monkeypat
 
 @LINUX_TELLS
 def test_whatever_computes_is_watched_also_in_a_worker():
-    code = """
-import threading
-def watched(): return sum(t.name == "gradus-spin" for t in threading.enumerate())
-import gradus.train.loop
-from gradus import models
-from gradus.parallel.processes import Worker
-from gradus.recipe.schema import GPTConfig
-small = GPTConfig(vocab_size=8, n_layers=1, d_model=4, n_heads=1)
-def built(config): return models.build(config) and watched()
-if __name__ == "__main__":
+    assert distributed.run(1, _watched_as_it_computes) == [[0, 1, 1, 1]]
+
+
+def _alive(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def _built(config: GPTConfig) -> int:
+    models.build(config)
+    return _alive("gradus-spin")
+
+
+def _watched_as_it_computes(world) -> list[int]:
+    for name in spin.USERS:
+        os.environ.pop(name, None)
+    small = GPTConfig(vocab_size=8, n_layers=1, d_model=4, n_heads=1)
     models.build(small, "meta")
-    print(watched(), built(small), built(small), Worker(fork=True).ask(built, small, 60))
-"""
-    assert run(code) == "0 1 1 1\n"
+    seen = [_alive("gradus-spin"), _built(small), _built(small)]
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:  # as a worker is: no thread but this one is in it
+        os.write(theirs, bytes([_built(small)]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return [*seen, os.read(ours, 1)[0]]
 
 
-LOOKS = """
-import itertools, threading, time, torch
-import sklearn.utils  # which has a libgomp of its own
-from gradus import spin
-torch.set_num_threads(2)
-clock, waited, held = itertools.count(), itertools.accumulate([0, 0.1, 0.3, 0.1, 0.1, 0.04, 0.1, 0.25]), []
-class Team:
-    def __call__(self, function, data, count, flags): teams.append(count)
-teams = []
-def look():
-    held.append(sum(t.name == "gradus-spin-team" for t in threading.enumerate()))
-    if len(held) == 4: torch.set_num_threads(1)
-    if len(held) == 5: torch.set_num_threads(3)
-    if (found := next(waited, None)) is None:
-        print(*held, teams == [max(2, spin.limits.cores() + 2 - n) for n in (2, 3, 3)])
-        raise SystemExit
-    time.sleep(0.2)  # a thread that was let go ends
-    return found
-spin.EVERY, spin._waited, spin.time.perf_counter = 0.1, look, lambda: next(clock)
-spin._look(Team())
-"""
+def _looks(world) -> tuple[list[int], list[int]]:
+    import sklearn.utils  # noqa: F401  (which has a libgomp of its own)
+
+    torch.set_num_threads(2)
+    clock, waited, held, teams = itertools.count(), itertools.accumulate([0, 0.1, 0.3, 0.1, 0.1, 0.04, 0.1, 0.25]), [], []
+
+    def look() -> float:
+        held.append(_alive("gradus-spin-team"))
+        if len(held) == 4:
+            torch.set_num_threads(1)
+        if len(held) == 5:
+            torch.set_num_threads(3)
+        if (found := next(waited, None)) is None:
+            raise KeyboardInterrupt
+        real(0.2)  # a thread that was let go ends
+        return found
+
+    real = time.sleep
+    spin.EVERY, spin._waited, spin.time = 0.1, look, types.SimpleNamespace(sleep=real, perf_counter=lambda: next(clock))
+    with contextlib.suppress(KeyboardInterrupt):
+        spin._look(lambda function, data, count, flags: teams.append(count))
+    return held, teams
 
 
 def test_little_is_enough_to_stay_short():
     """Of looks that find so much waiting, each second: when a team is held, anew where PyTorch's threads are others."""
-    assert run(LOOKS) == "0 0 0 1 1 1 0 0 1 True\n"
+    ((held, teams),) = distributed.run(1, _looks)
+    assert held == [0, 0, 0, 1, 1, 1, 0, 0, 1]
+    assert teams == [max(2, limits.cores() + 2 - n) for n in (2, 3, 3)]
 
 
 @SEVERAL

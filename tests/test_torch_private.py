@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,10 @@ OTHERS = {  # private names of other libraries
 }  # fmt: skip
 
 
-def private_names(tree: ast.AST) -> list[tuple[int, str]]:
+def private_names(nodes: list[ast.AST]) -> list[tuple[int, str]]:
     """(line, name) of attributes and imports that begin with one underscore, but of self, cls and super()."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             private = node.attr.startswith("_") and ast.unparse(node.value) not in ("self", "cls", "super()", "os")
             names = [node.attr] if private else []
@@ -61,23 +62,24 @@ def private_names(tree: ast.AST) -> list[tuple[int, str]]:
 
 
 def test_no_other_file_names_a_private_part():
-    trees = {file: ast.parse(file.read_text()) for file in SOURCE.rglob("*.py") if file.name != "torch_private.py"}
-    ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    ours |= {
-        node.attr for tree in trees.values() for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    } | {
-        node.target.id for tree in trees.values() for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }  # fmt: skip
+    texts = {file: file.read_text() for file in SOURCE.rglob("*.py") if file.name != "torch_private.py"}
+    nodes = {file: list(ast.walk(ast.parse(text))) for file, text in texts.items()}
+    ours = set()
+    for node in itertools.chain.from_iterable(nodes.values()):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            ours.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            ours.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            ours.add(node.target.id)
     found = [
         f"{file.relative_to(SOURCE)}:{line}: {name}"
-        for file, tree in sorted(trees.items())
-        for line, name in private_names(tree)
+        for file, of_file in sorted(nodes.items())
+        for line, name in private_names(of_file)
         if name not in ours | OTHERS
     ]
     assert not found, "private parts of PyTorch belong into gradus/torch_private.py, each with what it is for"
-    assert not [f for f in trees if "torch.testing" in f.read_text() or ".testing._internal" in f.read_text()]
+    assert not [file for file, text in texts.items() if "torch.testing" in text or ".testing._internal" in text]
 
 
 def test_it_imports_nothing_that_torch_does_not():

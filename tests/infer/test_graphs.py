@@ -26,7 +26,8 @@ def test_onnx(family, tmp_path, capsys):
     needs_onnx()
     import onnx
 
-    model, out, about = exported(family, tmp_path, "--as", "onnx")
+    few = {"n_layers": 1} if family in ("gpt", "vit") else {}  # quick; of two, tests below
+    model, out, about = exported(family, tmp_path, "--as", "onnx", **few)
     told = capsys.readouterr().out
     assert "checked against PyTorch in fp32: max |Δ|" in told and about["format"] == "onnx"
     decodes = models.lookup(family).attention != "both"

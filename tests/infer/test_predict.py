@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import traceback
 import types
 from types import SimpleNamespace
 
@@ -405,18 +407,39 @@ def test_lines_of_standard_input_are_answered_as_they_come_and_a_closed_pipe_is_
     """An answer is read before the next line is written: one that waited for all lines, or in a buffer, would hang here."""
     lines = [line for text in TEXTS for line in (text, "")]
     expected = run(classifier, *lines)
-    command = [sys.executable, "-m", "gradus", "predict", str(classifier), "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as p:
-        for text, answer in zip(lines, expected):
-            p.stdin.write(f"{text}\n")
-            p.stdin.flush()
-            label, _, name = answer.partition("  ←  ")
-            said, _, its = p.stdout.readline().rstrip("\n").partition("  ←  ")
-            assert its == name and numbers(said) == pytest.approx(numbers(label), abs=2e-4)
-        p.stdout.close()
-        p.stdin.write("one more\nand another\n")
-        p.stdin.close()
-        assert (p.wait(60), p.stderr.read()) == (0, "")
+    pid, stdin, stdout, stderr = forked(["predict", str(classifier), "-"])
+    for text, answer in zip(lines, expected):
+        stdin.write(f"{text}\n")
+        label, _, name = answer.partition("  ←  ")
+        said, _, its = stdout.readline().rstrip("\n").partition("  ←  ")
+        assert its == name and numbers(said) == pytest.approx(numbers(label), abs=2e-4)
+    stdout.close()
+    stdin.write("one more\nand another\n")
+    stdin.close()
+    assert (stderr.read(), os.waitpid(pid, 0)[1]) == ("", 0)
+
+
+def forked(words: list[str]) -> tuple[int, io.TextIOWrapper, io.TextIOWrapper, io.TextIOWrapper]:
+    """A command in a copy of this process, which has imported what it needs; its pid, and the other ends of its standard streams."""
+    pipes = [os.pipe() for _ in range(3)]
+    ours, theirs = (pipes[0][1], pipes[1][0], pipes[2][0]), (pipes[0][0], pipes[1][1], pipes[2][1])
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            for number, end in enumerate(theirs):
+                os.dup2(end, number)
+            for end in (*ours, *theirs):
+                os.close(end)
+            sys.stdin, sys.stdout, sys.stderr = (open(n, "w" if n else "r", encoding="utf-8", buffering=1 if n == 2 else -1) for n in range(3))  # noqa: SIM115
+            code = main(words)
+            sys.stdout.flush()  # as at the end of any process
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    for end in theirs:
+        os.close(end)
+    return pid, open(ours[0], "w", encoding="utf-8", buffering=1), open(ours[1], encoding="utf-8"), open(ours[2], encoding="utf-8")
 
 
 def numbers(line: str) -> list[float]:

@@ -25,7 +25,7 @@ NASTY = ["$(touch canary)", "`touch canary`", "'; touch canary; '", '"; touch ca
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r"), max_size=20) | st.sampled_from(NASTY)
 words = st.lists(st.builds("a.b={}".format, text), max_size=3)
 file_names = st.builds("{}.yaml".format, text.map(lambda t: t.replace("/", "")).filter(lambda t: len(t.encode()) < 200))
-few = settings(max_examples=40)
+few = settings(max_examples=25)
 
 STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$CALLS"\n'
 

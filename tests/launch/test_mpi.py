@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gradus.cli import main
+from gradus.errors import UserError
+from gradus.parallel.world import load_mpi
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from distributed import run  # noqa: E402
 
 TINY = [
     "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0.0", "data.n_train=64", "data.n_valid=16",
@@ -61,10 +67,14 @@ def test_processes_are_not_for_mpi(tmp_path, capsys):
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py")
 def test_mpi_without_its_library_says_what_to_install(tmp_path):
     """mpi4py's wheel installs without an MPI library, and looks for one when it is imported."""
-    code = "from gradus.errors import UserError\nfrom gradus.parallel.world import load_mpi\ntry:\n    load_mpi('layout.transport=mpi')\nexcept UserError as e:\n    print(e)"
-    environment = os.environ | {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment).stdout
+    (said,) = run(1, _what_is_said_without_it, environment={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
     assert "layout.transport=mpi: mpi4py is installed, but no MPI library (cannot load MPI library). Install one" in said
+
+
+def _what_is_said_without_it(world) -> str:
+    with pytest.raises(UserError) as told:
+        load_mpi("layout.transport=mpi")
+    return str(told.value)
 
 
 @pytest.mark.slow

@@ -209,8 +209,8 @@ def test_what_it_cannot_take_is_one_line(words, said, made, capsys, monkeypatch)
 
 
 def test_a_sample_is_an_image_of_the_runs_validation_split(tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(["train", "digits-vit", "train.steps=1", f"log.dir={run}"]) == 0
+    run, small = tmp_path / "run", ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32"]
+    assert main(["train", "digits-vit", *small, "train.steps=1", f"log.dir={run}"]) == 0
     for i in (0, 3):
         assert main(["look", str(run), "--sample", str(i), "--to", str(tmp_path / "a.html")]) == 0
         page = (tmp_path / "a.html").read_text(encoding="utf-8")

@@ -82,7 +82,12 @@ def test_speeds_of_a_busy_machine_are_not_comparable(folders, tmp_path, loads, p
     assert said in speed.caption if said else speed.caption.endswith("against short.")
 
 
-def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path):
+@pytest.fixture
+def no_plots(monkeypatch):
+    monkeypatch.setattr(plots, "drawn", lambda made: [])
+
+
+def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path, no_plots):
     text = "16.7 Wh (65 W per device, PUE 1.1; energy.watts), 6.42 g CO2 (as stated: 0.385 kg/kWh)"
     known = variant(folders / "short", tmp_path / "known", energy={"text": text, "devices": 1}, energy_wh=16.7)
     unknown = variant(folders / "short", tmp_path / "unknown", energy=None)
@@ -91,7 +96,7 @@ def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folder
     assert table in list(content("", read([str(known)]), ""))
 
 
-def test_runs_of_two_machines_are_each_named_with_theirs(folders, tmp_path):
+def test_runs_of_two_machines_are_each_named_with_theirs(folders, tmp_path, no_plots):
     places = [shutil.copytree(folders / name, tmp_path / name) for name in ("short", "long")]
     environment = json.loads((places[1] / "environment.json").read_text()) | {"gpu": {"name": "H100"}}
     assert [run.name for run in found_in(places)] == ["short", "long"]
@@ -106,7 +111,7 @@ def found_in(places: list[Path]) -> list:
     return found
 
 
-def test_the_promise_of_the_largest_batch_is_reported_beside_the_step(folders, tmp_path):
+def test_the_promise_of_the_largest_batch_is_reported_beside_the_step(folders, tmp_path, no_plots):
     place = shutil.copytree(folders / "short", tmp_path / "short")
     summary = json.loads((place / "summary.json").read_text())
     step = {"predicted": 50e6, "measured": 50e6, "error": 0.0, "batch": "step 3: 16 × 24 tokens"}
