@@ -16,19 +16,20 @@ from test_layouts import curve  # noqa: E402
 
 from gradus.recipe.schema import Adapter  # noqa: E402
 
+STEPS = 4  # of an adapter the first gives b a value, the second a a gradient
 LORA = {"adapter": Adapter(rank=4, alpha=8.0)}
 PROBE = {"freeze": ("all", "-head")}  # linear probing; where the head is tied, the embedding is trained too
 LAST = {"freeze": ("all", "-blocks.3", "-norm")}  # of a pipeline the first stage has nothing to train
 
 
 def curves(world, cases: list[tuple]) -> list:
-    return [curve(world, family, layout, accumulation, **changes) for family, layout, accumulation, changes in cases]
+    return [curve(world, family, layout, accumulation, steps=STEPS, **changes) for family, layout, accumulation, changes in cases]
 
 
 def check(n: int, cases: list[tuple], tolerance: float = 1e-5) -> None:
     told = run(n, curves, cases)
     for i, (family, layout, _, changes) in enumerate(cases):
-        right = common.reference(family, 6, **changes)
+        right = common.reference(family, STEPS, **changes)
         for rank in range(n):
             worst = max(abs(a - b) / abs(b) for pair, expected in zip(told[rank][i], right) for a, b in zip(pair, expected))
             assert worst < tolerance, f"{family} {layout} {changes} rank {rank} of {n}: {worst:.1e} from one process"
