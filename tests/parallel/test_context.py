@@ -44,6 +44,10 @@ def make(family: str, n: int, method: str = "ring", **changes) -> tuple[nn.Modul
     return model, Context(model, dist.group.WORLD, layout)
 
 
+def steps_of(family: str, n: int) -> int:
+    return STEPS if family == "gpt" and n == 2 else 7  # lengths
+
+
 def prepared(context: Context, b: dict) -> None:
     """As attention finds the context after `prepare`."""
     context._set(context.prepare(b)["positions"])
@@ -67,7 +71,7 @@ def curve(family: str, model: nn.Module, batches, context: Context | None = None
     """(loss, gradient norm) of each step; split over the processes where there is a context."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
-    for step in range(STEPS if context is None or context.n == 2 else 7):  # of seven lengths
+    for step in range(steps_of(family, 2 if context is None else context.n)):
         b = batches(family, step)
         counts = dict(b["counts"])
         if context is not None:
@@ -118,7 +122,7 @@ def test_every_step_follows_the_curve_of_one_process(n, expected):
     for found in distributed.run(n, _curves, cases):
         assert len(found) == len(METHODS) * len(cases)
         for (method, *case), steps in found.items():
-            assert steps == [pytest.approx(step, rel=1e-5) for step in expected[tuple(case)][: STEPS if n == 2 else 7]], (method, case)
+            assert steps == [pytest.approx(step, rel=1e-5) for step in expected[tuple(case)][: steps_of(case[0], n)]], (method, case)
 
 
 def _padded(world, length: int) -> list[tuple]:
