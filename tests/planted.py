@@ -85,7 +85,7 @@ LIST = (
     M("layers/cache.py", "device=positions.device) <= positions[:, None, :, None]", "device=positions.device) < positions[:, None, :, None]",
       "layers/test_attention.py::test_cache_equals_no_cache_for_ragged_rows"),
     M("recipe/axes.py", "for nearer in AXES[i + 1 :]", "for nearer in AXES[i:]",
-      "plan/test_cut.py::test_a_cut_is_near_what_is_traced_in_its_place"),
+      "recipe/test_axes.py::test_strides_are_those_of_ranks_in_an_array_of_the_axes"),
     M("recipe/conflicts.py", "return (word(value) in self.values) != self.negated", "return word(value) in self.values",
       "recipe/test_check.py::test_what_does_not_fit_together_is_named_with_the_fix"),
     M("hardware/units.py", '"Gb/s": 1e9 / 8', '"Gb/s": 1e9', "hardware/test_units.py::test_quantities"),

@@ -30,7 +30,10 @@ class LoRALinear(nn.Linear):
         yield self.a.weight, uniform(self.in_features**-0.5)
         yield self.b.weight, zeros
 
+    def added(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.dropout(x)) * self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         # in this order: A x, small and kept, then splits less of what malloc has free; not in place: selective
         # checkpointing keeps each as it was
-        return self.b(self.a(self.dropout(x)) * self.scale) + super().forward(x)
+        return self.added(x) + super().forward(x)
