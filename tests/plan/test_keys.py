@@ -47,7 +47,7 @@ def same(one: Answer, other: Answer) -> None:
     "request_",
     [
         Request("gpt2-small", (*SMALL, "data.max_len=256"), "V100", 1e9),  # a device without bf16
-        Request("llama3.2-1b", (*SMALL, "data.max_len=512"), "16xH100", 1e9),  # sharded weights gathered in bf16: layout.precision is fp32 then
+        Request("llama3.2-1b", (*SMALL, "data.max_len=512"), "4xH100", 1e9),  # sharded weights gathered in bf16: layout.precision is fp32 then
         pytest.param(Request("bert-base-uncased", (*SMALL, "layout.checkpointing=full", "layout.precision=fp32"), "2xB200", 1e9), marks=pytest.mark.slow),
     ],
     ids=lambda r: f"{r.recipe} on {r.on}",
@@ -61,7 +61,7 @@ def test_the_layout_of_a_plan_pastes_back(request_):
 
 @pytest.mark.slow
 def test_a_number_of_devices_that_was_found_pastes_back():
-    request = Request("gpt2-small", (*SMALL, "data.max_len=256"), "A100-80GB", 1e10, 0.05)
+    request = Request("gpt2-small", (*SMALL, "data.max_len=256"), "A100-80GB", 1e10, 0.2)
     made = answer(request)
     assert made.layout_keys.startswith(f"--on {made.n}xA100-80GB ") and made.n > 1
     same(made, answer(pasted(request, made.layout_keys)))
@@ -96,7 +96,7 @@ def holds(found: SearchResult, request: Request) -> int:
 
 @pytest.mark.slow
 def test_every_row_of_a_search_pastes_back():
-    request = Request("gpt2-small", ("model.n_layers=4", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "2xH100", 1e9)
+    request = Request("gpt2-small", ("model.n_layers=2", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "2xH100", 1e9)
     recipe, *_ = asked(request, [])
     assert holds(search(recipe, cluster("2xH100")), request) >= 5
 
@@ -155,6 +155,6 @@ def test_presets_layouts_paste_back_on_all_kinds():
 
 @pytest.mark.slow
 def test_every_row_of_a_presets_search_pastes_back():
-    request = Request("t5-small", (), "2xV100-32GB")
+    request = Request("t5-small", ("model.n_layers=2", "model.n_decoder_layers=2"), "2xV100-32GB")
     recipe, _, hardware, *_ = asked(request, [])
     assert holds(search(recipe, Cluster(hardware.device, 2)), request)
