@@ -191,6 +191,22 @@ def test_the_scaler_tells_its_infinities():
     assert [float(found) for found in torch_private.infinities(scaler, optimizer)] == [1.0]
 
 
+def test_fakes_are_as_the_constructor_makes_them():
+    """Every attribute, and what PyTorch reads of a tensor: its device, and that its memory is not to be read."""
+    cpu = torch.device("cpu")
+    with torch_private.FakeTensorMode() as mode:
+        fake = torch_private.fakes(mode, cpu)
+        with torch_private.without_dispatch():
+            plain = torch.empty_strided((4, 3), (1, 4), dtype=torch.bfloat16, device="meta")
+        made, theirs = fake(plain), torch_private.FakeTensor(mode, plain, cpu)
+        assert vars(made) == vars(theirs) and type(made) is type(theirs) and vars(made) is not vars(fake(plain))
+        for t in (made, theirs):
+            assert (t.device, t.shape, t.stride(), t.dtype, t.requires_grad) == (cpu, (4, 3), (1, 4), torch.bfloat16, False)
+            assert (t @ t.T).shape == (4, 4) and torch_private.memory_id(t) == torch_private.memory_id(plain)
+            with pytest.raises(RuntimeError, match="data pointer"):
+                t.data_ptr()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_gpu_is_kept_busy():
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -14,7 +14,7 @@ import functools
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +107,20 @@ def in_backward() -> bool:
 def without_dispatch() -> contextlib.AbstractContextManager:
     """Operators within are seen by no dispatch mode."""
     return torch._C._DisableTorchDispatch()
+
+
+def fakes(mode: FakeTensorMode, device: torch.device) -> Callable[[Tensor], FakeTensor]:
+    """FakeTensor(mode, ..., device) of plain meta tensors, four times faster: what its constructor sets is copied."""
+    with without_dispatch():
+        attributes = vars(FakeTensor(mode, torch.empty(0, device="meta"), device))
+
+    def fake(plain: Tensor) -> FakeTensor:
+        made = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
+
+    return fake
 
 
 # ---------------------------------------------------------------- tensors and modules

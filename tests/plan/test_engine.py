@@ -396,7 +396,7 @@ def cases(draw) -> Case | None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(cases().filter(lambda case: case is not None))
 def test_any_against_the_whole(case):
     failures = wrong(case, compared(case))
@@ -441,7 +441,7 @@ def plain() -> Case:
 @pytest.mark.slow
 def test_what_a_layout_does_not_split_is_a_note():
     def notes(n: int, optimizer: str = "adamw", experts: int | None = None, **layout) -> list[str]:
-        r = recipe("gpt", samples=4, layers=4, d=32, seq=16, vocab=64, **layout)
+        r = recipe("gpt", samples=4, layers=4 if "schedule" in layout else 2, d=32, seq=16, vocab=64, **layout)
         model = r.model.model_copy(update={"n_experts": experts})
         return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS[optimizer], "model": model})), n).notes
 

@@ -184,7 +184,7 @@ def test_an_engine_that_is_not_here_is_told(own_cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_text_of_a_trained_run(own_cache, tmp_path, monkeypatch):
+def test_a_text_of_a_trained_run(own_cache, no_plan, tmp_path, monkeypatch):
     """With its metrics in every engine, and quantized."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wikitext-2").mkdir()
@@ -204,7 +204,7 @@ def test_a_text_of_a_trained_run(own_cache, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_fbgemm(), reason="this processor has no FBGEMM")
-def test_a_trained_run_with_its_accuracy(own_cache, tmp_path, monkeypatch):
+def test_a_trained_run_with_its_accuracy(own_cache, no_plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["a fine film", "a slow one"]
     (tmp_path / "sst2").mkdir()

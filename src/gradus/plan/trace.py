@@ -369,7 +369,7 @@ class CachedResult:
             tensors.append(described if itself is None else (itself,))
         return CachedResult(tensors, Tensor if isinstance(out, Tensor) else type(out))
 
-    def rebuild(self, mode: FakeTensorMode, inputs: list[Tensor]) -> Any:
+    def rebuild(self, fake: Callable[[Tensor], FakeTensor], inputs: list[Tensor]) -> Any:
         outputs: list[Tensor] = []
         for t in self.tensors:
             if len(t) == 1:
@@ -381,7 +381,7 @@ class CachedResult:
                 plain = torch.empty_strided(first_shape, first_stride, dtype=dtype, device="meta")
                 if owner is not None:
                     plain.set_(inputs[owner].untyped_storage(), offset, shape, stride)
-            outputs.append(FakeTensor(mode, plain, _CPU))
+            outputs.append(fake(plain))
         if self.kind is Tensor:
             return outputs[0]
         return None if self.kind is type(None) else self.kind(outputs)
@@ -415,7 +415,8 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh, true_counts: dict[int, int], fake: FakeTensorMode | None = None):
         super().__init__()
-        self.mesh, self.true_counts, self.fake = mesh, true_counts, fake  # true_counts: of boolean masks, by memory
+        self.mesh, self.true_counts = mesh, true_counts  # true_counts: of boolean masks, by memory
+        self.fake = torch_private.fakes(fake, _CPU) if fake is not None else None
         self.timeline = Timeline()
         self.counting = False
         self.share: float = 1  # how often it happens per step: 1/k for what is done every k steps
@@ -458,7 +459,7 @@ class Recorder(TorchDispatchMode):
             args = self._select_rows(args)
         collective_kind = collective(name) if namespace in _COLLECTIVE_NAMESPACES else None
         out, cached, inputs = self._result(function, args, kwargs)
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        outputs = [out] if isinstance(out, Tensor) else [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         tag = self._tag(name, inputs, outputs)
         if name in _COLLECTED_AT:
             gc.collect(0)
