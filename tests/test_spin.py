@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -163,3 +164,19 @@ print(time.monotonic() < end)
         for program in busy:
             program.kill()
             program.wait()
+
+
+def test_neighbours_of_the_benchmark_are_there_while_a_sample_is_taken_and_are_ended(monkeypatch):
+    bench = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "busy.py"))
+    measure, started, popen = bench["measure"], [], subprocess.Popen
+
+    def start(command, *args, **more):
+        program = popen(command, *args, **more)
+        started.extend([program] * ("while True" in command[-1]))
+        return program
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setitem(measure.__globals__, "run_sample", lambda *_: float(sum(program.poll() is None for program in started)))
+    settings = [(1, bench["OWN"]), *((2, spin) for spin in (bench["SLEEP"], bench["DEFAULT"], bench["OWN"]))]
+    assert [row.value for row in measure(2, ["decode"], settings, rounds=1, seconds=0.1)] == [2.0] * 4
+    assert len(started) == 2 and all(program.returncode is not None for program in started)

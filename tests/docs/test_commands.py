@@ -106,7 +106,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--on 384xA100 layout\.tensor=4 layout\.pipeline=12", "--on 8xA100 layout.tensor=4 layout.pipeline=2"),
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),
-    (r"^gradus calibrate( --threads 1)?( --seconds 150)?$", "gradus calibrate --seconds 2 --threads 1"),
+    (r"^gradus calibrate( --threads 1)?( --seconds \d+)?$", "gradus calibrate --seconds 10 --threads 1"),
     (r"^gradus collectives (?!.*--sizes)(.*)", r"gradus collectives \1 --sizes 1KiB"),
     (r"--sizes \S+,\S+", "--sizes 1KiB,64KiB,1MiB"),
     (r"^gradus fit (.*) --sweep \S+", r"gradus fit \1 --sweep 4,8"),
@@ -127,7 +127,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"benchmarks/ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "first rung" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
     (r"decode\.yaml", 'decode.yaml --rounds 1 --steps 1 --only "llama-15m · 1 thread · gradus torch"'),
     (r"exports\.py", "exports.py torchscript"),
-    (r"busy\.py", "busy.py --what decode --neighbours 0 --rounds 1 --seconds 0.1"),
+    (r"busy\.py.*", "busy.py --what decode --neighbours 0 --rounds 1 --seconds 0.1"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --models gpt2 vit-l16 --steps 2 --out rows.jsonl"),
     (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
@@ -305,7 +305,7 @@ def run(workplace, monkeypatch, capfd):
         if launcher in ("mpirun", "mpiexec", "rsync") and shutil.which(launcher) is None:
             pytest.skip(f"no {launcher} on PATH")
         if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
-            assert main(["calibrate", "--seconds", "2", "--threads", "1"]) == 0
+            assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
             capfd.readouterr()
         shutil.rmtree("out", ignore_errors=True)
         words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
@@ -380,7 +380,7 @@ def test_a_command_prints_what_the_page_says(text, run, record_property):
         command, said = re.sub(r"\\\n|\s+#.*", "", typed).strip(), part.removeprefix(typed)
         literal = re.search(LITERAL, command)
         if not literal and not (run.workplace / ".config").exists():  # so that times are predicted
-            assert run("gradus calibrate --seconds 2 --threads 1")[0] == 0
+            assert run("gradus calibrate --seconds 10 --threads 1")[0] == 0
         code, out, err = run(command if literal else small(command))
         out = out if code == 0 else out + err
         assert code == (2 if "error: " in said else 0), f"{command}\n{out}\n{err}"
