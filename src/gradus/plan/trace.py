@@ -449,7 +449,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # the operators that they call come here
         kwargs = kwargs or {}
         if self.paused:
-            return function(*args, **kwargs)
+            return self._result(function, args, kwargs)[0]
         phase = self._phase()
         self.timeline.enter("backward" if phase == "recompute" else phase)
         namespace, name = _names(function)
