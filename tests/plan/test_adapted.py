@@ -110,7 +110,8 @@ def test_what_a_base_stored_small_takes():
 @pytest.mark.parametrize("kind", ["frozen", "lora", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_selective_checkpointing_takes_less_than_none(kind):
     """What is computed again are products of frozen weights too: a sum alone needs them."""
-    selective, none = (recipe("gpt", kind, checkpointing=mode) for mode in ("selective", "none"))
+    layers = 5 if kind == "frozen" else 2
+    selective, none = (recipe("gpt", kind, layers, checkpointing=mode) for mode in ("selective", "none"))
     assert engine.plan_memory(selective).allocated < engine.plan_memory(none).allocated
     assert measured(selective)[1] < measured(none)[1]
 
