@@ -8,7 +8,7 @@ from gradus import recipe as recipes
 from gradus.measure.profile import memory_picture, record
 from gradus.train.session import open_session
 
-TINY = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 60, "data.n_valid": 5, "batch.samples": 16,
+TINY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 60, "data.n_valid": 5, "batch.samples": 16,
         "layout.device": "cpu"}  # fmt: skip
 
 

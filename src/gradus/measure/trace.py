@@ -83,7 +83,7 @@ class Call:
             return WAITING if self.phase == "data" else IDLE
         if self.kind == "python_function":
             return COMPILED if self.place.compiled else PYTHON  # on a CPU its kernels are functions of Python's
-        named = next((category for category, test in _tests() if test(self.name)), PYTHON)
+        named = _named(self.name)
         if named in (PYTHON, "collectives"):
             return named
         if self.phase == "optimizer":
@@ -95,8 +95,8 @@ class Call:
 
 
 @functools.cache
-def _tests() -> tuple[tuple[str, Any], ...]:
-    return tuple((category, re.compile(pattern).search) for category, pattern in NAMES.items())
+def _named(name: str) -> str:
+    return next((category for category, pattern in NAMES.items() if re.search(pattern, name)), PYTHON)
 
 
 @dataclasses.dataclass
