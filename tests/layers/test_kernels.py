@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from gradus.layers import KERNELS, chunked, get_kernel, naive, sdpa
@@ -64,21 +67,28 @@ CASES = {  # name: (keywords made afresh, what the keywords allow)
 }
 
 
-@pytest.mark.parametrize("n_kv_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_follows_the_equations(name, case, n_kv_heads):
-    """Values and all gradients, the bias's too, with a chunk that does not divide the length."""
+@functools.cache
+def solved(case: str, n_kv_heads: int) -> tuple[dict, list[Tensor], Tensor, Tensor, tuple[Tensor, ...]]:
+    """(keywords, inputs, what the equations say, weights of a sum of it, the sum's gradients), for all kernels."""
+    torch.manual_seed(0)
     keywords, allowed = CASES[case]()
     q, k, v = tensors(n_kv_heads)
     bias = keywords.get("bias")
     inputs = [q, k, v] if bias is None else [q, k, v, bias.requires_grad_()]
     expected = equations(q, k, v, allowed, bias, keywords.get("scale"))
-    out, weights = get_kernel(name, chunk=4)(q, k, v, **keywords)
+    probe = torch.randn_like(expected)
+    return keywords, inputs, expected.detach(), probe, torch.autograd.grad((expected * probe).sum(), inputs)
+
+
+@pytest.mark.parametrize("n_kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_follows_the_equations(name, case, n_kv_heads):
+    """Values and all gradients, the bias's too, with a chunk that does not divide the length."""
+    keywords, inputs, expected, probe, wanted = solved(case, n_kv_heads)
+    out, weights = get_kernel(name, chunk=4)(*inputs[:3], **keywords)
     torch.testing.assert_close(out, expected, atol=ROUNDING, rtol=ROUNDING)
-    probe = torch.randn_like(out)
     got = torch.autograd.grad((out * probe).sum(), inputs)
-    wanted = torch.autograd.grad((expected * probe).sum(), inputs)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=4 * ROUNDING, rtol=ROUNDING)
     assert (weights is not None) == (name == "naive")
