@@ -173,7 +173,7 @@ def whole_and_by_kind(world) -> list[tuple]:
     models.register(FAMILY)
     found = []
     for more in (EXPERTS, FROZEN, {**EXPERTS, **ALTERNATING, "dense_every": 2}):
-        config = MixedConfig(**SIZES, **more)
+        config = MixedConfig(**{**SIZES, "n_layers": 6}, **more)
         few = pass_tracing.PassTracer(config, 2)
         with replaced(pass_tracing, "_keep_one_of_each_kind", lambda model, family: dict.fromkeys(model.blocks, 1)):
             whole = pass_tracing.PassTracer(config, 2)
