@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib import metadata
@@ -67,3 +68,14 @@ def test_an_error_is_red_on_a_terminal_and_plain_in_a_file(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", screen.out)
     assert main(["models", "gpt9"]) == 2
     assert screen.close().startswith("\x1b[31merror:\x1b[0m model.preset=gpt9: unknown preset.")
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, errors.FAULT), (errno.ENOSPC, errors.FAULT), (errno.ENOENT, 2)])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_line_made_from_an_error_of_the_system_has_its_code_however_it_was_raised(number, code, hidden):
+    with pytest.raises(errors.UserError) as caught:
+        try:
+            raise OSError(number, "what the system says")
+        except OSError as e:
+            raise errors.UserError("what the user reads") from (None if hidden else e)
+    assert errors.exit_code(caught.value) == code

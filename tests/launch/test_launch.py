@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gradus import launch
 from gradus import recipe as recipes
 from gradus.cli import main, parse
 from gradus.errors import UserError
@@ -154,3 +155,24 @@ def test_a_recipe_file_in_the_app(tmp_path, monkeypatch):
 def test_what_cannot_stand_in_a_script_is_refused(word):
     with pytest.raises(UserError, match=r"must be one line|cannot be written in UTF-8"):
         train_words(Namespace(recipe="copy-task", overrides=[word], force=False, json_file=None), "runs/a")
+
+
+@pytest.mark.parametrize("code", [0, 2, 137])
+def test_the_script_elsewhere_keeps_the_code_of_the_training_and_what_it_says(code, tmp_path):
+    """And not the code of tee, which writes the log."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / ".venv/bin/activate").write_text(f'PATH="{tmp_path}/.venv/bin:$PATH"\n')
+    (tmp_path / ".venv/bin/gradus").write_text(f'#!/bin/bash\necho "gradus $*"\nexit {code}\n')
+    (tmp_path / ".venv/bin/gradus").chmod(0o755)
+    script = ssh._script(Namespace(processes=2), ["train", "a recipe.yaml"], "run")
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "run/exit_code").read_text() == f"{code}\n"
+    assert (tmp_path / "run/log.txt").read_text() == "gradus train a recipe.yaml --processes 2\n"
+
+
+def test_what_lies_beside_the_data_and_is_named_goes_with_them(tmp_path):
+    for name in ("train.tsv", "held.tsv", "asked.tsv", "other.tsv"):
+        (tmp_path / name).write_text("sentence\tlabel\na\t1\n")
+    recipe = recipes.load("sst2-bert", [f"data.path={tmp_path}/train.tsv", "data.valid=held.tsv", "data.test=asked.tsv"])
+    assert [path.name for path in launch.inputs(recipe)["data.path"]] == ["train.tsv", "held.tsv", "asked.tsv"]

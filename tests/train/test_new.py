@@ -322,3 +322,9 @@ def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch, capsys):
 def test_names_survive_what_a_configuration_goes_through():
     config = ViTConfig(image_size=8, patch_size=4, n_classes=2, **TINY).named(["a", "b"])
     assert config.model_copy(update={"n_classes": 3}).classes == () and config.model_copy().classes == ("a", "b")
+
+
+def test_without_its_labels_a_table_is_text_to_continue(tmp_path):
+    data = str(table(tmp_path / "reviews.csv", reviews()))
+    assert main(["new", "a.yaml", "--data", data, "--no-label"]) == 0 and main(["new", "b.yaml", "--data", data]) == 0
+    assert [recipes.load(str(tmp_path / f"{name}.yaml")).task.name for name in "ab"] == ["causal_lm", "classification"]
