@@ -191,6 +191,7 @@ def test_every_pair(part):
     check(listed()[part::8])
 
 
+@pytest.mark.slow
 @pytest.mark.everything
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
