@@ -206,11 +206,11 @@ def test_nodes_have_their_own_size():
 
 
 @pytest.mark.slow
-def test_all_families():
-    for name in ("seq2seq-base", "bert-base-uncased", "t5-small", "vit-b16", "llama3.2-1b", "gpt2-small"):
-        more = {"model.n_experts": 4} if name == "gpt2-small" else {}
-        recipe = recipe_of(name, samples=32, **SMALL, **more)
-        check.validate(recipe.model_copy(update={"layout": best_layout(recipe, hardware.cluster("8xA100-80GB"))}), 8)
+@pytest.mark.parametrize("name", ["seq2seq-base", "bert-base-uncased", "t5-small", "vit-b16", "llama3.2-1b", "gpt2-small"])
+def test_all_families(name):
+    more = {"model.n_experts": 4} if name == "gpt2-small" else {}
+    recipe = recipe_of(name, samples=32, **SMALL, **more)
+    check.validate(recipe.model_copy(update={"layout": best_layout(recipe, hardware.cluster("8xA100-80GB"))}), 8)
 
 
 def test_an_impossible_number_of_devices():
