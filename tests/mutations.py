@@ -63,7 +63,7 @@ def log_of(mutation: Mutation, copy: Path, tests: list[str], seconds: float = 60
 
 
 def run_tests(names: list[str], copy: Path) -> None:
-    os.environ.update(PYTHONPATH=str(copy), GRADUS_CACHE=str(copy / "cache"), PYTHONDONTWRITEBYTECODE="1", GRADUS_PLANTED="1")  # no bytecode of a file that comes back
+    os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", GRADUS_PLANTED="1")  # no bytecode of a file that comes back
     sys.path.insert(0, str(copy))
     sys.dont_write_bytecode = True
     os.chdir(REPOSITORY)
