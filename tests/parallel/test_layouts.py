@@ -13,6 +13,7 @@ import torch
 
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import DATA, Mesh
+from gradus.parallel.precision import Precision
 from gradus.recipe.schema import Layout
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -23,29 +24,35 @@ from distributed import run  # noqa: E402
 reference = functools.cache(common.reference)
 
 
-def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 6, autocast: bool = False, **changes) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, through the engine that the trainer uses. changes: to the model."""
-    mesh = Mesh.make(Layout(**layout), world)
+def curve(world, family: str, layout: dict, accumulation: int = 1, steps: int = 6, scale: float | None = None, **changes) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, through the engine that the trainer uses. scale: of fp16's loss at first; None: PyTorch's. changes: to the model."""
+    made = Layout(**layout)
+    mesh, precision = Mesh.make(made, world), Precision(made.precision, torch.device("cpu"))
+    if precision.scaler and scale:
+        precision.scaler = torch.amp.GradScaler("cpu", scale)
+        precision.scaled(torch.zeros(()))
     start = common.deferred(family, **changes)
-    parallel = apply(start.model, Layout(**layout), mesh, device=torch.device("cpu"), values=start.values)
+    parallel = apply(precision.cast(start.model), made, mesh, device=torch.device("cpu"), values=start.values)
     trained = [p for _, p in parallel.trained()]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3) if trained else None
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True) if trained else None  # which knows of `found_inf`
     n, place = mesh.size(*DATA), mesh.rank(*DATA)
     found = []
     for step in range(steps):
         batch = common.batch(family, step)
         cuts = [8 * (place * accumulation + i) // (n * accumulation) for i in range(accumulation + 1)]
-        mine = [common.rows_of(family, batch, lo, hi) for lo, hi in itertools.pairwise(cuts)]
+        mine = [precision.cast_batch(common.rows_of(family, batch, lo, hi)) for lo, hi in itertools.pairwise(cuts)]
 
         def loss_of(model, part, counts=batch["counts"]):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with precision.autocast():
                 return sum(value / counts[kind] for kind, value in common.losses(family, model, part).items())
 
-        loss = parallel.forward_backward(mine, loss_of, lambda share: share)
+        loss = parallel.forward_backward(mine, loss_of, precision.scaled)
+        if optimizer:
+            precision.unscale(optimizer, parallel)
         norm = parallel.norm()
         if optimizer:
             torch.nn.utils.clip_grads_with_norm_([p for p in trained if p.grad is not None], 1.0, norm)
-            optimizer.step()
+            precision.step(optimizer, torch.zeros(()))
         parallel.after_step()
         parallel.zero_grad()
         found.append((float(loss), float(norm)))
@@ -91,7 +98,7 @@ def test_a_convolutional_stem(on_two):
 
 @pytest.mark.slow
 def test_in_bf16_the_curve_is_near():
-    told = run(2, curves, [("gpt", {}, 1, 6, True), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})])
+    told = run(2, curves, [("gpt", {"precision": "bf16"}), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})])
     for curve, tolerance in zip(told[0], (1e-2, 1e-2, 1e-2)):
         assert all(abs(a - b) / b < tolerance for (a, _), (b, _) in zip(curve, reference("gpt")))
         assert any(a != b for (a, _), (b, _) in zip(curve, reference("gpt"))), "bf16 rounds"

@@ -17,16 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradus.parallel.apply import apply
 from gradus.parallel.check import fits
-from gradus.parallel.mesh import DATA, Mesh
-from gradus.parallel.precision import Precision
 from gradus.recipe.schema import Layout
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import common  # noqa: E402
 from distributed import run  # noqa: E402
+from test_layouts import curve  # noqa: E402
 
 PAIRS = Path(__file__).with_name("pairs.txt")
 STEPS = 2
@@ -120,45 +118,12 @@ def plain(family: str, precision: str, n_layers: int) -> list[tuple[float, float
     return found
 
 
-def curve(world, row: Row) -> list[tuple[float, float]]:
-    family, layout, accumulation = row[0], layout_of(row), LAYOUTS[row[1]][1]
-    mesh, precision = Mesh.make(layout, world), Precision(layout.precision, torch.device("cpu"))
-    if precision.scaler:
-        precision.scaler = torch.amp.GradScaler("cpu", SCALE)
-        precision.scaled(torch.zeros(()))
-    start = common.deferred(family, n_layers=layers_of(row[1]))
-    parallel = apply(precision.cast(start.model), layout, mesh, device=torch.device("cpu"), values=start.values)
-    trained = [p for _, p in parallel.trained()]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True) if trained else None  # which knows of `found_inf`
-    n, place = mesh.size(*DATA), mesh.rank(*DATA)
-    found = []
-    for step in range(STEPS):
-        batch = common.batch(family, step)
-        cuts = [8 * (place * accumulation + i) // (n * accumulation) for i in range(accumulation + 1)]
-        mine = [precision.cast_batch(common.rows_of(family, batch, lo, hi)) for lo, hi in itertools.pairwise(cuts)]
-
-        def loss_of(model, part, counts=batch["counts"]):
-            with precision.autocast():
-                return sum(value / counts[kind] for kind, value in common.losses(family, model, part).items())
-
-        loss = parallel.forward_backward(mine, loss_of, precision.scaled)
-        if optimizer:
-            precision.unscale(optimizer, parallel)
-        norm = parallel.norm()
-        if optimizer:
-            torch.nn.utils.clip_grads_with_norm_([p for p in trained if p.grad is not None], 1.0, norm)
-            precision.step(optimizer, torch.zeros(()))
-        parallel.after_step()
-        parallel.zero_grad()
-        found.append((float(loss), float(norm)))
-    return found
-
-
 def curves(world, rows: list[Row]) -> list:
     found = []
     for row in rows:
         try:
-            found.append(curve(world, row))
+            layout = LAYOUTS[row[1]][2] | {"precision": row[2], "checkpointing": row[3]}
+            found.append(curve(world, row[0], layout, LAYOUTS[row[1]][1], STEPS, SCALE, n_layers=layers_of(row[1])))
         except Exception as e:
             raise AssertionError(" ".join(row)) from e
     return found
