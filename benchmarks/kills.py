@@ -7,8 +7,8 @@ background) and ending. After a kill the other processes have a second to end by
 started again with --auto-resume and goes to its end. On one layout weights and optimizer state must be bitwise those of the
 undisturbed run, and the loss of every step must stand once in metrics.jsonl; resumed in another layout, to a tolerance.
 
-The workers come from a server that has PyTorch loaded already, 0.3 s a start; `--launcher N` does N more kills through the real
-`gradus train --processes`, whose restart then is its own (`--max-restarts 1`). Ends `200 of 200 ...`, or with exit code 1.
+The workers come from a server that has PyTorch loaded already, 0.3 s a start; `--launcher N` does N more kills, each as a step begins
+that is drawn, through the real `gradus train --processes`, whose restart then is its own (`--max-restarts 1`). Ends `200 of 200 ...`, or with exit code 1.
 """
 
 from __future__ import annotations
@@ -208,12 +208,10 @@ def one_through_the_launcher(setup: Setup, rng: random.Random, folder: Path) -> 
     with log.open("w") as out:
         parent = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        victim, record, end = rng.randrange(setup.processes), None, time.monotonic() + LIMIT
-        while record is None and parent.poll() is None and time.monotonic() < end:
+        victim, step, record, end = rng.randrange(setup.processes), rng.randrange(-1, 28), None, time.monotonic() + LIMIT
+        while (record is None or record.progress[0] < step) and parent.poll() is None and time.monotonic() < end:  # -1: as it starts
             record = status.read(folder, victim)
             time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, setup.duration))
-        record = status.read(folder, victim) or record
         if record is None or parent.poll() is not None or status.is_gone(record):
             parent.wait(LIMIT)
             return None

@@ -78,7 +78,7 @@ def pytest_runtest_protocol(item):
 PRICES = {"quick": 2.0, "slow": 30.0}  # processor seconds; tests/prices.txt names what may take more, and why
 NOISE = 2.0  # where others use its memory and caches, a machine takes up to so many times the processor seconds for the same test
 BEGAN = pytest.StashKey[float]()
-_took: dict[str, tuple[float, bool]] = {}  # test → processor seconds, and whether it is slow
+_took: dict[str, tuple[float, bool, str]] = {}  # test or shared fixture → processor seconds, whether it is slow, and the test that ran it
 LOOP = 0.055  # processor seconds of the loop below on a Xeon with AMX, for which the prices are
 _imports = [0, 0.0]  # how deep in imports this process is, and the processor seconds that all took
 _shared: list = [0, 0.0, {}]  # the same of fixtures that several tests share; and those of each
@@ -132,18 +132,18 @@ def slowness() -> float:
     return max(1.0, (time.process_time() - start) / LOOP)
 
 
-def over_price(seconds: dict[str, tuple[float, bool]]) -> list[str]:
-    """Test or shared fixture → (processor seconds, whether slow): a line for each that takes more than it may."""
+def over_price(seconds: dict[str, tuple[float, bool, str]]) -> dict[str, str]:
+    """Of `_took`: the test that ran it → a line, for each that takes more than it may."""
     if {"COVERAGE_PROCESS_START", "GRADUS_PLANTED"} & set(os.environ):  # what takes longer, or is no test's own fault
-        return []
+        return {}
     lines = (Path(__file__).with_name("prices.txt")).read_text().splitlines()
     excepted = {line.split(maxsplit=1)[0] for line in lines if line and line[0] != "#"}
-    dear = [(took, name, "slow" if slow else "quick") for name, (took, slow) in seconds.items() if took > NOISE * PRICES["slow" if slow else "quick"]]
-    return [
-        f"{name}: {took:.1f} processor seconds, and a {kind} test may take {PRICES[kind]:g}: make it cheaper, or name it with its reason in tests/prices.txt"
-        for took, name, kind in sorted(dear, reverse=True)
-        if name.partition("[")[0].removeprefix("tests/") not in excepted
-    ]
+    dear = [(took, name, "slow" if slow else "quick", test) for name, (took, slow, test) in seconds.items()]
+    return {
+        test: f"{name}: {took:.1f} processor seconds, and a {kind} test may take {PRICES[kind]:g}: make it cheaper, or name it with its reason in tests/prices.txt"
+        for took, name, kind, test in sorted(dear, reverse=True)
+        if took > NOISE * PRICES[kind] and name.partition("[")[0].removeprefix("tests/") not in excepted
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -185,23 +185,27 @@ def pytest_runtest_logreport(report):
             file.write(f"{report.nodeid}\n")
     if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
         slow = not {"slow", "docs"}.isdisjoint(report.keywords)
-        _took.update({name: (seconds, slow) for name, seconds in report.processor_seconds.items()})
+        _took.update({name: (seconds, slow, report.nodeid) for name, seconds in report.processor_seconds.items()})
 
 
+@pytest.hookimpl(trylast=True)  # after the plugin that keeps what failed
 def pytest_sessionfinish(session, exitstatus):
-    """A test over its price fails the run. For .ci/run, which runs once more what failed: 1 if tests failed, more if the run did not end."""
+    """A test over its price fails the run, and .ci/run tries it once more, alone, as any that failed. Kept for it: 1 if tests failed, more if no end was reached."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    if session.config.pluginmanager.hasplugin("cacheprovider"):
-        session.config.cache.set("gradus/exit", int(exitstatus))
-        session.config.cache.set("gradus/seconds", dict(sorted(_took.items(), key=lambda item: -item[1][0])))
-    if exitstatus == pytest.ExitCode.OK and over_price(_took):
+    dear = over_price(_took) if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else {}
+    if dear:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if session.config.pluginmanager.hasplugin("cacheprovider"):
+        cache = session.config.cache
+        cache.set("cache/lastfailed", cache.get("cache/lastfailed", {}) | dict.fromkeys(dear, True))
+        cache.set("gradus/exit", int(session.exitstatus))
+        cache.set("gradus/seconds", dict(sorted(_took.items(), key=lambda item: -item[1][0])))
 
 
 def pytest_terminal_summary(terminalreporter):
     """How much the tests of the pages looked at: the sums of what they recorded; and which tests took more than they may."""
-    for line in over_price(_took):
+    for line in over_price(_took).values():
         terminalreporter.write_line(line)
     counts: dict[str, int] = {}
     for report in terminalreporter.stats.get("passed", []):
