@@ -147,28 +147,28 @@ def test_little_is_enough_to_stay_short():
 @LINUX_TELLS
 @pytest.mark.slow
 def test_beside_busy_programs_threads_spin_shortly():
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * limits.cores())]
-    code = """
-import threading, time, torch
+    code = f"""
+import subprocess, sys, threading, time, torch
 from gradus import spin
 torch.set_num_threads(2)
 spin.watch()
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range({2 * limits.cores()})]
 x, end = torch.randn(512, 512), time.monotonic() + 120
 while "gradus-spin-team" not in [t.name for t in threading.enumerate()] and time.monotonic() < end:
     x @ x
 print(time.monotonic() < end)
+for program in busy:
+    program.kill()
+    program.wait()
 """
-    try:
-        assert run(code) == "True\n"
-    finally:
-        for program in busy:
-            program.kill()
-            program.wait()
+    assert run(code) == "True\n"
 
 
-def test_neighbours_of_the_benchmark_are_there_while_a_sample_is_taken_and_are_ended(monkeypatch):
-    bench = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "busy.py"))
-    measure, started, popen = bench["measure"], [], subprocess.Popen
+BUSY = Path(__file__).parents[1] / "benchmarks" / "busy.py"
+
+
+def test_neighbours_of_the_benchmark_are_there_while_a_sample_is_taken_and_are_ended(monkeypatch, capsys):
+    bench, started, popen = runpy.run_path(str(BUSY)), [], subprocess.Popen
 
     def start(command, *args, **more):
         program = popen(command, *args, **more)
@@ -176,7 +176,15 @@ def test_neighbours_of_the_benchmark_are_there_while_a_sample_is_taken_and_are_e
         return program
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setitem(measure.__globals__, "run_sample", lambda *_: float(sum(program.poll() is None for program in started)))
-    settings = [(1, bench["OWN"]), *((2, spin) for spin in (bench["SLEEP"], bench["DEFAULT"], bench["OWN"]))]
-    assert [row.value for row in measure(2, ["decode"], settings, rounds=1, seconds=0.1)] == [2.0] * 4
+    monkeypatch.setitem(bench["main"].__globals__, "run_sample", lambda *_: float(sum(program.poll() is None for program in started)))
+    monkeypatch.setattr(sys, "argv", ["busy.py", "--what", "decode", "--neighbours", "2", "--rounds", "1", "--seconds", "0.1"])
+    bench["main"]()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[2:5] for row in rows] == [[threads, spin, "2.0"] for threads, spin in (("1", "Gradus"), ("2", "0"), ("2", str(bench["DEFAULT"])), ("2", "Gradus"))]
     assert len(started) == 2 and all(program.returncode is not None for program in started)
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_benchmark_is_taken():
+    sample = runpy.run_path(str(BUSY))["run_sample"]
+    assert sample("decode", 1, 0, 0.1) > 0 and sample("train", 1, 0, 0.1) > 0

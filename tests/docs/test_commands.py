@@ -115,19 +115,17 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^(gradus launch ssh .*) --host \S+ -p \d+( --follow)?$", r"\1"),  # without a host it prints what it would run
     (r"--model meta-llama/Llama-2-7b-hf", "--model bert"),
     (r"^torchrun --nproc-per-node 4 -m", "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"),
-    (r"^(mpirun|mpiexec) -n 4", r"\1 -n 2"),
     (r"(gradus study .*) --page \S+", r"\1"),
     (r"train_step\.yaml", 'train_step.yaml --rounds 1 --steps 1 --only "vit · gradus · fp32" model.n_layers=1 model.d_model=64 model.n_heads=2'),
     (r"attention_kernels\.yaml", 'attention_kernels.yaml --rounds 1 --steps 1 --only "n=512 · forward · sdpa"'),
     (r"(?<!_)accuracy\.yaml", 'accuracy.yaml --only "vit · fp32 · no checkpointing · one process" train.steps=3'),
     (r"step_time\.yaml", 'step_time.yaml --rounds 1 --steps 1 --only "vit · fp32 · no checkpointing" model.n_layers=1'),
     (r"layouts\.yaml", f"layouts.yaml --only offload {TINY['shakespeare-char-gpt']}"),
-    (r"road\.yaml", f"road.yaml --only MPI {TINY['cifar10-vit-small']} evaluate.every=2"),
+    (r"road\.yaml", f"road.yaml --only 'one process' {TINY['cifar10-vit-small']} evaluate.every=2"),
     (r"local_updates\.yaml", f"local_updates.yaml --only DDP {TINY['shakespeare-char-gpt']}"),
     (r"benchmarks/ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "first rung" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),
     (r"decode\.yaml", 'decode.yaml --rounds 1 --steps 1 --only "llama-15m · 1 thread · gradus torch"'),
     (r"exports\.py", "exports.py torchscript"),
-    (r"busy\.py.*", "busy.py --what decode --neighbours 0 --rounds 1 --seconds 0.1"),
     (r"startup\.py.*", "startup.py --model tiny --step"),
     (r"gpu\.py", "gpu.py --device cpu --tiny --models gpt2 vit-l16 --steps 2 --out rows.jsonl"),
     (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
@@ -136,6 +134,9 @@ FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^python benchmarks/search_exhaustive": "tests/plan/test_search.py",
     r"^python benchmarks/kills": "tests/launch/test_kills.py",
+    r"^python benchmarks/busy": "tests/test_spin.py",
+    r"^mpirun -n \d+ gradus train |^mpiexec -n \d+ gradus train ": "tests/launch/test_mpi.py",
+    r"^gradus collectives --backend mpi": "tests/measure/test_collectives.py",
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus demo": "tests/test_demo.py",
     r"^gradus ladder ": "tests/proof/test_ladder.py",
@@ -301,9 +302,8 @@ def run(workplace, monkeypatch, capfd):
             monkeypatch.setattr(sys, "stdin", io.StringIO((workplace / file).read_text()))
         if not {"points.json"}.isdisjoint(words) and not (workplace / "points.json").exists():
             pytest.skip("no ../shared/groundtruth beside the checkout")
-        launcher = "mpirun" if "--backend mpi" in command else words[0]
-        if launcher in ("mpirun", "mpiexec", "rsync") and shutil.which(launcher) is None:
-            pytest.skip(f"no {launcher} on PATH")
+        if words[0] == "rsync" and shutil.which("rsync") is None:
+            pytest.skip("no rsync on PATH")
         if re.search(r"--on this|step_time", command) and not (workplace / ".config").exists():
             assert main(["calibrate", "--seconds", "10", "--threads", "1"]) == 0
             capfd.readouterr()
@@ -311,7 +311,7 @@ def run(workplace, monkeypatch, capfd):
         words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
         if words[0] == "gradus":
             code = main(words[1:])
-        elif words[0] == "python" and Path(words[1]).name in ("busy.py", "exports.py", "gpu.py", "groundtruth.py"):  # they start none that imports them
+        elif words[0] == "python" and Path(words[1]).name in ("exports.py", "gpu.py", "groundtruth.py"):  # they start none that imports them
             monkeypatch.setattr(sys, "argv", words[1:])
             monkeypatch.syspath_prepend(str(Path(words[1]).parent))
             try:
@@ -321,9 +321,6 @@ def run(workplace, monkeypatch, capfd):
                 code = end.code or 0
         else:
             words[:1] = [sys.executable] if words[0] == "python" else [words[0]]
-            if words[0] in ("mpirun", "mpiexec"):
-                at = words.index("gradus")
-                words[at : at + 1] = [sys.executable, "-m", "gradus"]
             code = subprocess.run(words, timeout=600).returncode
         return code, *capfd.readouterr()
 
@@ -331,8 +328,6 @@ def run(workplace, monkeypatch, capfd):
     monkeypatch.setenv("HOME", str(workplace))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / ".config"))  # where gradus calibrate writes
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"):
-        monkeypatch.setenv(name, "1")  # Open MPI asks for a word on each
     monkeypatch.setattr(calibrate, "SOME", FEW_POINTS)
     monkeypatch.setattr(fit, "ROUNDS", 1)
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the command

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import PROMPTS, exported, needs_onnx, saved
 
 slow = pytest.mark.slow
+EVERYTHING = (slow, pytest.mark.everything)  # what two other families of the same kind, or another format of this one, show too
 
 
-@pytest.mark.parametrize("family", ["gpt", "vit", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "t5", "seq2seq"))])
+@pytest.mark.parametrize("family", ["gpt", "vit", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "t5")), pytest.param("seq2seq", marks=EVERYTHING)])
 def test_onnx(family, tmp_path, capsys):
     """Every case within 1e-4, named axes, and where it writes the tokens that PyTorch writes."""
     needs_onnx()
@@ -86,7 +87,7 @@ def test_an_onnx_decoder_without_gradus_and_torch(tmp_path):
     assert json.loads(done.stdout) == complete(model, [[3, 1, 4]], max_new=8)[0]
 
 
-@pytest.mark.parametrize("family", ["gpt", "t5", *(pytest.param(name, marks=slow) for name in ("llama", "seq2seq"))])
+@pytest.mark.parametrize("family", ["gpt", "t5", pytest.param("seq2seq", marks=slow), pytest.param("llama", marks=EVERYTHING)])
 def test_torchscript_of_a_decoder(family, tmp_path):
     """A trace at a past of 4 serves every other, and generates the tokens that PyTorch generates."""
     model, out, about = exported(family, tmp_path, "--as", "torchscript")
@@ -104,8 +105,7 @@ def test_torchscript(tmp_path):
     torch.testing.assert_close(torch.jit.load(out / "model.pt")(images)[0], model(images))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt", "vit"])
+@pytest.mark.parametrize("family", [pytest.param("gpt", marks=slow), pytest.param("vit", marks=EVERYTHING)])
 def test_pt2(family, tmp_path):
     from torch._inductor import config
 
