@@ -77,7 +77,7 @@ def pytest_runtest_protocol(item):
 
 PRICES = {"quick": 2.0, "slow": 30.0}  # processor seconds; tests/prices.txt names what may take more, and why
 NOISE = 2.0  # where others use its memory and caches, a machine takes up to so many times the processor seconds for the same test
-BEGAN = pytest.StashKey[float]()
+BEGAN, ENDED = pytest.StashKey[float](), pytest.StashKey[float]()  # of a test, before what it shares with the next is put away (a browser)
 _took: dict[str, tuple[float, bool, str]] = {}  # test or shared fixture → processor seconds, whether it is slow, and the test that ran it
 LOOP = 0.055  # processor seconds of the loop below on a Xeon with AMX, for which the prices are
 _imports = [0, 0.0]  # how deep in imports this process is, and the processor seconds that all took
@@ -170,8 +170,10 @@ def pytest_runtest_makereport(item, call):
     """Where the real data must be there (CI), a test that needs them and was skipped has failed."""
     outcome = yield
     report = outcome.get_result()
-    if report.when == "teardown":
-        report.processor_seconds = {item.nodeid: (processor_seconds() - item.stash[BEGAN]) / slowness(), **_shared[2]}
+    if report.when != "teardown":
+        item.stash[ENDED] = processor_seconds()
+    else:
+        report.processor_seconds = {item.nodeid: (item.stash[ENDED] - item.stash[BEGAN]) / slowness(), **_shared[2]}
         _shared[2].clear()
     needed = os.environ.get("GRADUS_REQUIRE_SHARED_DATA") and "shared_data" in item.fixturenames
     if report.skipped and needed:

@@ -98,7 +98,7 @@ def touching(mutation: Mutation) -> list[str]:
     others = [file for file in files if file not in own and file not in rooms]
     turns = [itertools.chain.from_iterable(itertools.zip_longest(*(files[file] for file in kind))) for kind in (own, rooms, others)]
     seconds = REPOSITORY / ".pytest_cache/v/gradus/seconds"  # of the last run
-    dear = {name for name, (took, _) in json.loads(seconds.read_text()).items() if took > 1} if seconds.is_file() else set()
+    dear = {name for name, (took, *_) in json.loads(seconds.read_text()).items() if took > 1} if seconds.is_file() else set()
     return sorted(filter(None, itertools.chain.from_iterable(turns)), key=lambda name: name in dear)
 
 

@@ -67,6 +67,12 @@ def test_scales_are_those_of_the_closed_form():
     assert qat.input_scale(torch.tensor(2.0), torch.tensor(3.0))[1] == 0  # 0.0 is always in the range
 
 
+def test_ranges_are_those_of_all_batches():
+    model, batches = nn.Sequential(nn.Linear(2, 2)), [torch.tensor(x) for x in ([[0.0, 5.0]], [[-3.0, 1.0]], [[2.0, -1.0]])]
+    task = SimpleNamespace(evaluate=lambda model, batch: model(batch), to_device=lambda batch, device: batch)
+    assert quantize.input_ranges(model, SimpleNamespace(task=task, device="cpu"), batches) == {"0": [-3.0, 5.0]}
+
+
 def test_static_computes_what_training_saw():
     """A trained rounding and its converted product differ by the order of sums alone."""
     linear = nn.Linear(64, 48)

@@ -42,6 +42,15 @@ def made(kind: str, out: int = 12, into: int = 20, rank: int | None = None, bias
     return linear, stored
 
 
+@pytest.mark.parametrize(("into", "out"), [(400, 25), (25, 400)])
+def test_an_adapter_begins_as_a_linear_of_pytorch_that_reads_the_same(into, out):
+    adapter = LoRALinear(nn.Linear(into, out), 64, 0.5)
+    for weight, draw in adapter.initialisation():
+        draw(weight.data, torch.Generator().manual_seed(0))
+    theirs = float(nn.Linear(into, 64).weight.detach().abs().max())
+    assert float(adapter.a.weight.detach().abs().max()) == pytest.approx(theirs, rel=0.01) and not adapter.b.weight.any()
+
+
 def test_nf4_values_are_quantiles_of_the_normal_distribution():
     outermost = (1 - 1 / 32 + 1 - 1 / 30) / 2
     sides = [[NormalDist().inv_cdf(outermost - (outermost - 0.5) * i / n) for i in range(n)] for n in (7, 8)]

@@ -100,6 +100,16 @@ def test_as_many_beams_as_there_are_texts_find_the_likeliest():
     assert likelihood(model, source, two) >= likelihood(model, source, greedy)
 
 
+@pytest.mark.parametrize("seed", [3, 24])  # 24: where the end did not count, "1" and its end would win
+def test_of_all_texts_the_likeliest_by_token_is_found_and_its_end_is_one_of_them(seed):
+    """So many beams that none is left: each text of two tokens, and each that ends before, by the mean over all that were written."""
+    model, source = wild(Seq2SeqConfig(vocab_size=5, n_layers=1, d_model=16, n_heads=2, d_ff=16, seq_len=8), seed), [3, 1, 4]
+    others = [token for token in range(5) if token != EOS]
+    written = [[EOS], *([a, b] for a in others for b in range(5))]
+    best = max(written, key=lambda text: likelihood(model, source, text) / len(text))
+    assert beam_search(model, [[0]], sources=[source], beams=25, max_new=2, eos_id=EOS) == [[token for token in best if token != EOS]]
+
+
 def test_one_beam_is_refused():
     with pytest.raises(UserError, match="at least 2"):
         beam_search(wild(T5, 0), [[0]], sources=[[2]], beams=1, max_new=3)

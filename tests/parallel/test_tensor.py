@@ -328,6 +328,7 @@ def test_fake_processes():
         ("llama", {}, 4, "layout.tensor=4 does not divide model.n_kv_heads=2. Use 1 or 2."),
         ("llama", {"n_kv_heads": 1}, 2, "layout.tensor=2 does not divide model.n_kv_heads=1. Use 1."),
         ("gpt", {"d_ff": 5}, 4, "layout.tensor=4: model.d_ff=5 leaves the last process without a part. Use a smaller layout.tensor."),
+        ("gpt", {"d_ff": 6}, 4, "layout.tensor=4: model.d_ff=6 leaves the last process without a part. Use a smaller layout.tensor."),
         ("vit", {"patches": "unfold"}, 2, "model.patches: cannot be combined with layout.tensor=2: DTensor does not support unfold. Set model.patches=rearrange or convolution: the same result."),
     ],
 )

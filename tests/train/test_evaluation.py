@@ -37,6 +37,14 @@ def test_an_evaluation_keeps_the_best_and_is_cut_by_a_signal(trainer):
     assert p.evaluation_due and not p.last_evaluation, "it is made first when the run goes on"
 
 
+def test_of_two_that_are_as_good_the_first_stays_the_best(trainer):
+    evaluation, p = Evaluation(), trainer.progress
+    for step in (2, 4):  # the same weights
+        p.step = step
+        evaluation.after_step(trainer, taken(step, 1.0))
+    assert p.best == p.last_evaluation["valid/loss"] and p.best_step == 2
+
+
 @pytest.mark.parametrize("kind", ["char", "byte", "word"])
 def test_a_perplexity_of_words_is_of_models_that_are_told_by_words(kind, text, tmp_path):
     """By hand: bits are nats / ln 2; a word is what stands between spaces."""
