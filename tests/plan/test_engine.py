@@ -60,7 +60,7 @@ ALONE = [
     setting(optimizer="sgd"),
     setting(optimizer="momentum", **SEVERAL),
     setting(attention="naive"),
-    setting(attention="chunked", chunk=4, **SEVERAL),
+    setting(attention="chunked", chunk=8, own=4, micro_batch=2),
     setting(experts=4),
     setting(experts=4, **SEVERAL),
 ]
@@ -152,7 +152,7 @@ PIPELINE = [
     setting(4, pipeline=2, shard=2, schedule="gpipe", **HALF, **SEVERAL),
     setting(4, pipeline=2, shard=2, schedule="interleaved", **SEVERAL),
     setting(4, pipeline=2, shard=2, schedule="zero_bubble", **SEVERAL),
-    setting(8, pipeline=2, shard=2, tensor=2, **SEVERAL),
+    setting(8, pipeline=2, shard=2, tensor=2, own=4, micro_batch=2),
     setting(4, pipeline=2, shard_optimizer=True, replicate="manual", **SEVERAL),
 ]
 BY_CHUNKS = [
@@ -367,7 +367,7 @@ def over(found: list[Case]) -> list[tuple[float, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "t5", "seq2seq", "vit"])  # of which there are one or two above
 def test_some_of_the_grid_against_the_whole(family):
     """The whole grid: `python tests/plan/test_engine.py`."""
     failures = over(grid(family)[3::60])
@@ -399,7 +399,7 @@ def cases(draw) -> Case | None:
 
 
 @pytest.mark.slow
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, suppress_health_check=list(HealthCheck))
 @given(cases().filter(lambda case: case is not None))
 def test_any_against_the_whole(case):
     failures = wrong(case, compared(case))
@@ -444,7 +444,7 @@ def plain() -> Case:
 @pytest.mark.slow
 def test_what_a_layout_does_not_split_is_a_note():
     def notes(n: int, optimizer: str = "adamw", experts: int | None = None, **layout) -> list[str]:
-        r = recipe("gpt", samples=4, layers=4 if "schedule" in layout else 2, d=32, seq=16, vocab=64, **layout)
+        r = recipe("gpt", samples=4, layers=4 if "schedule" in layout else 1, d=32, seq=16, vocab=64, **layout)
         model = r.model.model_copy(update={"n_experts": experts})
         return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS[optimizer], "model": model})), n).notes
 

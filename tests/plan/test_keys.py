@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 
 import pytest
 
-from gradus.errors import UserError
 from gradus.hardware import Cluster, cluster
 from gradus.plan.answer import Answer, Request, answer, asked, pinned
 from gradus.plan.keys import kind_of, layout_keys, stated_keys
-from gradus.plan.search import SearchResult, best_layout, search
+from gradus.plan.search import SearchResult, Space, search
 from gradus.plan.show import screen
 from gradus.recipe.presets import PRESETS
 from gradus.recipe.schema import DiLoCo, Layout, LocalSGD
 
 SMALL = ("model.n_layers=2", "batch.samples=64")
+THREE = (*SMALL, "model.n_heads=3")  # heads that no axis splits leave less to trace
 GRID = ["1xT4", "1xV100", "1xA100-40GB", "8xV100", "4xA10G", "8xA100-80GB", "64xH100", "8xB200", "72xGB200", "8xMI300X", "1024xA100-80GB"]
 
 
@@ -46,9 +45,10 @@ def same(one: Answer, other: Answer) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        Request("gpt2-small", (*SMALL, "data.max_len=256"), "V100", 1e9),  # a device without bf16
-        Request("llama3.2-1b", (*SMALL, "data.max_len=512"), "4xH100", 1e9),  # sharded weights gathered in bf16: layout.precision is fp32 then
-        pytest.param(Request("bert-base-uncased", (*SMALL, "layout.checkpointing=full", "layout.precision=fp32"), "2xB200", 1e9), marks=pytest.mark.slow),
+        Request("gpt2-small", (*THREE, "data.max_len=256"), "V100", 1e9),  # a device without bf16
+        # sharded weights gathered in bf16: layout.precision is fp32 then
+        Request("llama3.2-1b", (*THREE, "model.n_kv_heads=3", "model.d_model=768", "data.max_len=512"), "2xH100", 1e9),
+        Request("bert-base-uncased", (*THREE, "layout.checkpointing=full", "layout.precision=fp32"), "2xB200", 1e9),
     ],
     ids=lambda r: f"{r.recipe} on {r.on}",
 )
@@ -56,12 +56,13 @@ def test_the_layout_of_a_plan_pastes_back(request_):
     made = answer(request_)
     for again in (pasted(request_, made.layout_keys), replaced(request_, made.layout_keys), pinned(request_, made)):
         assert not asked(again, [])[4] or made.n == 1, "nothing is left to choose"
+    assert (made.recipe.layout.param_dtype == "bf16") == (request_.recipe == "llama3.2-1b")
     same(made, answer(replaced(request_, made.layout_keys)))
 
 
 @pytest.mark.slow
 def test_a_number_of_devices_that_was_found_pastes_back():
-    request = Request("gpt2-small", (*SMALL, "data.max_len=256"), "A100-80GB", 1e10, 0.2)
+    request = Request("gpt2-small", (*THREE, "data.max_len=256"), "A100-80GB", 1e10, 0.15)
     made = answer(request)
     assert made.layout_keys.startswith(f"--on {made.n}xA100-80GB ") and made.n > 1
     same(made, answer(pasted(request, made.layout_keys)))
@@ -70,9 +71,9 @@ def test_a_number_of_devices_that_was_found_pastes_back():
 @pytest.mark.slow
 def test_advice_fits_as_it_says():
     """Of a layout that the plan chose itself, and that does not fit: each line of what would."""
-    request = Request("gpt2-xl", ("model.n_layers=16", "data.max_len=512", "batch.samples=16", "model.d_ff=51200"), "2xV100-16GB", 1e9)
+    request = Request("gpt2-small", (*THREE, "data.max_len=512", "batch.samples=16", "model.d_ff=800000"), "2xV100-16GB", 1e9)
     made = answer(request)
-    assert made.fits is False and made.advice
+    assert made.fits is False and len(made.advice) == 2  # on more of them, on others
     for line in made.advice:
         words, _, said = line.partition(": ")
         again = answer(pasted(request, words))
@@ -111,11 +112,9 @@ def test_sections_and_null():
     assert [kind_of(on) for on in ("8xA100-80GB", "H100", "1_024 × H100", "this")] == ["A100-80GB", "H100", "H100", "this"]
 
 
-def check_pair(preset: str, on: str, layout: Layout | None = None) -> None:
-    """layout: in place of the one that a search chooses."""
+def check_pair(preset: str, on: str, layout: Layout) -> None:
     request = Request(preset, (), on)
-    own, task, hardware, *_ = asked(request, [])
-    layout = layout or best_layout(own, hardware, task)
+    own, *_ = asked(request, [])
     words = layout_keys(layout, own.layout, stated_keys(request.overrides))
     again, _, there, _, chosen = asked(pasted(request, words), [])
     assert again == own.model_copy(update={"layout": layout}), words
@@ -140,21 +139,21 @@ def test_a_presets_layout_pastes_back(preset, on):
 
 @pytest.mark.slow
 def test_presets_layouts_paste_back_on_all_kinds():
-    """A plan is a function of the recipe and the hardware: where the words give the very recipe, they give the very plan."""
-    pairs = list(zip(list(PRESETS)[::24], itertools.cycle(GRID)))
-    done = 0
-    for preset, on in pairs:
-        try:
-            check_pair(preset, on)
-        except UserError as e:  # no layout of it on so many: a batch that cannot be split
-            assert re.search(r"no layout is possible|batch\.samples=\d+ does not divide", str(e)), (preset, on, e)
-            continue
-        done += 1
-    assert done > 0.9 * len(pairs)
+    """A plan is a function of the recipe and the hardware: where the words give the very recipe, they give the very plan. Of all that a
+    search may choose one in the middle and the last, of every third preset."""
+    done, presets = 0, list(PRESETS)[::3]
+    for preset, on in zip(presets, itertools.cycle(GRID)):
+        own, task, hardware, *_ = asked(Request(preset, (), on), [])
+        space = Space(own, hardware, task)
+        layouts = [layout for split in space.splits() for layout in space.variants(split.model_copy(update={"micro_batch": 1}))]
+        for layout in layouts and (layouts[len(layouts) // 2], layouts[-1]):  # of some none: a batch that cannot be split
+            check_pair(preset, on, layout)
+        done += bool(layouts)
+    assert done > 0.9 * len(presets)
 
 
 @pytest.mark.slow
 def test_every_row_of_a_presets_search_pastes_back():
-    request = Request("t5-small", ("model.n_layers=2", "model.n_decoder_layers=2"), "2xV100-32GB")
+    request = Request("t5-small", ("model.n_layers=2", "model.n_decoder_layers=2", "model.n_heads=3"), "2xV100-32GB")
     recipe, _, hardware, *_ = asked(request, [])
     assert holds(search(recipe, Cluster(hardware.device, 2)), request)
