@@ -245,12 +245,14 @@ def test_serving_it_computes_every_token_anew(done):
 
 @pytest.mark.slow
 def test_every_layout_gives_the_same_curve(folder, done):
+    """Three steps, of which the second and the third see what those before have learned."""
     layouts = {
-        "shard": ["layout.shard=2"], "tensor": ["layout.tensor=2"], "pipeline": ["layout.pipeline=2"],
-        "whole-stream": ["layout.tensor=2", "layout.sequence_parallel=false"],
+        "shard": ["layout.shard=2"], "tensor": ["layout.tensor=2", "layout.micro_batch=4"], "pipeline": ["layout.pipeline=2"],
+        "whole-stream": ["layout.tensor=2", "layout.sequence_parallel=false", "layout.micro_batch=4"],
     }  # fmt: skip
-    run(2, train, folder, layouts)
-    one = rows(folder / "one")
+    run(2, train, folder, {name: ["train.steps=3", *layout] for name, layout in layouts.items()})
+    one = {(name, step): value for (name, step), value in rows(folder / "three").items() if step <= 3}
+    assert len(one) == 2 * 3 + 1
     for name in layouts:
         found = rows(folder / name)
         assert found.keys() == one.keys()

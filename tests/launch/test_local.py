@@ -152,11 +152,11 @@ def test_all_goes_well_and_what_a_worker_is_told(case, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed(case, rank):
-    code, _, error = case("kill", str(rank))
+def test_a_rank_is_killed(case):
+    """The first; of the second test_a_rank_is_killed_in_a_collective tells."""
+    code, _, error = case("kill", "0")
     assert code == 1
-    assert re.match(rf"error: rank {rank} on {HOST} was killed by SIGKILL \(exit code -9\) at step 37 while reading data\. If nobody killed", error)
+    assert re.match(rf"error: rank 0 on {HOST} was killed by SIGKILL \(exit code -9\) at step 37 while reading data\. If nobody killed", error)
     assert error.count("\n") == 1
 
 
@@ -222,17 +222,17 @@ def test_a_fault_of_the_machine_is_started_again(case, who):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_the_data_is_no_lost_rank(case, tmp_path, rank):
+@pytest.mark.parametrize(("rank", "starts"), [(0, 1), (1, 2)])
+def test_an_error_of_the_data_is_no_lost_rank(case, tmp_path, rank, starts):
     """Whatever its words. The error that came first is shown, and kept of each start."""
-    code, _, error = case("data", str(rank), max_restarts=1, grace=10.0)  # the other notices at once, and writes what it saw
-    assert code == 74 and "did not reach" not in error and error.count("Traceback") >= 2
-    for start in (0, 1):
+    code, _, error = case("data", str(rank), max_restarts=starts - 1, grace=10.0)  # the other notices at once, and writes what it saw
+    assert code == 74 and "did not reach" not in error and error.count("Traceback") >= starts
+    for start in range(starts):
         assert f"ConnectionResetError: Connection reset by peer, in start {start}\n" in error
     told = re.findall(rf"error: rank {rank} on {HOST} ended with exit code 74 at step 37 while reading data", error)
-    assert len(told) == 2 or rank == 0, "rank 0 says it itself, where there is time"
+    assert len(told) == starts or rank == 0, "rank 0 says it itself, where there is time"
     ranks = tmp_path / "run" / "ranks"
-    for name, start in ((f"rank-000{rank}.error.1", 0), (f"rank-000{rank}.error", 1)):
+    for name, start in ((f"rank-000{rank}.error.1", 0), (f"rank-000{rank}.error", 1)) if starts == 2 else ((f"rank-000{rank}.error", 0),):
         kept = (ranks / name).read_text()
         assert kept.startswith("Traceback") and kept.endswith(f"in start {start}\n")
     other = (ranks / f"rank-000{1 - rank}.error").read_text()
@@ -250,6 +250,8 @@ if os.environ["RANK"] == "1":
             raise ConnectionResetError("Connection reset by peer")
         return original(self, index, epoch)
     loader._Fetch.sample = sample
+from gradus.proof import prove
+prove.Planner = None
 from gradus.__main__ import main
 main()
 """
@@ -300,7 +302,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on_and_workers_save(tmp_path, number):
     parent = start(tmp_path, "wait")
     parent.send_signal(number)
@@ -311,9 +313,9 @@ def test_signals_are_passed_on_and_workers_save(tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path, number):
+def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path):
     """Whom it waits for is said before, and how to resume after it."""
+    number = signal.SIGTERM
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     parent = start(tmp_path, "deaf")
     parent.send_signal(number)

@@ -13,6 +13,7 @@ from gradus import models
 from gradus.cli import main
 from gradus.data import tokenizers
 from gradus.errors import UserError
+from gradus.parallel import processes
 from gradus.plan.answer import Request, answer
 from gradus.proof import engine_runner, results, study_file, study_store
 from gradus.proof.timing import Timed, Window, time_it
@@ -144,6 +145,7 @@ SMALL = ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(processes, "run_program", lambda words, *_, **__: (main(words[words.index("gradus") + 1 :]), ""))  # a model is quantized here
     for name in ("bandwidth", "product_rate"):
         monkeypatch.setattr(engine_runner.roofs, name, lambda *_: 1e9)
 

@@ -22,6 +22,7 @@ from gradus.proof import (
     harness,
     memory_budget,
     results,
+    runs,
     study,
     timing,
 )
@@ -110,7 +111,8 @@ against: whole
 
 
 @pytest.mark.slow
-def test_seeds_are_whole_trainings(tmp_path):
+def test_seeds_are_whole_trainings(tmp_path, monkeypatch, no_plan):
+    monkeypatch.setattr(runs, "run_program", lambda words, **_: (main(words[3:]), ""))  # here: test_scale.py starts processes for it
     file = written(tmp_path, f"recipe: copy-task\nset: {json.dumps(TINY)}\nrunner: train\nseeds: [0, 1]\nconfigurations: {{one: }}\n")
     assert main(["study", str(file), "--to", str(tmp_path / "out")]) == 0
     rows = {r["name"]: r for r in read_rows(tmp_path / "out/rows.jsonl") if r["kind"] == "measured"}

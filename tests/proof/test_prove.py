@@ -20,6 +20,8 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
+from gradus.launch import local
+from gradus.parallel import status
 from gradus.plan import batches
 from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
@@ -43,11 +45,27 @@ def by_name(folder, name: str) -> dict:
     return {r["name"]: r for r in read_rows(folder / name) if name != "plan.jsonl" or r.get("step")}
 
 
+BOTH = """
+import sys
+from gradus import cli
+code = cli.main(sys.argv[2:])
+print("without a plan", flush=True)
+import json
+from gradus import recipe
+from gradus.train.run import train
+train(recipe.load("copy-task", **json.loads(sys.argv[1])))
+sys.exit(code)
+"""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """A run; beside it `out`, what it printed, and `plain`, the same training without a plan, afterwards in its process."""
     folder = tmp_path_factory.mktemp("prove") / "run"
-    command = [sys.executable, "-m", "gradus", "train", *words(**{"log.dir": folder})]  # a process of its own: others' tensors would be measured too
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    train = ["train", *words(**{"log.dir": folder, "log.every": 4})]
+    plain = json.dumps({**TINY, "log.dir": str(folder.with_name("plain"))})
+    command = [sys.executable, "-c", BOTH, plain, *train]  # a process of its own: others' tensors would be measured too
+    folder.with_name("out").write_text(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return folder
 
 
@@ -87,11 +105,9 @@ def test_summary_and_prove_have_the_same_figures(run, capsys):
 
 
 @pytest.mark.slow
-def test_tensors_and_process_are_told_apart_from_the_plan_to_the_proof(tmp_path):
+def test_tensors_and_process_are_told_apart_from_the_plan_to_the_proof(run):
     """Both measures, by the same words, planned and measured, with both errors; one of them never stands for the other."""
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "gradus", "train", *words(**{"log.dir": folder, "log.every": 4})]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    folder, out = run, run.with_name("out").read_text().partition("without a plan")[0]
     rows = read_rows(folder / "plan.jsonl")
     tensors = next(r["value"] for r in rows if r["name"] == "memory/allocated" and not r.get("step"))
     process = next(r for r in rows if r["name"] == "memory/process")
@@ -145,13 +161,11 @@ def test_prove_says_what_is_missing(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_training_is_the_same_with_and_without_the_plan(run, tmp_path):
-    values = json.dumps({**TINY, "log.dir": str(tmp_path / "plain")})
-    train_it = "import json, sys; from gradus import recipe; from gradus.train.run import train; train(recipe.load('copy-task', **json.loads(sys.argv[1])))"
-    subprocess.run([sys.executable, "-c", train_it, values], check=True, stdout=subprocess.DEVNULL)  # as `run` is: in a process of its own
-    without, with_plan = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "plain", run))
+def test_training_is_the_same_with_and_without_the_plan(run):
+    plain = run.with_name("plain")
+    without, with_plan = (json.loads((folder / "summary.json").read_text()) for folder in (plain, run))
     assert without["train_loss"] == with_plan["train_loss"], "measuring changes no number"
-    assert not (tmp_path / "plain" / "plan.jsonl").exists()
+    assert not (plain / "plan.jsonl").exists()
 
 
 # ------------------------------------------------------------ what will not fit
@@ -217,15 +231,50 @@ def interrupt(self, trainer, *_):
 # ------------------------------------------------------------ several processes
 
 
+WORKER = """
+import contextlib, gc, json, os, pathlib, sys
+from gradus.parallel.processes import end_with_parent
+end_with_parent()
+from gradus import cli
+from gradus.parallel import world
+from gradus.proof import prove
+planner = prove.Planner()  # of all trainings: it begins before the processes meet
+prove.Planner = lambda: contextlib.nullcontext(planner)
+for folder, words in json.loads(sys.argv[1]).items():
+    with open(f"{folder}.out-{os.environ['RANK']}", "w") as out, contextlib.redirect_stdout(out):
+        code = cli.run(["train", *words, f"log.dir={folder}"])
+    if code:
+        break
+    gc.collect()
+world.leave(code)
+"""
+WAYS = {"plain": {}, "diloco": {"layout.diloco.every": 4, "evaluate.every": 8}, "without momentum": {"layout.diloco": "{every: 2, outer_momentum: 0}"}}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """A folder with the runs of WAYS and `pipeline`, and with what they printed: two processes train one after another, as starting them takes the longest."""
+    folder = tmp_path_factory.mktemp("two")
+    rows = [f"{'a good film ' * (1 + 5 * (i % 7))},{'yes' if i % 2 else 'no'}" for i in range(40)]
+    (folder / "table.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    assert main(["new", str(folder / "mine.yaml"), "--data", str(folder / "table.csv")]) == 0
+    small = {"model.n_layers": 2, "model.d_model": 16, "model.n_heads": 2, "model.d_ff": 32, "batch.samples": 4, "train.steps": 4, "layout.threads": 1}
+    of_texts = {**small, "layout.pipeline": 2, "schedule.warmup_steps": 0, "layout.device": "cpu"}
+    trainings = {str(folder / name): [*words(**{"train.steps": 8, **more}), "--auto-resume"] for name, more in WAYS.items()}
+    trainings[str(folder / "pipeline")] = [str(folder / "mine.yaml"), *(f"{k}={v}" for k, v in of_texts.items())]
+    for run in trainings:
+        status.clear(Path(run))  # as whoever starts the processes of one run does
+    assert local.run(2, [json.dumps(trainings)], folder=folder / "workers", timeout=60, command=(sys.executable, "-c", WORKER)) == 0
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"layout.diloco.every": 4, "evaluate.every": 8}, {"layout.diloco": "{every: 2, outer_momentum: 0}"}], ids=str)
-def test_two_processes_are_planned_apart_and_measured(more, tmp_path, capfd):
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_are_planned_apart_and_measured(way, of_two):
     """As a job starts them: with --auto-resume the processes meet early, to find the run."""
-    folder = tmp_path / "run"
-    assert main(["train", *words(**{"log.dir": folder, "train.steps": 8, **more}), "--processes", "2", "--auto-resume"]) == 0
-    out, err = capfd.readouterr()
-    assert "plan: " in out and " sent per step" in out and "no plan" not in out, out + err
-    said, seen = by_name(folder, "plan.jsonl"), by_name(folder, "proof.jsonl")
+    out = (of_two / f"{way}.out-0").read_text()
+    assert "plan: " in out and " sent per step" in out and "no plan" not in out, out
+    said, seen = by_name(of_two / way, "plan.jsonl"), by_name(of_two / way, "proof.jsonl")
     assert said["traffic/all_reduce"]["value"] == pytest.approx(seen["traffic/all_reduce"]["value"], rel=0.001)
     for name in ("weights", "gradients", "optimizer"):
         assert said[f"memory/{name}"]["value"] == pytest.approx(seen[f"memory/{name}"]["value"], rel=0.001)
@@ -233,16 +282,9 @@ def test_two_processes_are_planned_apart_and_measured(more, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_traffic_is_planned_and_counted_of_the_step_that_is_measured(tmp_path):
+def test_traffic_is_planned_and_counted_of_the_step_that_is_measured(of_two):
     """A pipeline sends hidden states, as many as the batch has tokens: of texts of unequal length each step another number."""
-    rows = [f"{'a good film ' * (1 + 5 * (i % 7))},{'yes' if i % 2 else 'no'}" for i in range(40)]
-    (tmp_path / "table.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-    recipe = tmp_path / "mine.yaml"
-    assert main(["new", str(recipe), "--data", str(tmp_path / "table.csv")]) == 0
-    small = {"model.n_layers": 2, "model.d_model": 16, "model.n_heads": 2, "model.d_ff": 32, "batch.samples": 4, "train.steps": 4, "layout.threads": 1}
-    words = [f"{k}={v}" for k, v in {**small, "layout.pipeline": 2, "schedule.warmup_steps": 0, "layout.device": "cpu", "log.dir": tmp_path / "run"}.items()]
-    assert main(["train", str(recipe), *words, "--processes", "2"]) == 0
-    said, seen = (by_name(tmp_path / "run", name) for name in ("plan.jsonl", "proof.jsonl"))
+    said, seen = (by_name(of_two / "pipeline", name) for name in ("plan.jsonl", "proof.jsonl"))
     assert said["traffic/send"]["value"] == pytest.approx(seen["traffic/send"]["value"], rel=0.001)
 
 
@@ -307,10 +349,8 @@ DEEP = ["model.n_layers=12", "layout.micro_batch=1"]  # planned for some seconds
     ("processes", "number", "group", "code"),
     [
         (1, signal.SIGINT, True, 130),
-        pytest.param(1, signal.SIGTERM, False, -signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGKILL, False, -signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGINT, True, 130, marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGTERM, False, 128 + signal.SIGTERM, marks=pytest.mark.slow),
+        (1, signal.SIGTERM, False, -signal.SIGTERM),  # as SIGKILL: a planner ends with its run, however that ended
+        (2, signal.SIGINT, True, 130),
         (2, signal.SIGKILL, False, -signal.SIGKILL),
     ],
 )

@@ -22,7 +22,7 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.parallel import processes
 from gradus.parallel.world import World
-from gradus.proof import harness, scale, timing
+from gradus.proof import harness, runs, scale, timing
 from gradus.rows import read_rows
 from gradus.train.schedule import learning_rate
 
@@ -109,7 +109,9 @@ def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weak_takes_a_batch_for_every_process(tmp_path):
+def test_weak_takes_a_batch_for_every_process(tmp_path, monkeypatch, no_plan):
+    start = runs.run_program  # a process for the training of one, and workers for that of two
+    monkeypatch.setattr(runs, "run_program", lambda words, **more: (main(words[3:]), "") if "--processes" in words else start(words, **more))
     text, rows = run(tmp_path / "weak", "--processes", "1,2", "--steps", "2", "--warmup", "2", "--repeat", "1", "--weak")
     found = {(r["name"], r["configuration"]): r["value"] for r in rows}
     names = {1: "1 process", 2: "2 processes"}

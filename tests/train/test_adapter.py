@@ -112,7 +112,7 @@ def test_new_weights_have_nothing_to_adapt(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_and_back(undisturbed, tmp_path):
-    plain = [word for word in LORA if "dropout" not in word] + ["model.dropout=0.0", "train.steps=9"]
+    plain = [word for word in LORA if "dropout" not in word] + ["model.dropout=0.0", "train.steps=9", "evaluate.every=9", "data.n_valid=8", "train.checkpoint_every=6"]
     one = words(undisturbed, tmp_path / "one", *plain)
     train(recipes.load("copy-task", one))
     runs = [("copy-task", words(undisturbed, tmp_path / name, *plain, *more)) for name, more in (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -222,15 +222,20 @@ def test_a_run_folder_has_one_owner_among_threads_too(tmp_path):
     assert len(refused) == 1, "afterwards it is free"
 
 
+def in_that_second(out: Path, *words: str) -> None:
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    logs.datetime = types.SimpleNamespace(datetime=types.SimpleNamespace(now=lambda: now))
+    os.chdir(out.parent)
+    run_parts.gradus(out, *words)
+
+
 @pytest.mark.slow
 def test_two_processes_of_one_second_write_two_runs(tmp_path):
-    program = (
-        "import sys, datetime; from gradus.train import log; from gradus.cli import main; now = datetime.datetime(2026, 1, 2, 3, 4, 5)\n"
-        "log.datetime = type('d', (), {'datetime': type('c', (), {'now': staticmethod(lambda: now)})}); sys.exit(main(sys.argv[1:]))"
-    )
-    words = [[sys.executable, "-c", program, "train", "copy-task", *run_parts.TINY, "train.steps=12", f"train.seed={seed}"] for seed in (0, 1)]
-    started = [subprocess.Popen(w, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for w in words]
-    assert [p.communicate()[1] and p.returncode for p in started] in ([0, 0], [b"", b""])
+    words = ["train", "copy-task", *run_parts.TINY, "train.steps=12"]
+    started = [run_parts.begun(tmp_path / f"out-{seed}", in_that_second, *words, f"train.seed={seed}") for seed in (0, 1)]
+    for seed, process in enumerate(started):
+        process.join()
+        assert process.exitcode == 0, (tmp_path / f"out-{seed}").read_text()
     runs = sorted(run for run in (tmp_path / "runs" / "copy-task").iterdir() if not run.is_symlink())
     assert [f.name for f in runs] == ["20260102-030405", "20260102-030405-1"]
     assert {recipes.load(f).train.seed for f in runs} == {0, 1}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from run_parts import TINY, digest, losses
+from run_parts import TINY, begun, digest, gradus, losses
 
 from gradus import recipe as recipes
 from gradus.errors import UserError
@@ -34,23 +31,21 @@ def test_the_same_run_twice_is_bitwise_the_same(undisturbed, tmp_path):
 def test_kill_9_at_any_instant(undisturbed, tmp_path):
     """SIGKILL at random moments, writing included, until it gets through: the same weights, every step once in the rows."""
     run, rng, kills = tmp_path / "run", random.Random(1), 0
-    command = [sys.executable, "-m", "gradus", "train"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     while True:
         arguments = [str(run), "--resume"] if (run / "recipe.yaml").exists() else ["copy-task", *TINY, f"log.dir={run}"]
-        process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+        process = begun(tmp_path / "out", gradus, "train", *arguments)
         rows = run / "metrics.jsonl"
         before = rows.stat().st_size if rows.exists() else 0
-        while process.poll() is None and (not rows.exists() or rows.stat().st_size <= before):
+        while process.is_alive() and (not rows.exists() or rows.stat().st_size <= before):
             time.sleep(0.005)  # until it takes steps
         if kills < 3:
             time.sleep(rng.uniform(0.0, 0.35))
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             kills += 1
-        error = process.communicate()[1].decode()
-        if process.returncode == 0:
+        process.join()
+        if process.exitcode == 0:
             break
-        assert process.returncode == -signal.SIGKILL, error
+        assert process.exitcode == -signal.SIGKILL, (tmp_path / "out").read_text()
     assert kills
     assert digest(run) == digest(undisturbed)
     assert losses(run) == losses(undisturbed)
@@ -59,16 +54,15 @@ def test_kill_9_at_any_instant(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(undisturbed, tmp_path):
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "gradus", "train", "copy-task", *TINY, f"log.dir={run}", "train.checkpoint_every=null"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
-    while process.poll() is None and not (run / "metrics.jsonl").exists():
+    process = begun(tmp_path / "out", gradus, "train", "copy-task", *TINY, f"log.dir={run}", "train.checkpoint_every=null")
+    while process.is_alive() and not (run / "metrics.jsonl").exists():
         time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
-    out = process.communicate()[0]
-    if process.returncode == 0:
+    process.terminate()
+    process.join()
+    if process.exitcode == 0:
         pytest.skip("the run ended before the signal came")
-    assert process.returncode == 128 + signal.SIGTERM
-    assert f"gradus train {run} --resume" in out
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert f"gradus train {run} --resume" in (tmp_path / "out").read_text()
     assert list((run / "checkpoints").glob("step-*"))
     from gradus.cli import main
 
