@@ -1,4 +1,4 @@
-# `make train` trains the original Transformer to copy; `make test` runs the tests that need only minutes, `make test-all` every one.
+# `make train` trains the original Transformer to copy; `make test` runs the tests that need only minutes, `make test-all` the slow ones too.
 # `make experiment NAME=vit-on-vertex-ai` runs a study of experiments/ and writes its page and rows; SET="data.path=..." adds keys. Each sets up .venv first.
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -19,9 +19,9 @@ test: .venv/installed-dev  # three at a time: some wait for processes that they 
 	.ci/seconds "make test" .venv/bin/python -m pytest -n 3 --dist worksteal -m "not slow and not docs"
 
 test-all: .venv/installed-dev  # three, as above
-	.ci/seconds "make test-all" .venv/bin/python -m pytest -n 3 --dist worksteal -m "not docs and not everything"
+	.ci/seconds "make test-all" .venv/bin/python -m pytest -rs -n 3 --dist worksteal -m "not docs and not everything"
 
-test-everything: .venv/installed-dev  # all of what test-all takes pairs of: families × layouts × precisions × checkpointing; an hour or more
+test-everything: .venv/installed-dev  # every combination and case of which test-all has pairs or examples
 	.ci/seconds "make test-everything" .venv/bin/python -m pytest -n 2 --dist worksteal -m everything
 
 coverage: export COVERAGE_DATA = $(CURDIR)/.coverage

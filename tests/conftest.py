@@ -62,7 +62,7 @@ def pytest_runtest_setup():
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    """`make coverage`: the lines that a test runs, and those of processes that it starts, are kept under its name."""
+    """What a test takes is counted from here. `make coverage`: the lines that it runs, and those of processes that it starts, are kept under its name."""
     if "COVERAGE_PROCESS_START" in os.environ:
         from coverage import Coverage
 
@@ -77,7 +77,7 @@ def pytest_runtest_protocol(item):
 
 PRICES = {"quick": 2.0, "slow": 30.0}  # processor seconds; tests/prices.txt names what may take more, and why
 NOISE = 2.0  # where others use its memory and caches, a machine takes up to so many times the processor seconds for the same test
-BEGAN, ENDED = pytest.StashKey[float](), pytest.StashKey[float]()  # of a test, before what it shares with the next is put away (a browser)
+BEGAN, ENDED = pytest.StashKey[float](), pytest.StashKey[float]()  # processor seconds when a test began, and when it ended, before what it shares (a browser) is put away
 _took: dict[str, tuple[float, bool, str]] = {}  # test or shared fixture → processor seconds, whether it is slow, and the test that ran it
 LOOP = 0.055  # processor seconds of the loop below on a Xeon with AMX, for which the prices are
 _imports = [0, 0.0]  # how deep in imports this process is, and the processor seconds that all took
@@ -132,18 +132,19 @@ def slowness() -> float:
     return max(1.0, (time.process_time() - start) / LOOP)
 
 
-def over_price(seconds: dict[str, tuple[float, bool, str]]) -> dict[str, str]:
-    """Of `_took`: the test that ran it → a line, for each that takes more than it may."""
+def over_price(seconds: dict[str, tuple[float, bool, str]]) -> list[tuple[str, str]]:
+    """Of `_took`: (the test that ran it, a line) for each that takes more than it may, the dearest first."""
     if {"COVERAGE_PROCESS_START", "GRADUS_PLANTED"} & set(os.environ):  # what takes longer, or is no test's own fault
-        return {}
+        return []
     lines = (Path(__file__).with_name("prices.txt")).read_text().splitlines()
-    excepted = {line.split(maxsplit=1)[0] for line in lines if line and line[0] != "#"}
+    excepted = {line for line in lines if line and line[0] != "#"}
     dear = [(took, name, "slow" if slow else "quick", test) for name, (took, slow, test) in seconds.items()]
-    return {
-        test: f"{name}: {took:.1f} processor seconds, and a {kind} test may take {PRICES[kind]:g}: make it cheaper, or name it with its reason in tests/prices.txt"
+    says = "{}: {:.1f} processor seconds, and a {} test may take {:g}: make it cheaper, or name it with its reason in tests/prices.txt"
+    return [
+        (test, says.format(name, took, kind, PRICES[kind]))
         for took, name, kind, test in sorted(dear, reverse=True)
         if took > NOISE * PRICES[kind] and name.partition("[")[0].removeprefix("tests/") not in excepted
-    }
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +182,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    """GRADUS_TESTED=FILE, as .ci/run sets it for the first of its two runs: the names of what passed."""
+    """Keeps what each test took; and, in GRADUS_TESTED=FILE, the names of those that passed."""
     if (path := os.environ.get("GRADUS_TESTED")) and report.when == "call" and report.passed and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(path, "a") as file:
             file.write(f"{report.nodeid}\n")
@@ -192,22 +193,22 @@ def pytest_runtest_logreport(report):
 
 @pytest.hookimpl(trylast=True)  # after the plugin that keeps what failed
 def pytest_sessionfinish(session, exitstatus):
-    """A test over its price fails the run, and .ci/run tries it once more, alone, as any that failed. Kept for it: 1 if tests failed, more if no end was reached."""
+    """A test over its price fails the run; .ci/again runs it once more, as any that failed. Kept for that: 1 where tests failed, more where the run came to no end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    dear = over_price(_took) if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else {}
+    dear = over_price(_took) if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else []
     if dear:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if session.config.pluginmanager.hasplugin("cacheprovider"):
         cache = session.config.cache
-        cache.set("cache/lastfailed", cache.get("cache/lastfailed", {}) | dict.fromkeys(dear, True))
+        cache.set("cache/lastfailed", cache.get("cache/lastfailed", {}) | {test: True for test, _ in dear})
         cache.set("gradus/exit", int(session.exitstatus))
         cache.set("gradus/seconds", dict(sorted(_took.items(), key=lambda item: -item[1][0])))
 
 
 def pytest_terminal_summary(terminalreporter):
     """How much the tests of the pages looked at: the sums of what they recorded; and which tests took more than they may."""
-    for line in over_price(_took).values():
+    for _, line in over_price(_took):
         terminalreporter.write_line(line)
     counts: dict[str, int] = {}
     for report in terminalreporter.stats.get("passed", []):
@@ -218,7 +219,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
-    """GRADUS_BUT=FILE: those are left out, as in the second."""
+    """GRADUS_BUT=FILE, as .ci/run sets it for its second run: the tests named there are left out."""
     if path := os.environ.get("GRADUS_BUT"):
         passed = set(Path(path).read_text().splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])

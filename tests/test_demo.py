@@ -32,7 +32,7 @@ def shown(out: str) -> list[str]:
 def test_the_journey(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is another's matter
-    for n in (1, 2):  # a second time in the same folder too, where what begins no run does nothing
+    for n in (1, 2):  # the second time in the same folder, without plan and check, which begin no run
         assert demo(cli.run if n == 1 else lambda words: 0 if words[0] in ("plan", "check") else cli.run(words), SMALL) == 0
         out = capsys.readouterr().out
         assert shown(out) == ["plan", "check", "train", "prove", "report"]
@@ -74,7 +74,7 @@ def test_without_matplotlib_there_is_no_report(monkeypatch, capsys):
 INTERRUPTED = """
 import sys
 from gradus.demo import demo, run
-sys.exit(demo(lambda words: run(words) if words[0] == "train" else 0, sys.argv[1:]))  # what comes before it takes a process each
+sys.exit(demo(lambda words: run(words) if words[0] == "train" else 0, sys.argv[1:]))  # the verbs before it would each start a process
 """
 
 

@@ -30,8 +30,9 @@ def test_what_takes_more_fails_the_run_and_is_tried_once_more(pytestconfig, monk
     took = {"tests/a.py::b[c]": (limit + 0.1, False), "tests/a.py::d": (limit - 0.1, False), "tests/a.py::e": (limit + 0.1, True), f"tests/{named()[0]}[f]": (99.0, False)}
     monkeypatch.setattr(ours, "_took", {test: (*values, test) for test, values in took.items()})
     kept = {"cache/lastfailed": {"tests/g.py::h": True}}
-    cache = SimpleNamespace(get=kept.get, set=kept.__setitem__)
-    session = SimpleNamespace(exitstatus=ended, config=SimpleNamespace(pluginmanager=pytestconfig.pluginmanager, cache=cache))
+    plugins, cache = SimpleNamespace(hasplugin=lambda name: True), SimpleNamespace(get=kept.get, set=kept.__setitem__)
+    session = SimpleNamespace(exitstatus=ended, config=SimpleNamespace(pluginmanager=plugins, cache=cache))
     ours.pytest_sessionfinish(session, ended)
+    assert ours.pytest_sessionfinish.pytest_impl["trylast"], "what failed is kept before"
     assert session.exitstatus == kept["gradus/exit"] == failed
     assert list(kept["cache/lastfailed"]) == ["tests/g.py::h", *more]

@@ -143,6 +143,9 @@ def test_little_is_enough_to_stay_short():
     assert teams == [max(2, limits.cores() + 2 - n) for n in (2, 3, 3)]
 
 
+FOR_A_WHILE = "import time; end = time.monotonic() + 150\nwhile time.monotonic() < end: pass"
+
+
 @SEVERAL
 @LINUX_TELLS
 @pytest.mark.slow
@@ -152,7 +155,7 @@ import subprocess, sys, threading, time, torch
 from gradus import spin
 torch.set_num_threads(2)
 spin.watch()
-busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range({2 * limits.cores()})]
+busy = [subprocess.Popen([sys.executable, "-c", {FOR_A_WHILE!r}]) for _ in range({2 * limits.cores()})]
 x, end = torch.randn(512, 512), time.monotonic() + 120
 while "gradus-spin-team" not in [t.name for t in threading.enumerate()] and time.monotonic() < end:
     x @ x

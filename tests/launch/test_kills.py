@@ -1,4 +1,4 @@
-"""Processes killed at random instants: every run ends as the one that nobody disturbed. (Two hundred: benchmarks/kills.py.)"""
+"""Processes killed at an instant or a step that is drawn: every run ends as the one that nobody disturbed. (Two hundred: benchmarks/kills.py.)"""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_are_passed_on_and_workers_save(tmp_path, number):
     parent = start(tmp_path, "wait")
     parent.send_signal(number)
@@ -315,7 +315,7 @@ def test_signals_are_passed_on_and_workers_save(tmp_path, number):
 @pytest.mark.slow
 def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path):
     """Whom it waits for is said before, and how to resume after it."""
-    number = signal.SIGTERM
+    number = signal.SIGINT
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     parent = start(tmp_path, "deaf")
     parent.send_signal(number)

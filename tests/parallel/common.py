@@ -1,4 +1,4 @@
-"""Six tiny models, ragged batches for them, and twenty steps of one process: what every layout is compared with."""
+"""Six tiny models, ragged batches for them, and the steps of one process: what every layout is compared with."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from gradus.recipe.schema import BertConfig, GPTConfig, Layout, LlamaConfig
 from gradus.train import sharded
 from gradus.train.optim import state_tensors
 
-STEPS, FIRST, CLIP = 4, 3, 1.0  # FIRST: of the engine
+STEPS, FIRST, CLIP = 4, 3, 1.0  # FIRST: of the engine's test
 CHANGES = {"n_layers": 2, "n_experts": 4, "top_k": 2}
 FEW = {"n_layers": 2, "n_experts": 2, "top_k": 1}
 

@@ -1,5 +1,5 @@
 """One layout of each axis against one process: loss and gradient norm of each step; all families, axes and precisions: test_pairs; twenty steps: test_context,
-test_pipeline, test_tensor, train/test_processes."""
+test_pipeline."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def norm_of(parameters) -> torch.Tensor:
     return total.sqrt()
 
 
-def curve(model, family, layout, steps=20, lr=1e-3, clip=1.0, batch=common.batch, losses=common.losses, data=None):
+def curve(model, family, layout, steps, lr=1e-3, clip=1.0, batch=common.batch, losses=common.losses, data=None):
     """As common.reference. `data`: a mesh axis along which the rows of a batch are split."""
     parameters = list(model.parameters())
     views = [p.to_local().detach() for p in parameters]
@@ -95,7 +95,7 @@ def same(found, reference, tolerance=1e-5):
         assert a == pytest.approx(b, rel=tolerance), f"step {step}: (loss, norm) {a}, not {b}"
 
 
-def reference(family, steps=20, losses=common.losses, batch=common.batch, **changes):
+def reference(family, steps, losses=common.losses, batch=common.batch, **changes):
     """common.reference for other batches and losses."""
     model = common.build(family, **changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -60,7 +60,8 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run; beside it `out`, what it printed, and `plain`, the same training without a plan, afterwards in its process."""
+    """A run; beside it `out`, what it printed, and `plain`, the same training without a plan, afterwards in its process (what a plan
+    would leave behind there is not seen)."""
     folder = tmp_path_factory.mktemp("prove") / "run"
     train = ["train", *words(**{"log.dir": folder, "log.every": 4})]
     plain = json.dumps({**TINY, "log.dir": str(folder.with_name("plain"))})
@@ -238,7 +239,7 @@ end_with_parent()
 from gradus import cli
 from gradus.parallel import world
 from gradus.proof import prove
-planner = prove.Planner()  # of all trainings: it begins before the processes meet
+planner = prove.Planner() if os.environ["RANK"] == "0" else None  # of all trainings: it begins before the processes meet
 prove.Planner = lambda: contextlib.nullcontext(planner)
 for folder, words in json.loads(sys.argv[1]).items():
     with open(f"{folder}.out-{os.environ['RANK']}", "w") as out, contextlib.redirect_stdout(out):

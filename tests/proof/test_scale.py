@@ -109,7 +109,7 @@ def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weak_takes_a_batch_for_every_process(tmp_path, monkeypatch, no_plan):
+def test_weak_takes_a_batch_for_every_process(tmp_path, monkeypatch):
     start = runs.run_program  # a process for the training of one, and workers for that of two
     monkeypatch.setattr(runs, "run_program", lambda words, **more: (main(words[3:]), "") if "--processes" in words else start(words, **more))
     text, rows = run(tmp_path / "weak", "--processes", "1,2", "--steps", "2", "--warmup", "2", "--repeat", "1", "--weak")
@@ -127,6 +127,11 @@ def test_weak_takes_a_batch_for_every_process(tmp_path, monkeypatch, no_plan):
     assert found["speed_up", "2 processes, to the end"] == pytest.approx(times[0] / times[1])
     heads = [line for line in text.splitlines() if (line.startswith("configuration") and "speed-up" in line) or "valid/" in line]
     assert any("training loss" in line for line in heads) and any("valid/accuracy" in line for line in heads), text
+
+
+def test_a_training_with_mpi_is_started_by_mpirun(tmp_path):
+    r = tiny(**{"layout.replicate": "manual", "layout.transport": "mpi"})
+    assert runs.command(r, 2, None, tmp_path / "run")[:5] == ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 
 
 def test_what_weak_leaves_and_changes():

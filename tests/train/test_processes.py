@@ -57,7 +57,7 @@ def train(world, name: str, overrides: list[str], resume: bool = False, stop_at:
         return original(self, step)
 
     loop.Trainer.take = interrupted
-    run._print_model = lambda *_: None  # what ten untrained models write, which nobody reads here
+    run._print_model = lambda *_: None  # what an untrained model writes, which nobody reads here
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             run.train(recipes.load(name, overrides), world=world, resume=Path(name) if resume else None)
