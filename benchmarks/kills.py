@@ -7,8 +7,9 @@ background) and ending. After a kill the other processes have a second to end by
 started again with --auto-resume and goes to its end. On one layout weights and optimizer state must be bitwise those of the
 undisturbed run, and the loss of every step must stand once in metrics.jsonl; resumed in another layout, to a tolerance.
 
-The workers come from a server that has PyTorch loaded already, 0.3 s a start; `--launcher N` does N more kills, each at the start or once a
-step that is drawn has begun, through the real `gradus train --processes`, whose restart then is its own (`--max-restarts 1`). Ends `200 of 200 ...`, or with exit code 1.
+The workers come from a server that has PyTorch loaded already, 0.3 s a start; `--launcher N` does N more kills, each at the start or
+once a step that is drawn has begun, through the real `gradus train --processes`, whose restart then is its own (`--max-restarts 1`).
+Ends `200 of 200 ...`, or with exit code 1.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def pytest_runtest_protocol(item):
 
 PRICES = {"quick": 2.0, "slow": 30.0}  # processor seconds; tests/prices.txt names what may take more, and why
 NOISE = 2.0  # where others use its memory and caches, a machine takes up to so many times the processor seconds for the same test
-BEGAN, ENDED = pytest.StashKey[float](), pytest.StashKey[float]()  # processor seconds when a test began, and when it ended, before what it shares (a browser) is put away
+# processor seconds when a test began, and when it ended, before what it shares (a browser) is put away
+BEGAN, ENDED = pytest.StashKey[float](), pytest.StashKey[float]()
 _took: dict[str, tuple[float, bool, str]] = {}  # test or shared fixture → processor seconds, whether it is slow, and the test that ran it
 LOOP = 0.055  # processor seconds of the loop below on a Xeon with AMX, for which the prices are
 _imports = [0, 0.0]  # how deep in imports this process is, and the processor seconds that all took
@@ -132,18 +133,22 @@ def slowness() -> float:
     return max(1.0, (time.process_time() - start) / LOOP)
 
 
+def excepted() -> list[str]:
+    """What prices.txt names."""
+    return [line for line in Path(__file__).with_name("prices.txt").read_text().splitlines() if line and line[0] != "#"]
+
+
 def over_price(seconds: dict[str, tuple[float, bool, str]]) -> list[tuple[str, str]]:
     """Of `_took`: (the test that ran it, a line) for each that takes more than it may, the dearest first."""
     if {"COVERAGE_PROCESS_START", "GRADUS_PLANTED"} & set(os.environ):  # what takes longer, or is no test's own fault
         return []
-    lines = (Path(__file__).with_name("prices.txt")).read_text().splitlines()
-    excepted = {line for line in lines if line and line[0] != "#"}
+    named = excepted()
     dear = [(took, name, "slow" if slow else "quick", test) for name, (took, slow, test) in seconds.items()]
     says = "{}: {:.1f} processor seconds, and a {} test may take {:g}: make it cheaper, or name it with its reason in tests/prices.txt"
     return [
         (test, says.format(name, took, kind, PRICES[kind]))
         for took, name, kind, test in sorted(dear, reverse=True)
-        if took > NOISE * PRICES[kind] and name.partition("[")[0].removeprefix("tests/") not in excepted
+        if took > NOISE * PRICES[kind] and name.partition("[")[0].removeprefix("tests/") not in named
     ]
 
 
@@ -193,7 +198,8 @@ def pytest_runtest_logreport(report):
 
 @pytest.hookimpl(trylast=True)  # after the plugin that keeps what failed
 def pytest_sessionfinish(session, exitstatus):
-    """A test over its price fails the run; .ci/again runs it once more, as any that failed. Kept for that: 1 where tests failed, more where the run came to no end."""
+    """A test over its price fails the run; .ci/again runs it once more, as any that failed. Kept for that: 1 where tests failed, more where the run came
+    to no end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     dear = over_price(_took) if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else []

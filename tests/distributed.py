@@ -15,7 +15,7 @@ import traceback
 spent = 0.0  # processor seconds of all processes that were started so far, which no parent of them waits for
 
 
-def _context():
+def server():
     context = multiprocessing.get_context("forkserver")
     below = ("fsdp", "tensor.parallel", "checkpoint", "pipelining")
     context.set_forkserver_preload(["pytest", *(f"torch.distributed.{name}" for name in below), "gradus.proof.prove"])
@@ -60,7 +60,7 @@ def run(n: int, function, *args, timeout: float = 900.0, environment: dict | Non
     from gradus.parallel.world import free_port
 
     global spent
-    context = _context()
+    context = server()
     results, port = context.Queue(), free_port()
     environment = (environment or {}) | {name: os.environ[name] for name in ("GRADUS_TEST",) if name in os.environ}
     file, name = function.__code__.co_filename, function.__name__

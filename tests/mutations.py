@@ -137,7 +137,7 @@ def main(words: list[str]) -> int:
     for name in LARGE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    missed, start, fit = 0, time.time(), [f"tests/{LIST[number - 1].test}" for number in numbers if LIST[number - 1].test]
+    missed, start, fit = 0, time.time(), sorted({f"tests/{LIST[number - 1].test}" for number in numbers if LIST[number - 1].test})
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(REPOSITORY / "src", Path(folder) / "src")
         shutil.copy(REPOSITORY / "pyproject.toml", folder)  # so that it is a checkout, as far as launch asks

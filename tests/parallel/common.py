@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -88,8 +90,10 @@ def rows_of(family: str, b: dict, lo: int, hi: int) -> dict:
     return part | {"counts": {next(iter(b["counts"])): n}, "n_tokens": n}
 
 
-def reference(family: str, steps: int = 20, lr: float = 1e-3, clip: float = 1.0, **changes) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of each step, by one process with plain PyTorch."""
+def reference(
+    family: str, steps: int = 20, lr: float = 1e-3, clip: float = 1.0, losses: Callable = losses, batch: Callable = batch, **changes
+) -> list[tuple[float, float]]:  # fmt: skip
+    """(loss, gradient norm before clipping) of each step, by one process with plain PyTorch. losses, batch: in place of those here; changes: to the model."""
     model = build(family, **changes)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     curve = []

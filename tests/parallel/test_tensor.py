@@ -95,22 +95,6 @@ def same(found, reference, tolerance=1e-5):
         assert a == pytest.approx(b, rel=tolerance), f"step {step}: (loss, norm) {a}, not {b}"
 
 
-def reference(family, steps, losses=common.losses, batch=common.batch, **changes):
-    """common.reference for other batches and losses."""
-    model = common.build(family, **changes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
-    for step in range(steps):
-        b = batch(family, step)
-        loss = sum(value / b["counts"][kind] for kind, value in losses(family, model, b).items())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((float(loss.detach()), float(norm)))
-    return found
-
-
 def layouts(n):
     return [Layout(tensor=n, sequence_parallel=s, vocab_parallel=v) for s in (True, False) for v in (True, False)]
 
@@ -150,7 +134,7 @@ def bert_heads(world):
         return b | {"counts": b["counts"] | {"pairs": len(b["ids"])}}
 
     for losses, changes in ((pretraining, {"head": "pretraining"}), (classification, {"head": "classification", "n_classes": 3})):
-        expected = reference("bert", 2, losses, batch, **SMALL, **changes)
+        expected = common.reference("bert", 2, losses=losses, batch=batch, **SMALL, **changes)
         for layout in (layouts(2)[0], layouts(2)[3]):
             same(curve(build(mesh, "bert", layout, **SMALL, **changes), "bert", layout, 2, batch=batch, losses=losses), expected)
     b = common.batch("bert", 0)
@@ -179,7 +163,7 @@ def lengths_and_packing(world):
         changes = SMALL | {"vocab_size": 49, "n_kv_heads": 4}
         if family == "gpt":
             changes.pop("n_kv_heads")
-        expected = reference(family, 4, smoothed, packed, **changes)
+        expected = common.reference(family, 4, losses=smoothed, batch=packed, **changes)
         for layout in layouts(2) if world.size == 2 else layouts(4)[:1]:
             same(curve(build(mesh, family, layout, **changes), family, layout, 4, batch=packed, losses=smoothed), expected)
 

@@ -37,6 +37,7 @@ SMALL = {"model.n_layers": 4}
 THREE = {"model.n_layers": 2, "model.n_heads": 3}  # two blocks, and heads that no axis splits, leave less to trace
 WORDS = ("batch.samples=16", "model.n_layers=2", "model.n_heads=3")  # as recipe_of has it: what was traced for one question is there for the next
 ON = hardware.cluster("2xL4")
+EXHAUSTIVE = str(Path(__file__).parents[2] / "benchmarks/search_exhaustive.py")
 
 
 def recipe_of(name: str, samples: int = 16, **overrides) -> Recipe:
@@ -209,15 +210,10 @@ def test_nodes_have_their_own_size():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["seq2seq-base", "bert-base-uncased", "t5-small", "vit-b16", "llama3.2-1b", "gpt2-small"])
 def test_all_families(name):
-    """Whatever a search may choose is allowed, as `walk` puts it together: nothing is traced for it."""
+    """Whatever a search may choose is allowed: nothing is traced for it."""
     more = {"model.n_experts": 4} if name == "gpt2-small" else {}
     recipe = recipe_of(name, samples=32, **SMALL, **more)
-    space, seen = Space(recipe, hardware.cluster("8xA100-80GB")), []
-    for split in space.splits():
-        for micro in space.micro_batch_sizes(split):
-            for layout in space.variants(split.model_copy(update={"micro_batch": micro})):
-                zero_bubble = layout.schedule == "zero_bubble" and layout.pipeline > 1
-                seen += [layout.model_copy(update={"checkpointing": mode}) for mode in space.checkpointing[: 1 if zero_bubble else None]]
+    seen = [layout for _, layout in runpy.run_path(EXHAUSTIVE)["layouts"](Space(recipe, hardware.cluster("8xA100-80GB")))]
     for layout in seen:
         check.validate(recipe.model_copy(update={"layout": layout}), 8)
     assert max(layout.expert if more else layout.tensor for layout in seen) >= 4 and {layout.shard for layout in seen} == {1, 2, 4, 8}
@@ -245,8 +241,7 @@ def test_the_best_of_all_layouts_are_found(case):
     """The 20 best ways to split of every layout, evaluated exactly (benchmarks/search_exhaustive.py), each as fast within
     0.2 %; fewer are estimated for it."""
     rows = [row for row in ROWS if row["case"] == case]
-    exhaustive = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/search_exhaustive.py"))
-    space = exhaustive["space_of"](case)
+    space = runpy.run_path(EXHAUSTIVE)["space_of"](case)
 
     def split(keys: str) -> frozenset[str]:
         return frozenset(re.findall(r"layout\.((?:tensor|pipeline|context|context_method|shard|expert)=\w+)", keys))

@@ -43,7 +43,7 @@ def garble(file: Path) -> None:
 def begun(out: Path, function, *words: str):
     """The process of `function(out, *words)`: of its own, and with what takes seconds to import there already. Its processor
     seconds are in no test's price."""
-    process = distributed._context().Process(target=function, args=(out, *words))
+    process = distributed.server().Process(target=function, args=(out, *words))
     process.start()
     return process
 
