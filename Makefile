@@ -35,7 +35,8 @@ NEWEST = tests/models tests/infer tests/recipe/test_training_args.py tests/plan/
 
 test-newest: .venv/bin/python  # the newest torch, transformers and peft that pip offers, in an environment of their own: readers, exports, what torch keeps private
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[dev]' torch transformers peft
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch transformers peft  # past our bounds: pip says so
 	.venv-newest/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|transformers|peft|onnx|onnxruntime|tokenizers|safetensors) '
 	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -m "not docs and not everything" -p no:cacheprovider $(NEWEST)
 

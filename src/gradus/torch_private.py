@@ -2,7 +2,7 @@
 
 What begins with an underscore (and torch.testing) may change in any release. Each entry here says what it is for.
 All were tested on the releases in TESTED, where an entry does not say otherwise; tests/test_torch_private.py tests
-them one by one, and that no other file names a private part. Before `torch<2.14` in pyproject.toml moves, run it.
+them one by one, and that no other file names a private part. Before `torch<2.15` in pyproject.toml moves, run it.
 
 This file imports what `import torch` imports anyway; all else is imported where it is used.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-TESTED = ("2.11", "2.13")
+TESTED = ("2.11", "2.14")
 
 __all__ = [
     "FakeTensor",  # a tensor of a shape without memory
