@@ -255,4 +255,5 @@ def _tables(where: str) -> dict[str, list[Path]]:
     if not (is_hub(where) or path.is_file() or next(there, None)):
         return {}
     found = {split: find_split(where, split, required=split == "train") for split in SPLITS}
-    return {s: list(tables.files) if isinstance(tables, Shards) else [Path(tables)] for s, tables in found.items() if tables}
+    files = {split: getattr(tables, "files", (tables,)) for split, tables in found.items() if tables}
+    return {split: list(tables) for split, tables in files.items()}

@@ -61,8 +61,8 @@ def near(path: Path) -> str:
 
 
 def suffix(path: Path) -> str:
-    """The suffix before .gz or .xz."""
-    return Path(path.stem).suffix if path.suffix in (".gz", ".xz") else path.suffix
+    """The suffix before .gz or .xz, in small letters."""
+    return Path(path.stem if path.suffix in (".gz", ".xz") else path.name).suffix.lower()
 
 
 def kind_of(path: Readable) -> str:
@@ -272,7 +272,7 @@ def _is_quoted(path: Path) -> bool:
     """Whether quotes in a .tsv stand around fields, as all then do: each closes, and those inside are doubled."""
     csv.field_size_limit(2**31 - 1)
     width, quoted, raw = 0, False, []
-    lines = (raw.append(line) or line for line in whole_lines(path, newline=""))  # type: ignore[func-returns-value]
+    lines = (raw.append(line) or line for line in whole_lines(path, newline=""))
     try:
         for fields in csv.reader(lines, delimiter="\t", strict=True):
             marks, inside = "".join(raw).count('"'), "".join(fields).count('"')
@@ -368,11 +368,9 @@ def table_of(path: str | Path) -> tuple[dict[str, list[str] | None], int]:
 
 def class_names(path: Readable, columns: Sequence[str]) -> list[str] | None:
     """What `table_of` says of the first of these columns that there is; None for other kinds of files."""
-    if isinstance(path, Shards):
-        path = path.files[0]
     if kind_of(path) not in ("hf", "parquet"):
         return None
-    names = table_of(path)[0]
+    names = table_of(path.files[0] if isinstance(path, Shards) else path)[0]
     return names.get(next((c for c in columns if c in names), None))
 
 

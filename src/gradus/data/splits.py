@@ -105,12 +105,13 @@ def _in_order(file: Path) -> list[Any]:
 
 
 def _are_parts(files: list[Path]) -> bool:
-    """Whether these, in their order, are one text or table: texts, or tables of one kind whose names differ in numbers,
-    from 0 or 1 on."""
-    if not _tables(files):
+    """Whether these, in their order, are one text or table: texts that are not themselves named after a split, or files
+    whose names differ in numbers, from 0 or 1 on or 1-of-9 (test_2016 and test_2017 are two)."""
+    name = files[0].name
+    if not (_tables(files) or _split_of(Path(name))):
         return True
-    names = {re.sub(r"\d+(-of-\d+.*)?", "#", str(file)) for file in files}
-    return len(names) == 1 and any(int(x) <= 1 for x in re.findall(r"\d+", files[0].name))
+    alike = {re.sub(r"\d+(-of-\d+.*)?", "#", str(file)) for file in files}
+    return len(alike) == 1 and ("-of-" in name or any(int(x) <= 1 for x in re.findall(r"\d+", name)))
 
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:

@@ -215,9 +215,9 @@ class LabelledDataset:
             if label not in row:
                 raise no_column(file, number, label, row)
             if (value := as_label(row[label])) is None:
-                n = 1 + sum(as_label(other[label]) is None for *_, other in rows if label in other)  # type: ignore
+                n = 1 + sum(as_label(other[label]) is None for *_, other in rows if label in other)
                 what = f"label {row[label]!r} is neither a whole number nor a name (so in {n:,} row{'s' * (n > 1)})"
-                raise UserError(f"{file}: row {number}: {what}. Correct the row{'s' * (n > 1)}, or leave it out.")
+                raise UserError(f"{file}: row {number}: {what}. Correct or remove {'them' if n > 1 else 'it'}.")
             labels.append(value)
             yield text_of(file, number, row, text)[: limits.FIELD]
 
@@ -230,7 +230,7 @@ class LabelledDataset:
 
 def as_label(value: Any) -> int | str | None:
     """A cell as the label that it is: a number, or a name without the space around it; None for neither."""
-    if isinstance(value, float) and value.is_integer() or isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
         return int(value)
     text = str(value).strip() if isinstance(value, bool | str) else ""
     return (text.lower() if text.lower() in ("true", "false") else text) or None
@@ -242,7 +242,7 @@ def has_labels(path: Readable, column: str | None) -> bool:
     if isinstance(first, str):
         return True
     label = column or next((name for name in LABEL_COLUMNS if name in first), "")
-    return label in first and any(as_label(row[label]) not in (None, -1, "-1") for row in read_rows(path, [label]))  # type: ignore
+    return label in first and any(as_label(row[label]) not in (None, -1, "-1") for row in read_rows(path, [label]))
 
 
 def _where(path: Readable, i: int) -> str:

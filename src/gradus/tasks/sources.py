@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from gradus import limits, models
@@ -108,7 +107,8 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
         what = f"{files.pop(split)}: no row has a label"
         if asked[split]:
             raise UserError(f"{what}, so it cannot be evaluated on. Leave out data.{split} or evaluate.test.")
-        print(f"note: {what}, so it is no {split} split.", flush=True)
+        rest = "" if {"valid", "test"} & files.keys() else " A tenth of the training rows is held out."
+        print(f"note: {what}, so it is no {split} split.{rest}", flush=True)
     if "valid" not in files and "test" in files:
         print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
         files["valid"] = files.pop("test")

@@ -27,7 +27,8 @@ CHATS = "chats, a list of messages each"
 QUESTIONS = (  # column names of data to fine-tune assistants with: what they are called
     ({"instruction", "output"}, "instructions with their answers, as Alpaca's"),
     ({"instruction", "response"}, "instructions with their answers"),
-    ({"prompt", "completion"}, "prompts with their completions"), ({"completion"}, "completions"), ({"prompt", "response"}, "prompts with answers"),
+    ({"prompt", "completion"}, "prompts with their completions"), ({"completion"}, "completions"),
+    ({"prompt", "response"}, "prompts with answers"),
     ({"chosen", "rejected"}, "answers that were chosen and rejected"),
     *(({name}, CHATS) for name in ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")),
 )  # fmt: skip

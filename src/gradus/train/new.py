@@ -148,7 +148,8 @@ class Facts:
             low, middle, high = np.percentile(self.lengths(), [0, 50, 100]).astype(int)
             yield f"lengths    {low} to {high} tokens, median {middle}"
         if kind == "labelled" and (n := sum(int((data.lengths == 0).sum()) for data in splits.values())):
-            yield f"note       {n:,} of the texts {'are' if n > 1 else 'is'} empty: learned with the label, without a word"
+            are = "are" if n > 1 else "is"
+            yield f"note       {n:,} of the texts {are} empty: learned with the label, without a word"
 
     @property
     def one_size(self) -> bool:
