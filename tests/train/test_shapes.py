@@ -159,6 +159,8 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "names in capitals, semicolons": (capitals, "d", "splits     train 40, valid 10", "classes    2: neg 25, pos 25"),
     "several books": (books, "d", "found      d/book1.txt and 2 more: running text"),
     "two tables that are no parts": (lambda: (table("d/cats.csv", reviews()), table("d/dogs.csv", reviews())), "d", "several files for the train split: cats.csv, dogs.csv. Set data.train=NAME"),
+    "two data sets in folders": (lambda: [parquet(f"d/{name}/train-00000-of-00001.parquet", reviews()) for name in ("cola", "sst2")], "d", "cola/train-00000-of-00001.parquet, sst2/train-00000-of-00001.parquet. Set data.train=NAME, or give the folder of one"),
+    "tests of two years": (lambda: [table(f"d/{name}.csv", reviews()) for name in ("train", "test_2016", "test_2017")], "d", "several files for the test split: test_2016.csv, test_2017.csv"),
     "two tables that are": (lambda: (table("d/part1.csv", reviews()), table("d/part2.csv", reviews())), "d", "d/part1.csv and 1 more", "classes    2: neg 40, pos 40"),
     "a text a file, a folder a class": (one_folder_per_class, "d", "texts, each in the folder of its class", PAIR, "held out"),
     "the same below train and test": (imdb, "d", "texts, each in the folder of its class", "splits     train 40, valid 40", "test is evaluated in its place"),

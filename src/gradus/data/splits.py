@@ -126,7 +126,8 @@ def _find_hub_split(name: str, split: str, explicit: str | None, required: bool)
 
 def _several(path: Path, split: str, names: list[str]) -> UserError:
     there = f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
-    return UserError(f"{path}: several files for the {split} split: {there}. Set data.{split}=NAME.")
+    folder = ", or give the folder of one" if "/" in there else ""
+    return UserError(f"{path}: several files for the {split} split: {there}. Set data.{split}=NAME{folder}.")
 
 
 def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
