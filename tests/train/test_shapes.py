@@ -61,6 +61,7 @@ def hub_clone():
 
 
 def converted():
+    put("d/dataset_infos.json", "{}")
     parquet("d/default/train/0000.parquet", reviews())
     parquet("d/default/validation/0000.parquet", reviews(10))
 

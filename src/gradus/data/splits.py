@@ -16,7 +16,7 @@ from gradus.data.readers import KINDS, SPLITS, Readable, Shards, alias_in, expan
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
 
-ABOUT = ("readme", "license", "licence", "notice", "requirements", "citation", "changelog")  # texts that are no data
+ABOUT = ("readme", "license", "licence", "requirements", "dataset_info", "dataset_infos")  # files that are no data
 
 
 def find_split(path: str | Path, split: str, explicit: str | None = None, required: bool = True) -> Readable | None:
@@ -61,7 +61,7 @@ def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
     The files that lie in it and are named after a split (`train.*`, `val-*`, `wiki.test.*`); else texts in two folders
     or more (`pos/1.txt`), also below folders named after splits; else what lies in folders and is named, or in folders
     that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all that lies
-    together is for training. A folder with nothing but another one is as that one.
+    together is for training. A folder with no data but one folder is as that one.
     """
     top, folders = _data(folder), folders_in(folder)
     if not top and len(folders) == 1 and not _split_of(Path(folders[0].name)):
@@ -73,7 +73,7 @@ def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
         return classes, True
     if named or "train" in (named := by_split(below, folder)):
         return named, False
-    return {"train": [f for f in top or below if f.name.split(".")[0].casefold() not in ABOUT]}, False
+    return {"train": top or below}, False
 
 
 def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
@@ -88,7 +88,7 @@ def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
 
 
 def _data(folder: Path) -> list[Path]:
-    return [f for f in visible_files(folder) if suffix(f) in KINDS]
+    return [f for f in visible_files(folder) if suffix(f) in KINDS and f.name.split(".")[0].casefold() not in ABOUT]
 
 
 def _tables(files: list[Path]) -> set[str]:
@@ -151,15 +151,13 @@ def _split_of(path: Path) -> tuple[str, bool] | None:
     return None
 
 
-def named_after(files: list[Path], split: str, folder: Path | None = None) -> list[Path]:
-    """Files called after a split by their names or those of folders below `folder`: exactly (`train.csv`), else as one
-    part of a name (`train-00000-of-00001.parquet`)."""
-    parts = {f: _split_of(f.relative_to(folder) if folder else Path(f.name)) for f in files}
-    return [f for f in files if parts[f] == (split, True)] or [f for f in files if parts[f] == (split, False)]
-
-
 def by_split(files: list[Path], folder: Path) -> dict[str, list[Path]]:
-    return {split: named for split in SPLITS if (named := named_after(files, split, folder))}
+    """Split → the files called after it by their names or those of folders below `folder`: exactly (`train.csv`), else
+    as one part of a name (`train-00000-of-00001.parquet`)."""
+    found: dict[tuple[str, bool] | None, list[Path]] = {}
+    for file in files:
+        found.setdefault(_split_of(file.relative_to(folder)), []).append(file)
+    return {split: named for split in SPLITS if (named := found.get((split, True)) or found.get((split, False)))}
 
 
 def find_pairs(
@@ -180,7 +178,7 @@ def find_pairs(
             if match := side.fullmatch(file.name):
                 sides[match[2]][match[1]] = file
         names = sorted(set(sides[source]) | set(sides[target]))
-        matching = [n.name for n in named_after([Path(name) for name in names], split)]
+        matching = [n.name for n in by_split([Path(name) for name in names], Path()).get(split, ())]
         if explicit is not None:
             matching = [name for name in names if name == explicit]
         if len(matching) > 1:
