@@ -209,7 +209,7 @@ LIST = (
       "data/test_loader.py::test_every_sample_once_an_epoch_and_a_pure_function", of="translation train"),
     M("data/corpus.py", 'itertools.chain(readers.whole_lines(path, newline=None), [""])', "readers.whole_lines(path, newline=None)",
       "data/test_corpus.py::test_documents_of_a_text_file", of="bert masked_lm train"),
-    M("data/text.py", '*columns, "labels as they are")', '"labels as they are")',
+    M("data/text.py", '*columns, "labels as written")', '"labels as written")',
       "data/test_text.py::test_other_columns_are_not_the_kept_ones", of="classification train"),
     M("data/splits.py", '("lengths", "sides", "labels") else', '("sides", "labels") else',
       "data/test_splits.py::test_what_is_known_of_a_part_is_known_of_its_own_samples", of="translation train"),

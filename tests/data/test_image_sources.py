@@ -45,7 +45,7 @@ def test_bad_labels_and_columns_are_named(tmp_path):
 
     good = [0] * 20
     opened(good[:11] + [2] + good[12:], rf"{path}, row 11: label 2, but there are 2 classes: 0, 1", names=["a", "b"])
-    opened(good[:19] + [-1], "row 19: label -1, but there are 1 classes")
+    opened(good[:19] + [-1], "row 19: label -1, but there are 2 classes", names=["a", "b"])
     opened(good[:8] + [None] + good[9:], "row 8: label None is not a whole number")
     opened(["cat"] * 20, "row 0: label 'cat' is not a whole number", label_type=pa.string())
     opened(good, r"no image column \(image, img\); there are: photo, label. Set data.image=NAME", image="photo")

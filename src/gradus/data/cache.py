@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradus import files, limits
-from gradus.data.readers import expanded, hub_split, is_hub, near
+from gradus.data.readers import Readable, Shards, expanded, hub_split, is_hub, near
 from gradus.errors import DataError, UserError
 
 
@@ -19,11 +19,13 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
 
-def identity(path: str | Path) -> str:
+def identity(path: Readable) -> str:
     """A hash of a source's content, whatever its name or date.
 
     That of a large file is remembered as long as size and date stay.
     """
+    if isinstance(path, Shards):
+        return digest([(identity(file), file.parent.name if path.labelled else None) for file in path.files])
     if is_hub(path):
         return digest("hf", hub_split(path)._fingerprint)
     path = expanded(path)

@@ -19,7 +19,7 @@ import numpy as np
 from gradus import files
 from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
-from gradus.data.readers import Row, expanded, first_column, kind_of, named, read_lines, read_rows
+from gradus.data.readers import Readable, Row, Shards, expanded, first_column, kind_of, named, numbered, read_lines
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import PIECE, Tokenizer, last_border, pieces, train_bpe
 from gradus.errors import UserError
@@ -47,18 +47,19 @@ class Corpus:
         return self.make()
 
     @classmethod
-    def open(cls, path: str | Path, column: str = "text", documents: bool = False) -> Corpus:
+    def open(cls, path: Readable, column: str = "text", documents: bool = False) -> Corpus:
         """A .txt is one running text in pieces of about 64 K characters, cut at line ends; with documents=True it is
-        cut at blank lines instead. Of every other kind each row's `column` is a document."""
+        cut at blank lines instead. Of every other kind each row's `column` is a document. Several .txt are one text,
+        with a line break between."""
         if kind_of(path) != "txt":
             return cls.column(path, column)
         read = _paragraphs if documents else _blocks
         content = identity(path)
-        make = functools.partial(_named, read, expanded(path))
+        make = functools.partial(_named, read, path.files if isinstance(path, Shards) else [expanded(path)])
         return cls(make, digest(read.__name__, content), str(path), documents, content)
 
     @classmethod
-    def column(cls, path: str | Path, column: str | None, most: int | None = None) -> Corpus:
+    def column(cls, path: Readable, column: str | None, most: int | None = None) -> Corpus:
         """One column of a table (None: the first there is of TEXT_COLUMNS); each row is a document, of which at most
         `most` characters are read."""
         content = identity(path)
@@ -125,14 +126,14 @@ class Corpus:
             raise UserError(f"{self.name}: too little text to take {share}. Set data.valid=NAME.")
 
 
-def _column(path: str | Path, column: str | None, most: int | None) -> Iterator[str]:
-    for number, row in enumerate(read_rows(path), 1):
+def _column(path: Readable, column: str | None, most: int | None) -> Iterator[str]:
+    for file, number, row in numbered(path):
         if isinstance(row, str):
-            raise readers.no_columns(path, column or "text")
+            raise readers.no_columns(file, column or "text")
         if column not in row and isinstance(row.get("translation"), dict):  # how Hugging Face keeps parallel text
             row = row["translation"]
-        column = column or first_column(str(path), row, TEXT_COLUMNS, "text")
-        yield text_of(path, number, row, column)[:most]
+        column = column or first_column(str(file), row, TEXT_COLUMNS, "text")
+        yield text_of(file, number, row, column)[:most]
 
 
 def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
@@ -144,8 +145,11 @@ def text_of(path: str | Path, number: int, row: Row, column: str) -> str:
     return row[column]
 
 
-def _named(read: Callable[[Path], Iterator[str]], path: Path) -> Iterator[str]:
-    return named(path, read(path), read.__name__.strip("_s"))
+def _named(read: Callable[[Path], Iterator[str]], paths: Sequence[Path]) -> Iterator[str]:
+    for i, path in enumerate(paths):
+        if i and read is _blocks:
+            yield "\n"
+        yield from named(path, read(path), read.__name__.strip("_s"))
 
 
 def _blocks(path: Path) -> Iterator[str]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from gradus.data.cache import digest, identity
-from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
-from gradus.data.splits import find_split, named_after
+from gradus.data.readers import SPLITS, Shards, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
+from gradus.data.splits import find_split, folders_in
+from gradus.data.text import has_labels
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
@@ -88,7 +89,7 @@ class FolderSource:
     are among these."""
 
     def __init__(self, folder: Path, classes: list[str] | None = None, names: Sequence[str] | None = None):
-        self.name, there = str(folder), _folders(folder)
+        self.name, there = str(folder), folders_in(folder)
         own = [d.name for d in there]
         self.classes = classes or (list(names) if names and set(own) <= set(names) else own)
         self.paths, self.of = [], []
@@ -213,21 +214,18 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         kinds = "a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)"
         raise DataError(f"data.path is missing: {kinds}")
     path = expanded(config.path)
-    if is_hub(config.path):
-        candidates = ((split, find_split(config.path, split, required=split == "train")) for split in SPLITS)
-        tables = {split: [table] for split, table in candidates if table is not None}
-    elif not path.exists():
+    if not (is_hub(config.path) or path.exists()):
         raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
-    elif cifar := find_cifar(path):
+    if cifar := find_cifar(path):
         no_effect(config, ("image", "label"), "CIFAR-10's binary version")
         sources = {split: CifarSource(cifar, split) for split in ("train", "test")}
         return {split: source for split, source in sources.items() if source.files}
-    else:
-        tables = _shards(path)
-    if tables:
+    if tables := _tables(config.path):
+        for split in [s for s in tables if s != "train" and not has_labels(Shards(tuple(tables[s])), config.label)]:
+            print(f"note: {tables.pop(split)[0]}: no row has a label, so it is no {split} split.", flush=True)
         return {split: TableSource(files, config) for split, files in tables.items()}
     no_effect(config, ("image", "label"), f"class folders such as {config.path}")
-    folders = _folders(path)
+    folders = folders_in(path)
     by_split = {split: d for split, aliases in SPLITS.items() for d in folders if d.name in aliases}
     if not folders:
         raise UserError(f"data.path={config.path}: no parquet file, no class folder and no CIFAR-10 archive in it")
@@ -247,22 +245,15 @@ def no_effect(config: ImagesData, keys: Sequence[str], what: str) -> None:
             raise UserError(f"data.{key}={getattr(config, key)} has no effect with {what}. Leave it out")
 
 
-def _folders(path: Path) -> list[Path]:
-    return [d for d in sorted(path.iterdir()) if d.is_dir() and not d.name.startswith(".")]
-
-
-def _shards(path: Path) -> dict[str, list[Path]]:
-    """Parquet files by split: train-00000-of-00002.parquet and the like. {} where there are none."""
+def _tables(where: str) -> dict[str, list[Path]]:
+    """Parquet files, or those of the hub, by split; {} where a folder has none."""
+    path = expanded(where)
     if path.is_file() and path.suffix != ".parquet":
         kinds = "a .parquet file, a folder or cifar-10-binary.tar.gz"
         raise UserError(f"data.path={path}: images come from {kinds}, not from this")
-    files = [path] if path.is_file() else sorted(path.glob("*.parquet")) or sorted(path.glob("*/*.parquet"))
-    if len(files) < 2:
-        return {"train": files} if files else {}
-    by_split = {split: named for split in SPLITS if (named := named_after(files, split))}
-    if unknown := set(files).difference(*by_split.values()):
-        aliases = ", ".join(alias for names in SPLITS.values() for alias in names)
-        raise UserError(f"{min(unknown)}: unknown split: its name contains none of {aliases}")
-    if "train" not in by_split:
-        raise UserError(f"data.path={path}: there is no file of the training split, only {', '.join(by_split)}")
-    return by_split
+    there = (file for level in ("*", "*/*", "*/*/*") for file in path.glob(f"{level}.parquet"))
+    if not (is_hub(where) or path.is_file() or next(there, None)):
+        return {}
+    found = {split: find_split(where, split, required=split == "train") for split in SPLITS}
+    files = {split: getattr(tables, "files", (tables,)) for split, tables in found.items() if tables}
+    return {split: list(tables) for split, tables in files.items()}

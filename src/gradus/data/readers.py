@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import csv
+import dataclasses
 import functools
 import gzip
 import io
@@ -12,6 +13,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -25,9 +27,24 @@ from gradus.errors import DataError, UserError, did_you_mean, need
 KINDS = {".txt": "txt", ".raw": "txt", ".tokens": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"} | {
     f".{kind}": kind for kind in ("csv", "tsv", "parquet")
 }
-SPLITS = {"train": ("train", "training"), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
+SPLITS = {"train": ("train", "training"), "valid": ("valid", "val", "validation", "dev"), "test": ("test", "testing")}
 
 Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Files of one kind that are read one after another, as one. labelled: each is a text, labelled by its folder's
+    name."""
+
+    files: tuple[Path, ...]
+    labelled: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.files[0]} and {len(self.files) - 1} more"
+
+
+Readable = str | Path | Shards  # hf:NAME, a file, or several
 
 
 def expanded(path: str | Path) -> Path:
@@ -44,12 +61,14 @@ def near(path: Path) -> str:
 
 
 def suffix(path: Path) -> str:
-    """The suffix before .gz or .xz."""
-    return Path(path.stem).suffix if path.suffix in (".gz", ".xz") else path.suffix
+    """The suffix before .gz or .xz, in small letters."""
+    return Path(path.stem if path.suffix in (".gz", ".xz") else path.name).suffix.lower()
 
 
-def kind_of(path: str | Path) -> str:
-    """hf, txt, jsonl, csv, tsv or parquet. Raises UserError for another kind of file."""
+def kind_of(path: Readable) -> str:
+    """hf, txt, jsonl, csv, tsv, parquet, or texts (one a file). Raises UserError for another kind of file."""
+    if isinstance(path, Shards):
+        return "texts" if path.labelled else kind_of(path.files[0])
     if is_hub(path):
         return "hf"
     end = suffix(Path(path))
@@ -86,6 +105,8 @@ class _Unpacked(io.RawIOBase):
 def open_packed(path: Path) -> io.BufferedIOBase:
     """A file's content, unpacked where its name ends in .gz, .tgz or .xz."""
     packed = limits.regular(path).stat().st_size
+    if packed < 1000 and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise UserError(f"{path}: a pointer of Git LFS, not the file itself. In its folder: git lfs pull")
     if path.suffix not in (".gz", ".tgz", ".xz"):
         return open(path, "rb")
     unpack = lzma.open if path.suffix == ".xz" else gzip.open
@@ -107,7 +128,7 @@ def _without_ends(lines: Iterable[str]) -> Iterator[str]:
     return (line.removesuffix("\n").removesuffix("\r") for line in lines)
 
 
-def named(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
+def named(path: Readable, rows: Iterable, unit: str = "row") -> Iterator:
     """Passes rows on; says of a failure to read which file it was and after which row. No rows at all is a failure
     too."""
     n = 0
@@ -117,7 +138,7 @@ def named(path: str | Path, rows: Iterable, unit: str = "row") -> Iterator:
             yield row
     except UnicodeDecodeError as e:
         byte = f"0x{e.object[e.start]:02x}"
-        coding = "utf-16" if n == 0 and e.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+        coding = "utf-16" if n == 0 and e.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "windows-1252"
         how = f"Convert the file to UTF-8, for example: iconv -f {coding} -t utf-8"
         raise UserError(f"{path}: not UTF-8 text after {unit} {n} (byte {byte}). {how}") from None
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
@@ -136,18 +157,32 @@ def read_lines(path: str | Path) -> Iterator[str]:
     return named(path, _without_ends(whole_lines(path)), "line")
 
 
-def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row | str]:
-    """The rows of a file in a stream: lines (str) of .txt; dicts of .jsonl, .csv, .tsv and .parquet; each also .gz or
-    .xz.
+def numbered(path: Readable, columns: Sequence[str] | None = None) -> Iterator[tuple[str | Path, int, Row | str]]:
+    """(its file, its number there from 1, the row) of every row, as `read_rows` gives it."""
+    for file in path.files if isinstance(path, Shards) else [path]:
+        if kind_of(path) == "texts":
+            [text] = named(file, ("".join(whole_lines(each, None)) for each in [Path(file)]), "line")
+            yield file, 1, {"text": text, "label": Path(file).parent.name}
+        else:
+            yield from ((file, i, row) for i, row in enumerate(read_rows(file, columns), 1))
+
+
+def read_rows(path: Readable, columns: Sequence[str] | None = None) -> Iterator[Row | str]:
+    """The rows of a file in a stream: lines (str) of .txt; dicts of .jsonl, .json, .csv, .tsv and .parquet; each also
+    .gz or .xz.
 
     `hf:NAME[:CONFIG][#SPLIT]` is a Hugging Face data set, and so is a folder that `datasets.save_to_disk` wrote.
-    columns: keep only these. A .csv is quoted as usual, its delimiter a comma, a semicolon or a tab (the one with which
-    its first line has most fields); a .tsv (as GLUE's) is never quoted. Both begin with the names of columns.
+    columns: keep only these. JSON is one object a line, or one list of objects. A .csv is quoted as usual, its
+    delimiter a comma, a semicolon, a tab or a bar (the one with which its first line has most fields), or that of a
+    first line `sep=;`; of a .tsv it is a tab, and quotes stand around fields where the file has them so throughout (as
+    spreadsheets write it, unlike GLUE's). Both begin with the names of columns.
     Raises UserError, with file and row (counted from 1, without header and blank lines), for a row that is no JSON
     object, has another number of fields, or lacks a column; and for a file that is missing, empty, truncated or of an
     unknown kind.
     """
     kind = kind_of(path)
+    if isinstance(path, Shards):
+        return (row for _, _, row in numbered(path, columns))
     if kind == "hf":
         return named(path, _hub_rows(path, columns))
     path = expanded(path)
@@ -178,7 +213,15 @@ def _pick(path: str | Path, row: int, record: Row, columns: Sequence[str] | None
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    for row, line in enumerate(filter(str.strip, whole_lines(path)), 1):
+    lines = filter(str.strip, whole_lines(path))
+    if (first := next(lines, "")).lstrip().startswith("["):
+        try:
+            lines = map(json.dumps, json.loads("".join([first, *lines])))
+        except (ValueError, RecursionError) as e:
+            raise UserError(f"{path}: begins as a JSON list, but is not valid JSON ({str(e).split(';')[0]}).") from None
+    elif first:
+        lines = itertools.chain([first], lines)
+    for row, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             if "\\ud" in line or "\\uD" in line:
@@ -188,7 +231,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
         else:
             why = f"is a JSON {type(record).__name__}"
         if not isinstance(record, dict):
-            raise UserError(f"{path}: row {row} {why}. Each line must be one JSON object.")
+            raise UserError(f"{path}: row {row} {why}. Each line must be one JSON object, or the file a list.")
         yield record
 
 
@@ -204,11 +247,13 @@ def _table(path: Path, records: Iterator[list[str]]) -> Iterator[Row]:
         yield dict(zip(header, values))
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv(path: Path, delimiter: str | None = None) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the module's own limit, 128 KiB, is less than many documents
     lines = whole_lines(path, newline="")
     first = next(filter(str.strip, lines), "")
-    delimiter = max(",;\t", key=lambda character: len(next(csv.reader([first], delimiter=character), [])))
+    if stated := re.fullmatch(r'"?sep=(.)"?\s*', first):  # Excel's
+        delimiter, first = stated[1], next(filter(str.strip, lines), "")
+    delimiter = delimiter or max(",;\t|", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
     reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     try:
         yield from _table(path, filter(None, reader))
@@ -217,7 +262,28 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _tsv(path: Path) -> Iterator[Row]:
-    return _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line))
+    if _is_quoted(path):
+        yield from _csv(path, "\t")
+    else:
+        yield from _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line))
+
+
+def _is_quoted(path: Path) -> bool:
+    """Whether quotes in a .tsv stand around fields, as all then do: each closes, and those inside are doubled."""
+    csv.field_size_limit(2**31 - 1)
+    width, quoted, raw = 0, False, []
+    lines = (raw.append(line) or line for line in whole_lines(path, newline=""))
+    try:
+        for fields in csv.reader(lines, delimiter="\t", strict=True):
+            marks, inside = "".join(raw).count('"'), "".join(fields).count('"')
+            raw.clear()
+            width = width or len(fields)
+            if (fields and len(fields) != width) or 0 < marks < 2 * inside + 2:
+                return False
+            quoted |= marks > 0
+    except csv.Error:
+        return False
+    return quoted
 
 
 @contextlib.contextmanager
@@ -300,11 +366,11 @@ def table_of(path: str | Path) -> tuple[dict[str, list[str] | None], int]:
             return dict.fromkeys(schema.names), table.metadata.num_rows
 
 
-def class_names(path: str | Path, columns: Sequence[str]) -> list[str] | None:
+def class_names(path: Readable, columns: Sequence[str]) -> list[str] | None:
     """What `table_of` says of the first of these columns that there is; None for other kinds of files."""
-    if not is_hub(path) and Path(path).suffix != ".parquet":
+    if kind_of(path) not in ("hf", "parquet"):
         return None
-    names = table_of(path)[0]
+    names = table_of(path.files[0] if isinstance(path, Shards) else path)[0]
     return names.get(next((c for c in columns if c in names), None))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,18 +12,19 @@ import numpy as np
 
 from gradus.data.cache import digest
 from gradus.data.corpus import Corpus
-from gradus.data.readers import KINDS, SPLITS, alias_in, expanded, hub_splits, is_hub, near, suffix
+from gradus.data.readers import KINDS, SPLITS, Readable, Shards, alias_in, expanded, hub_splits, is_hub, near, suffix
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
 
+ABOUT = ("readme", "license", "licence", "requirements", "dataset_info", "dataset_infos")  # files that are no data
 
-def find_split(path: str | Path, split: str, explicit: str | None = None, required: bool = True) -> Path | None:
-    """The file of a split (train, valid, test) of a folder, by its name: `train.*`, `valid.*`, `val-*`, `wiki.test.*`
-    ...
+
+def find_split(path: str | Path, split: str, explicit: str | None = None, required: bool = True) -> Readable | None:
+    """The file of a split (train, valid, test) of a folder, by its name (see `split_files`), or its files as one.
 
     explicit: the file's name below `path`, where it is not a usual one. A single file is its own train split. `hf:NAME`
-    gives `hf:NAME#SPLIT`, which `read_rows` takes. Raises UserError, with what is there, for no file or several; with
-    required=False no file is None.
+    gives `hf:NAME#SPLIT`, which `read_rows` takes. Raises UserError, with what is there, for no file, or several that
+    are no parts of one; with required=False no file is None.
     """
     if is_hub(path):
         return _find_hub_split(str(path).removeprefix("hf:").partition("#")[0], split, explicit, required)
@@ -37,16 +40,78 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
         if split != "train" and required:
             raise UserError(f"{path}: one file, so no {split} split. Set data.{split}=NAME, a file beside it.")
         return path if split == "train" else None
-    files = visible_files(path)
-    matching = named_after([f for f in files if suffix(f) in KINDS], split)
-    if len(matching) > 1:
-        raise _several(path, split, [f.name for f in matching])
-    if matching:
-        return matching[0]
+    found, labelled = split_files(path)
+    files = sorted(found.get(split, ()), key=_in_order)
+    if len(files) == 1 and not labelled:
+        return files[0]
+    if files:
+        if not (labelled or _are_parts(files)):
+            raise _several(path, split, [str(f.relative_to(path)) for f in files])
+        return Shards(tuple(files), labelled)
     if required:
-        there, names = ", ".join(f.name for f in files[:20]) or "no files", ", ".join(f"{a}.*" for a in SPLITS[split])
+        there = ", ".join(f.name for f in visible_files(path)[:20]) or "no files"
+        names = ", ".join(f"{a}.*" for a in SPLITS[split])
         raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
     return None
+
+
+def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
+    """({split: its files}, whether each file is a text and its folder's name the label), of a folder.
+
+    The files that lie in it and are named after a split (`train.*`, `val-*`, `wiki.test.*`); else texts in two folders
+    or more (`pos/1.txt`), also below folders named after splits; else what lies in folders and is named, or in folders
+    that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all that lies
+    together is for training. A folder with no data but one folder is as that one.
+    """
+    top, folders = _data(folder), folders_in(folder)
+    if not top and len(folders) == 1 and not _split_of(Path(folders[0].name)):
+        return split_files(folders[0])
+    if "train" in (named := by_split(top, folder)):
+        return named, False
+    below = [file for each in folders for file in _data(each)]
+    if "train" in (classes := {} if named or _tables(below) else _labelled_texts(folder, folders)):
+        return classes, True
+    if named or "train" in (named := by_split(below, folder)):
+        return named, False
+    return {"train": top or below}, False
+
+
+def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
+    """Split → the texts, each a file, in folders of classes, of which there are at least two."""
+    found: dict[str, list[Path]] = {}
+    roots = [(root, of[0]) for root in folders if (of := _split_of(Path(root.name)))]
+    for root, split in roots or [(folder, "train")]:
+        classes = [[f for f in visible_files(each) if suffix(f) in (".txt", "")] for each in folders_in(root)]
+        if sum(map(bool, classes)) > 1:
+            found.setdefault(split, []).extend(itertools.chain(*classes))
+    return found
+
+
+def _data(folder: Path) -> list[Path]:
+    return [f for f in visible_files(folder) if suffix(f) in KINDS and f.name.split(".")[0].casefold() not in ABOUT]
+
+
+def _tables(files: list[Path]) -> set[str]:
+    return {KINDS[suffix(f)] for f in files} - {"txt"}
+
+
+def folders_in(path: Path) -> list[Path]:
+    return [d for d in sorted(path.iterdir()) if d.is_dir() and not d.name.startswith(".")]
+
+
+def _in_order(file: Path) -> list[Any]:
+    """By the numbers in its name: 2 before 10."""
+    return [(int(x), "") if x.isdecimal() else (math.inf, x) for x in re.split(r"(\d+)", str(file))]
+
+
+def _are_parts(files: list[Path]) -> bool:
+    """Whether these, in their order, are one text or table: texts that are not themselves named after a split, or files
+    whose names differ in numbers, from 0 or 1 on or 1-of-9 (test_2016 and test_2017 are two)."""
+    name = files[0].name
+    if not (_tables(files) or _split_of(Path(name))):
+        return True
+    alike = {re.sub(r"\d+(-of-\d+.*)?", "#", str(file)) for file in files}
+    return len(alike) == 1 and ("-of-" in name or any(int(x) <= 1 for x in re.findall(r"\d+", name)))
 
 
 def _find_hub_split(name: str, split: str, explicit: str | None, required: bool) -> Path | None:
@@ -60,7 +125,9 @@ def _find_hub_split(name: str, split: str, explicit: str | None, required: bool)
 
 
 def _several(path: Path, split: str, names: list[str]) -> UserError:
-    return UserError(f"{path}: several files for the {split} split: {', '.join(names)}. Set data.{split}=NAME.")
+    there = f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+    folder = ", or give the folder of one" if "/" in there else ""
+    return UserError(f"{path}: several files for the {split} split: {there}. Set data.{split}=NAME{folder}.")
 
 
 def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
@@ -74,11 +141,23 @@ def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Pa
     return files
 
 
-def named_after(files: list[Path], split: str) -> list[Path]:
-    """Files called after a split: exactly (`train.csv`), else as one part of the name
-    (`train-00000-of-00001.parquet`)."""
-    exact = [f for f in files if f.name.split(".")[0] in SPLITS[split]]
-    return exact or [f for f in files if set(re.split(r"[-_.]", f.name)) & set(SPLITS[split])]
+def _split_of(path: Path) -> tuple[str, bool] | None:
+    """(the split that a file is called after by its name, else by its folder's; whether by the whole of it)."""
+    for part in map(str.casefold, reversed(path.parts)):
+        for i, word in enumerate([part.split(".")[0], *re.split(r"[\W\d_]+", part)]):
+            for split, names in SPLITS.items():
+                if word in names:
+                    return split, i == 0
+    return None
+
+
+def by_split(files: list[Path], folder: Path) -> dict[str, list[Path]]:
+    """Split → the files called after it by their names or those of folders below `folder`: exactly (`train.csv`), else
+    as one part of a name (`train-00000-of-00001.parquet`)."""
+    found: dict[tuple[str, bool] | None, list[Path]] = {}
+    for file in files:
+        found.setdefault(_split_of(file.relative_to(folder)), []).append(file)
+    return {split: named for split in SPLITS if (named := found.get((split, True)) or found.get((split, False)))}
 
 
 def find_pairs(
@@ -99,7 +178,7 @@ def find_pairs(
             if match := side.fullmatch(file.name):
                 sides[match[2]][match[1]] = file
         names = sorted(set(sides[source]) | set(sides[target]))
-        matching = [n.name for n in named_after([Path(name) for name in names], split)]
+        matching = [n.name for n in by_split([Path(name) for name in names], Path()).get(split, ())]
         if explicit is not None:
             matching = [name for name in names if name == explicit]
         if len(matching) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from gradus import limits
 from gradus.data.cache import digest, identity
 from gradus.data.corpus import TEXT_COLUMNS, Corpus, TokenFile, text_of
-from gradus.data.readers import class_names, first_column, kind_of, no_column, no_columns, read_rows
+from gradus.data.readers import Readable, class_names, first_column, kind_of, no_column, no_columns, numbered, read_rows
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 
@@ -166,7 +167,8 @@ class LabelledDataset:
     are read.
 
     columns: of text and label; None: the first there is of text, sentence, review, content and of label, labels, class,
-    target. Labels are names, or whole numbers from 0; those that the training split has are the classes, sorted.
+    target. Labels are whole numbers where all are written as such, else names: 01 is no number, and true and false are
+    so called in every kind of file. Those that the training split has are the classes, sorted.
     like: the training split, whose classes the others have. names: of the training split's numbers, where the file does
     not say; where its labels are names, all among these, the classes have this order. n_classes: labels are numbers
     below it. `classes`: the names, or the numbers as text; `lengths`: (n,) tokens, after the cut to max_len.
@@ -176,16 +178,17 @@ class LabelledDataset:
     """
 
     def __init__(
-        self, path: str | Path, tokenizer: Tokenizer, max_len: int,
+        self, path: Readable, tokenizer: Tokenizer, max_len: int,
         columns: tuple[str | None, str | None] = (None, None), like: LabelledDataset | None = None,
         names: Sequence[str] | None = None, n_classes: int | None = None, cache: str | Path | None = None,
     ):  # fmt: skip
         self.name, self.max_len = str(path), max_len
         labels: list[int | str] = []
         self.content = identity(path)
-        key = digest("labelled", digest(kind_of(path), self.content), *columns, "labels as they are")
+        key = digest("labelled", digest(kind_of(path), self.content), *columns, "labels as written")
         texts = Corpus(lambda: self._texts(path, columns, labels), key, self.name, True)
-        self.tokens = TokenFile.of(texts, tokenizer, cache=cache, extra=lambda: {"labels": labels})
+        extra = {"extra": lambda: {"labels": _of_one_kind(path, labels)}}
+        self.tokens = TokenFile.of(texts, tokenizer, cache=cache, **extra)
         labels = self.tokens.about.pop("labels")
         if like is not None:
             self.classes, self.index = like.classes, like.index
@@ -198,22 +201,25 @@ class LabelledDataset:
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} class{'es' * (n > 1)}{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
             mend = "Correct it, write names for numbers, or list every class in task.classes"
-            raise UserError(f"{self.name}: row {i + 1}: label {labels[i]!r:.60} is not one of the {there}. {mend}.")
+            raise UserError(f"{_where(path, i)}: label {labels[i]!r:.60} is not one of the {there}. {mend}.")
 
-    def _texts(
-        self, path: str | Path, columns: tuple[str | None, str | None], labels: list[int | str]
-    ) -> Iterator[str]:
+    def _texts(self, path: Readable, columns: tuple[str | None, str | None], labels: list[int | str]) -> Iterator[str]:
         """The texts; their labels are added to `labels` as they come."""
         text, label = columns
-        for number, row in enumerate(read_rows(path, columns if all(columns) else None), 1):
+        rows = numbered(path, columns if all(columns) else None)
+        for file, number, row in rows:
             if isinstance(row, str):
-                raise no_columns(path, "label")
-            text = text or first_column(self.name, row, TEXT_COLUMNS, "text")
-            label = label or first_column(self.name, row, LABEL_COLUMNS, "label")
+                raise no_columns(file, "label")
+            text = text or first_column(str(file), row, TEXT_COLUMNS, "text")
+            label = label or first_column(str(file), row, LABEL_COLUMNS, "label")
             if label not in row:
-                raise no_column(self.name, number, label, row)
-            labels.append(_label(f"{self.name}: row {number}", row[label], labels))
-            yield text_of(self.name, number, row, text)[: limits.FIELD]
+                raise no_column(file, number, label, row)
+            if (value := as_label(row[label])) is None:
+                n = 1 + sum(as_label(other[label]) is None for *_, other in rows if label in other)
+                what = f"label {row[label]!r} is neither a whole number nor a name (so in {n:,} row{'s' * (n > 1)})"
+                raise UserError(f"{file}: row {number}: {what}. Correct or remove {'them' if n > 1 else 'it'}.")
+            labels.append(value)
+            yield text_of(file, number, row, text)[: limits.FIELD]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -222,20 +228,39 @@ class LabelledDataset:
         return {"ids": self.tokens.text(i)[: self.max_len], "label": int(self.labels[i])}
 
 
-def _label(where: str, value: Any, before: list[int | str]) -> int | str:
-    """A label as a whole number or a name, of the kind of those before it."""
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        value = int(value)  # True is 1
-    text = str(value).strip() if isinstance(value, int | str) else ""
-    if not text:
-        raise UserError(f"{where}: label {value!r} is neither a whole number nor a name. Correct the row.")
-    if before and isinstance(before[0], str):
-        return text
-    if re.fullmatch(r"[+-]?\d{1,4000}", text):  # longer ones are no numbers to Python
-        return int(text)
-    if before:
-        raise UserError(f"{where}: label {value!r} is not a whole number, as those before it are. Use one kind.")
-    return text
+def as_label(value: Any) -> int | str | None:
+    """A cell as the label that it is: a number, or a name without the space around it; None for neither."""
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    text = str(value).strip() if isinstance(value, bool | str) else ""
+    return (text.lower() if text.lower() in ("true", "false") else text) or None
+
+
+def has_labels(path: Readable, column: str | None) -> bool:
+    """Whether any row has one: a split to be predicted, as of a competition, has no such column, or -1 in it."""
+    first = next(read_rows(path))
+    if isinstance(first, str):
+        return True
+    label = column or next((name for name in LABEL_COLUMNS if name in first), "")
+    return label in first and any(as_label(row[label]) not in (None, -1, "-1") for row in read_rows(path, [label]))
+
+
+def _where(path: Readable, i: int) -> str:
+    file, number, _ = next(itertools.islice(numbered(path), i, None))
+    return f"{file}: row {number}"
+
+
+def _of_one_kind(path: Readable, labels: list[int | str]) -> list[int | str]:
+    """The labels as whole numbers, where each that is a text is written as its number is (not 01, +1, 1.0); else the
+    texts. Raises UserError where there are both."""
+    is_text = [isinstance(label, str) and not re.fullmatch(r"0|-?[1-9]\d{0,3999}", label) for label in labels]
+    if not any(is_text):
+        return list(map(int, labels))
+    if not all(isinstance(label, str) for label in labels):
+        i = is_text.index(True)
+        what = f"label {labels[i]!r} is not a whole number, as others are. Use one kind"
+        raise UserError(f"{_where(path, i)}: {what}.")
+    return labels
 
 
 def number_classes(
@@ -244,14 +269,17 @@ def number_classes(
 ) -> tuple[list[str], dict[str, int]]:  # fmt: skip
     """(classes of a training split, {label as text: its class}), for arguments as LabelledDataset has them.
 
-    Without names, numbers are their own names, and only those that occur are classes: stars from 1 to 5 make five.
-    declared: by the file, whose labels then count from 0; so they do among `names` that are no numbers.
+    Without names, numbers are their own names, and only those that occur are classes: stars from 1 to 5 make five, and
+    -1, 0, 1 three. declared: by the file, whose labels then count from 0; so they do among `names` that are no numbers,
+    and so do false and true among other names.
     """
     occur = set(labels)
     if isinstance(next(iter(occur)), str):
+        if names and occur <= {"false", "true"} and not occur <= set(names):
+            return list(names), {"false": 0, "true": 1}
         classes = list(names) if names and occur <= set(names) else sorted(occur)
     elif not (classes := list(declared or names or ())):
-        own = range(min(max(occur) + 1, n_classes)) if n_classes else sorted(x for x in occur if x >= 0)
+        own = range(min(max(occur) + 1, n_classes)) if n_classes and min(occur) >= 0 else sorted(occur)
         classes = [str(x) for x in own]
     elif declared or not all(re.fullmatch(r"-?\d+", name) for name in classes):
         return classes, {str(i): i for i in range(len(classes))}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from gradus import limits, models
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
+from gradus.data.readers import Readable
 from gradus.data.splits import find_pairs, find_split, hold_out, limited
-from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset
+from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset, has_labels
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
@@ -44,7 +44,7 @@ def needs_path(recipe: Recipe) -> str:
     return recipe.data.path
 
 
-def _files(recipe: Recipe) -> dict[str, Path]:
+def _files(recipe: Recipe) -> dict[str, Readable]:
     """The file of each split that the data have. Raises UserError where there is no training split."""
     data, path = recipe.data, needs_path(recipe)
     splits = ("train", "valid", "test")
@@ -97,13 +97,21 @@ def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple
 
 def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
     """Return (tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one,
-    and a note says so; without both, a fixed tenth of the training rows of every class."""
+    and a note says so; without both, a fixed tenth of the training rows of every class. A split without any label is
+    none."""
     data, files = recipe.data, _files(recipe)
+    asked = {"valid": data.valid, "test": recipe.evaluate.test or data.test}
+    if "valid" in files and not asked["test"]:
+        files.pop("test", None)
+    for split in [s for s in ("valid", "test") if s in files and not has_labels(files[s], data.label)]:
+        what = f"{files.pop(split)}: no row has a label"
+        if asked[split]:
+            raise UserError(f"{what}, so it cannot be evaluated on. Leave out data.{split} or evaluate.test.")
+        rest = "" if {"valid", "test"} & files.keys() else " A tenth of the training rows is held out."
+        print(f"note: {what}, so it is no {split} split.{rest}", flush=True)
     if "valid" not in files and "test" in files:
         print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
         files["valid"] = files.pop("test")
-    if not (recipe.evaluate.test or data.test):
-        files.pop("test", None)  # not asked for, and a test split may come without labels, as GLUE's do
     corpus = Corpus.column(files["train"], data.text, limits.FIELD)
     tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpus])}
     options = {"columns": (data.text, data.label), "n_classes": recipe.model.n_classes, "cache": data.cache}

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradus.data.corpus import TEXT_COLUMNS
 from gradus.data.image_sources import SUFFIXES, find_cifar
-from gradus.data.readers import KINDS, SPLITS, expanded, is_hub, kind_of, near, read_rows
+from gradus.data.readers import KINDS, SPLITS, Readable, expanded, is_hub, kind_of, near, read_rows
 from gradus.data.splits import find_split, visible_files
 from gradus.data.text import LABEL_COLUMNS
 from gradus.errors import UserError, did_you_mean, either
@@ -23,12 +23,14 @@ ROWS, CHARACTERS = 1000, 1 << 24  # the rows that columns are judged by: so many
 TEXT_NAMES = ("body", "comment", "message", "tweet", "document", "abstract")
 LABEL_NAMES = ("sentiment", "category", "topic", "rating", "score", "stars", "intent", "emotion", "y")
 DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")
+CHATS = "chats, a list of messages each"
 QUESTIONS = (  # column names of data to fine-tune assistants with: what they are called
     ({"instruction", "output"}, "instructions with their answers, as Alpaca's"),
     ({"instruction", "response"}, "instructions with their answers"),
-    ({"prompt", "completion"}, "prompts with answers"), ({"prompt", "response"}, "prompts with answers"),
+    ({"prompt", "completion"}, "prompts with their completions"), ({"completion"}, "completions"),
+    ({"prompt", "response"}, "prompts with answers"),
     ({"chosen", "rejected"}, "answers that were chosen and rejected"),
-    ({"messages"}, "chats, a list of messages each"), ({"conversations"}, "chats, a list of messages each"),
+    *(({name}, CHATS) for name in ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")),
 )  # fmt: skip
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -51,7 +53,8 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | bool
     Raises UserError for what no reader knows, and for a table where more than one column may be the text or the label.
     """
     if len(paths) > 2:
-        raise UserError(f"--data: {len(paths)} paths. Give one, or the two files of parallel text.")
+        mend = "Give one (the folder of several), or the two files of parallel text"
+        raise UserError(f"--data: {len(paths)} paths. {mend}.")
     path = expanded(paths[0])
     if len(paths) == 2:
         summary = _pair(path, expanded(paths[1]))
@@ -83,7 +86,8 @@ def _pair(first: Path, second: Path) -> DataSummary:
             raise UserError(f"{file}: no such file.{near(file)}")
     a, b = _side(first), _side(second)
     if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
-        raise UserError(f"{first} and {second}: parallel text must lie in one folder as NAME.en and NAME.de, say.")
+        both = "parallel text must lie in one folder as NAME.en and NAME.de, say"
+        raise UserError(f"{first} and {second}: {both}. Of files to read one after another, give the folder.")
     return _pairs(first.parent, a[0], a[1], b[1])
 
 
@@ -116,10 +120,7 @@ def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> 
     sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
     if len(languages := sorted({language for _, language in sides})) == 2:
         return _pairs(folder, sides[0][0], *languages)
-    shards = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
-    if len(files) == 1 and not shards:
-        return _table(files[0], files[0], text_column, label)
-    return _table(folder, shards[0] if shards else find_split(folder, "train"), text_column, label)
+    return _table(folder, find_split(folder, "train"), text_column, label)
 
 
 def _images(path: Path) -> DataSummary:
@@ -138,7 +139,7 @@ class Column:
         self.is_scalar = all(isinstance(x, str | int | float) for x in self.cells)
         self.distinct = {str(x).strip() for x in self.cells} - {""} if self.is_scalar else set()
         self.is_number = bool(self.distinct) and all(NUMBER.fullmatch(x) for x in self.distinct)
-        self.is_whole = self.is_number and not any(re.search(r"[.,]0*[1-9]|e", x, re.IGNORECASE) for x in self.distinct)
+        self.is_whole = self.is_number and all(float(x.replace(",", ".")).is_integer() for x in self.distinct)
 
     @property
     def is_image(self) -> bool:
@@ -175,13 +176,22 @@ class Column:
                     return value
         return None
 
+    def names_among(self, others: Iterable[Column]) -> str | None:
+        """The column, if any, of names that go one to one with these numbers."""
+        for other in others if self.is_whole else ():
+            pairs = set(zip(map(str, self.cells), map(str, other.cells)))
+            alike = 1 < len(pairs) == len(self.distinct) == len(other.distinct) < len(other.cells) == len(self.cells)
+            if other.is_string and alike:
+                return other.name
+        return None
+
     @property
     def is_score(self) -> bool:
         """Whether these are numbers that are neither classes nor those of the rows."""
         return self.is_number and not self.is_few and not (self.is_whole and len(self.distinct) == self.n_rows)
 
 
-def _first_rows(file: str | Path) -> list[dict[str, Any]]:
+def _first_rows(file: Readable) -> list[dict[str, Any]]:
     rows, size = [], 0
     for row in itertools.islice(read_rows(file), ROWS):
         rows.append(row)
@@ -192,10 +202,10 @@ def _first_rows(file: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(path: str | Path, file: Path, text: str | None, label: str | bool | None) -> DataSummary:
+def _table(path: str | Path, file: Readable, text: str | None, label: str | bool | None) -> DataSummary:
     where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
     if kind_of(file) == "txt":
-        line = f"found      {path}: running text, for a model that predicts the next token"
+        line = f"found      {file}: running text, for a model that predicts the next token"
         return DataSummary({"kind": "text", "path": where}, [line])
     rows = _first_rows(file)
     columns = {name: Column(name, [row.get(name) for row in rows]) for name in rows[0]}
@@ -221,7 +231,12 @@ def _table(path: str | Path, file: Path, text: str | None, label: str | bool | N
     if label is None and picture:
         raise UserError(f"{file}: no column looks like a label; there are: {_names(columns)}. Name it: --label COLUMN.")
     label_line = f"label      {f'column {label!r}: {why}' if label else why}"
-    lines = [f"found      {path}: a table with columns {_names(columns)}", input_line, label_line]
+    lines = [f"found      {file}: a table with columns {_names(columns)}", input_line, label_line]
+    if kind_of(file) == "texts":
+        lines = [f"found      {file}: texts, each in the folder of its class"]
+    n, all_of = len(getattr(file, "files", "1")), re.search(r"-of-(\d+)", str(file))
+    if all_of and int(all_of[1]) != n:
+        lines.append(f"note       {n} of {int(all_of[1])} parts of {file} {'is' if n == 1 else 'are'} here")
     if label and (several := others[label].several):
         text_of = f"{several!r} is a class by itself: a text has one class here, not several"
         lines.append(f"note       column {label!r}: {text_of}; for one of them, write a column with yes and no")
@@ -250,8 +265,10 @@ def _refuse_questions(file: Path, columns: dict[str, Column]) -> None:
 
 def _need_header(file: Path, columns: dict[str, Column]) -> None:
     """Raises UserError where the first row looks like data, and not like the names of columns."""
-    if len(columns) == 1 and kind_of(file) == "tsv" and (comma := re.search("[,;]", *columns)):
-        raise UserError(f"{file}: the first line has no tab, but {comma[0]!r}. Name the file .csv, or use tabs.")
+    is_tsv = kind_of(file) == "tsv"
+    if len(columns) == 1 and (mark := re.search("[,;|]" if is_tsv else r"(?<=\w)[:^~](?=\w)", *columns)):
+        lacks, mend = ("no tab", "Name the file .csv, or use tabs") if is_tsv else ("no comma", "Use commas or tabs")
+        raise UserError(f"{file}: the first line has {lacks}, but {mark[0]!r}. {mend}.")
     for name, column in columns.items():
         lengths = sorted(len(str(x)) for x in column.cells)
         sentence = len(name.split()) > 3 and column.is_words and len(name) >= lengths[len(lengths) // 2] / 2
@@ -301,6 +318,8 @@ def _choose_label(file: Path, columns: dict[str, Column], label: str | bool | No
     if not likely:
         likely = [name for name, column in columns.items() if column.is_few and len(column.distinct) > 1]
         why = "the only one with few values"
+    names = {number: name for number in likely if (name := columns[number].names_among(columns.values()))}
+    likely = list(dict.fromkeys(likely if label else (names.get(name, name) for name in likely)))
     if len(likely) > 1:
         each = either((f"{name!r} ({len(columns[name].distinct):,} values)" for name in likely[:5]), "or")
         mend = f"Name it, such as --label {likely[0]}, or learn the text alone: --no-label"
@@ -318,7 +337,9 @@ def _choose_label(file: Path, columns: dict[str, Column], label: str | bool | No
     if column.is_number and not column.is_few and not (label and column.is_whole):
         raise _no_classes(file, column)
     if label:
-        return column.name, "--label"
+        return column.name, "--label" + (f"; {names[label]!r} has the names of its numbers" if label in names else "")
+    if column.name in names.values():
+        why = f"the names of the numbers in {next(number for number in names)!r}"
     if not column.is_few:
         mend = f"If each is a class: --label {column.name}. To learn the text alone: --no-label"
         raise UserError(f"{file}: column {column.name!r} holds {n:,} different values {rows}. {mend}.")

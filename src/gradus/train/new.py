@@ -147,6 +147,9 @@ class Facts:
         else:
             low, middle, high = np.percentile(self.lengths(), [0, 50, 100]).astype(int)
             yield f"lengths    {low} to {high} tokens, median {middle}"
+        if kind == "labelled" and (n := sum(int((data.lengths == 0).sum()) for data in splits.values())):
+            are = "are" if n > 1 else "is"
+            yield f"note       {n:,} of the texts {are} empty: learned with the label, without a word"
 
     @property
     def one_size(self) -> bool:
@@ -154,13 +157,13 @@ class Facts:
 
     def _held_out(self) -> str:
         kind, data = self.summary.kind, self.summary.data
-        if kind == "images":
+        if kind in ("images", "labelled"):
             there = not self.task.splits["valid"].name.endswith("(held out)")
         elif kind == "pairs":
             there = find_pairs(data["path"], "valid", data["source"], data["target"], required=False)
         else:
             there = find_split(data["path"], "valid", required=False)
-        if not there and kind == "labelled" and find_split(data["path"], "test", required=False):
+        if there and kind == "labelled" and not find_split(data["path"], "valid", required=False):
             return "; there is no valid split: test is evaluated in its place"
         return "" if there else f"; valid is {HELD_OUT[kind].lower()}, held out"
 
