@@ -143,7 +143,8 @@ def inputs_of(source: ModelSource, args: Any) -> list[str]:
 def texts_of(source: ModelSource, given: str) -> Iterable[str]:
     """A text as it is; of a file its lines, or the column that the run's recipe names. Raises UserError for a file that
     training could not read, and for a file's name of which there is none."""
-    path, end = readers.expanded(given), readers.suffix(Path(given))
+    path = readers.expanded(given)
+    end = readers.suffix(path)
     if (end or os.sep in given) and os.path.isfile(path):
         if readers.kind_of(path) == "txt":
             return filter(str.strip, readers.read_lines(path))

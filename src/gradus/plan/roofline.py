@@ -22,10 +22,10 @@ FITTED = Path(__file__).with_name("fitted.yaml")
 # byte of shared memory).
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 
-# units: streaming multiprocessors by device family; nearest: the chip whose parameters are used where one has none
+# units: multiprocessors by device family; nearest: the chip whose parameters are used where one has none; makers:
+# patterns of chip names
 CHIPS = files.packaged("plan/chips.yaml")
 UNITS_ASSUMED = 108  # an A100's, for a GPU whose number is not known
-MAKERS = (("amd", r"MI\d"), ("intel", r"GAUDI"), ("nvidia", r"([APVHBTL]|RTX|G[BH])\d"))  # patterns of chip names
 
 # Element-wise operations that a compiler or a hand-written kernel fuses; not normalisation, softmax, look-ups, copies.
 FUSIBLE = re.compile(
@@ -83,7 +83,8 @@ def chip_of(device: Device | str) -> str:
 def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, tuple[str, ...]]:
     """The parameters of a chip and a software, and notes on where they come from."""
     file = fitted(path)
-    chips, maker = file.get("chips", {}), next((maker for maker, names in MAKERS if re.match(names, chip)), "")
+    chips = file.get("chips", {})
+    maker = next((maker for maker, names in CHIPS["makers"].items() if re.match(names, chip)), "")
     nearest = CHIPS["nearest"].get(chip, "")
     source = next((name for name in (chip, nearest, maker) if name in chips), None)
     note = ""

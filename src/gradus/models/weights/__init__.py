@@ -158,8 +158,14 @@ def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> d
     if names == [*tensors] or len({*names}) < len(names):
         return tensors
     change = f"{next(iter(tensors))} is read as {names[0]}, and so on"
-    print(f"note: {where}: names of what wraps the model are left out: {change}", file=sys.stderr, flush=True)
+    _note(f"{where}: names of what wraps the model are left out: {change}")
     return dict(zip(names, tensors.values()))
+
+
+@functools.cache
+def _note(text: str) -> None:
+    """Said once, however often a file is read."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def files_of(path: Path) -> dict[Path, list[str]]:
@@ -203,7 +209,8 @@ def unpickle(file: Path) -> dict[str, Tensor]:
 
     state = opened(file)
     named = state.get("state_dict", state["model"] if "model_args" in state else state)
-    named = named if isinstance(named, dict) else {"its state_dict": named}
+    if not isinstance(named, dict):
+        named = {"state_dict": named}
     if other := [str(k) for k, v in named.items() if not (isinstance(k, str) and isinstance(v, torch.Tensor))]:
         raise UserError(
             f"{file}: not a flat dictionary of tensors: {some(other)}. "
