@@ -138,6 +138,11 @@ def devices(path: str | Path | None = None) -> dict[str, Device]:
     return load(path)[0]
 
 
+def cards() -> list[Device]:
+    """The GPUs that can be put into a machine: all but laptops'."""
+    return [d for d in devices().values() if d.kind == "gpu" and not d.name.endswith("Laptop")]
+
+
 def links() -> dict[str, Link]:
     """All links by name."""
     return load()[1]
