@@ -93,7 +93,7 @@ def test_a_laptops_card_is_not_the_desktops(name, cores, clock, tops, memory, po
     assert CHIPS["units"][f"{name} Laptop".upper()] == cores / 128
 
 
-@pytest.mark.parametrize("name", ["Apple M2", "M3 Max", "m4-pro", "Apple M1 Ultra GPU", "mps"])
+@pytest.mark.parametrize("name", ["Apple M2", "M3 Max", "m4-pro", "M2 Max 96GB", "Apple M1 Ultra GPU", "MacBook Pro", "m5", "mps"])
 def test_apples_are_refused_by_name(name):
     with pytest.raises(UserError, match=rf"{name}: Apple's GPUs are not supported: Apple states no peak"):
         hardware.cluster(f"2x{name}")

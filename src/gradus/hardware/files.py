@@ -167,7 +167,7 @@ def find(name: str, path: str | Path | None = None) -> Device:
         return device
     if name.lower() in THIS:
         raise UserError(f"{name}: this machine has not been measured yet. Run: gradus calibrate")
-    if re.fullmatch(r"apple.*|m[1-9](pro|max|ultra)?|mps", plain(name)):
+    if re.fullmatch(r"(apple|macbook|m[1-9](pro|max|ultra|$)).*|mps", plain(name)):
         why = "Apple states no peak of their matrix products, and layout.device=mps has not been tried"
         raise UserError(f"{name}: Apple's GPUs are not supported: {why}. Its processors: gradus calibrate, --on this.")
     meant = nearest(name.upper(), [*known, *(alias for device in known.values() for alias in device.aliases)])
