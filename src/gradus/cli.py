@@ -304,7 +304,8 @@ def _using(verb: Verb) -> None:
     text = "text or image in: label, filled mask or translation out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run folder, a checkpoint or a folder in the Hugging Face layout")
-    add("inputs", nargs="*", metavar="INPUT", help="texts or images; none: standard input; -: each line as it comes")
+    text = "texts, files of texts, or images; none: standard input; -: each line as it comes"
+    add("inputs", nargs="*", metavar="INPUT", help=text)
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16, help="with --split: how many (default 16)")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")

@@ -23,7 +23,7 @@ from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
 from gradus.data.tokenizers import ByteTokenizer
 from gradus.errors import UserError
-from gradus.infer.predict import evaluate, predict, rows_of
+from gradus.infer.predict import evaluate, predict, rows_of, texts_of
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
 from gradus.train.run import train
 from gradus.train.session import open_session
@@ -105,6 +105,40 @@ def test_a_text_longer_than_the_model_is_cut_and_it_is_said(tmp_path, capsys):
     long = run(tmp_path, "good " * 50)[0]
     assert "cut to the first 18 of its 50 tokens" in capsys.readouterr().err
     assert long.split("←")[0] == run(tmp_path, "good " * 18)[0].split("←")[0]
+
+
+def test_files_of_texts(tmp_path, monkeypatch, capsys):
+    """A table's rows, and the lines of a text file, are answered as the same texts by themselves."""
+    monkeypatch.chdir(tmp_path)
+    theirs("BertForSequenceClassification", tmp_path)
+    (tmp_path / "a.csv").write_text("label,text\n" + "".join(f'0,"{text}"\n' for text in TEXTS))
+    (tmp_path / "a b.jsonl").write_text("".join(json.dumps({"review": text}) + "\n" for text in TEXTS))
+    (tmp_path / "a.txt").write_text("\n\n".join(TEXTS))
+    (tmp_path / "notes.md").write_text("bad")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "good").write_text("a movie")
+    texts = run(tmp_path, *TEXTS)
+    for file in ("a.csv", "a b.jsonl", "a.txt", tmp_path / "a.csv"):
+        assert run(tmp_path, file) == texts
+    assert run(tmp_path, "bad", "./a.txt") == [texts[1], *texts]
+    assert run(tmp_path, "good")[0].endswith("←  good"), "a word that is the name of a file too"
+    for wrong, error in {
+        "gone.csv": "gone.csv: no such file. Did you mean a.csv?", "a bd.jsonl": "no such file. Did you mean a b.jsonl?", "./bad": "./bad: no such file.",
+        "notes.md": "notes.md: unsupported file type (.md).",
+    }.items():  # fmt: skip
+        assert f"error: {error}" in fails("predict", tmp_path, "bad", wrong, capsys=capsys).replace("error: a bd.jsonl: ", "error: ")
+    for told in ("reviews.cvs", "/reviews"):
+        run(tmp_path, told)
+        assert capsys.readouterr().err == f"note: read as a text, since there is no such file: {told}\n"
+    run(tmp_path, "good and/or bad", "A film.Very good", "bad.")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("recipe", "column"), [("sst2-bert", "text"), ("wikitext2-bert", "text"), ("multi30k-seq2seq", "source")])
+def test_the_column_of_texts_is_the_recipes(tmp_path, recipe, column):
+    (tmp_path / "a.csv").write_text("id,words,text\n1,a film,wrong\n")
+    source = SimpleNamespace(recipe=recipes.load(recipe, [f"data.{column}=words"], configure=None))
+    assert list(texts_of(source, str(tmp_path / "a.csv"))) == ["a film"]
 
 
 @pytest.mark.parametrize("marker", ["[MASK]", "<mask>"])

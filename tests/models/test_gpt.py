@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradus.errors import UserError
 from gradus.layers import KERNELS, Attention, get_kernel
-from gradus.models import build, count, load, save
+from gradus.models import build, config_of, count, load, load_start, save
 from gradus.models.weights.gpt import config_from_hf, config_to_hf, rules
 from gradus.parallel.apply import apply
 from gradus.recipe.schema import GPTConfig, Layout, LlamaConfig, RopeScaling
@@ -87,6 +87,31 @@ def test_theirs_in_ours(tmp_path, tied, body):
     model = load(tmp_path)
     assert (model.head.weight is model.token_embedding.weight) == tied
     assert_same(model, hf.train())
+
+
+@pytest.mark.parametrize(("bias", "wrapper"), [(True, ""), (False, "_orig_mod.")])
+def test_a_checkpoint_of_nanogpt(tmp_path, bias, wrapper):
+    """nanoGPT's GPT is GPT-2 with the exact gelu, matrices of nn.Linear, and without biases where bias=False (its model.py)."""
+    hf = shake(transformers.GPT2LMHeadModel(transformers.GPT2Config(**HF_TINY, activation_function="gelu", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)))
+    state = {}
+    with torch.no_grad():
+        for name, p in hf.state_dict().items():
+            if name.endswith(".bias") and not bias:
+                p.zero_()
+            else:
+                linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+                state[wrapper + name] = p.T.contiguous() if linear else p.clone()
+    args = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": SEQ, "bias": bias, "vocab_size": VOCAB, "dropout": 0.0}
+    beside = {"optimizer": {"state": {}}, "iter_num": 7, "best_val_loss": torch.tensor(1.5), "config": {"out_dir": "out", "compile": True}}
+    file = tmp_path / "ckpt.pt"
+    torch.save({"model": state, "model_args": args, **beside}, file)
+    assert config_of(file) == GPTConfig(**GPT_TINY, bias=bias, activation="gelu", dropout=0.0)
+    assert_same(load(file), hf.train())
+    start = load_start(GPTConfig(**GPT_TINY, bias=bias, activation="gelu", init=str(file)), seed=0).on("cpu")
+    assert torch.equal(start.head.weight, hf.lm_head.weight.float()) and start.load_report.new == []
+    torch.save({"model": state, "model_args": {k: v for k, v in args.items() if k != "block_size"}}, file)
+    with pytest.raises(UserError, match=r"ckpt\.pt: block_size is missing"):
+        load(file)
 
 
 def test_configuration_there_and_back():

@@ -57,9 +57,11 @@ def test_absent_folders(tmp_path):
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
     with pytest.raises(UserError, match=r"no weights: neither model.safetensors nor pytorch_model.bin"):
         models.load(tmp_path / "bert")
-    (tmp_path / "bert" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=r"Give the folder that holds config.json too"):
-        models.load(tmp_path / "bert" / "model.safetensors")
+    for folder, error in (("bert", "not a whole safetensors file"), ("alone", "Give a folder that holds them and config.json")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "model.safetensors").write_bytes(b"")
+        with pytest.raises(UserError, match=error):
+            models.load(tmp_path / folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(

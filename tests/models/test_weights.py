@@ -377,6 +377,65 @@ def test_damaged_pytorch_bin(content, tmp_path):
         models.load(tmp_path)
 
 
+def train_checkpoint(state: dict) -> dict:
+    """What Lightning writes beside a state_dict (its documentation, "Contents of a checkpoint")."""
+    return {
+        "epoch": 1, "global_step": 20, "pytorch-lightning_version": "2.6.6", "state_dict": state, "loops": {}, "callbacks": {}, "lr_schedulers": [],
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}], "hyper_parameters": {"lr": 1e-3, "name": "tiny"},
+    }  # fmt: skip
+
+
+WRAPPED = {
+    "DDP": ("pytorch_model.bin", lambda name: f"module.{name}", dict),
+    "compiled": ("model.safetensors", lambda name: f"_orig_mod.{name}", dict),
+    "both": ("pytorch_model.bin", lambda name: f"module._orig_mod.{name}", dict),
+    "layers compiled": ("pytorch_model.bin", lambda name: re.sub(r"(layers\.\d+)", r"\1._orig_mod", name), dict),
+    "Lightning": ("epoch=1-step=20.ckpt", lambda name: f"model.{name}", train_checkpoint),
+    "Lightning, compiled": ("last.ckpt", lambda name: f"net._orig_mod.{name}", train_checkpoint),
+    "Lightning under a usual name": ("pytorch_model.bin", lambda name: f"model.{name}", train_checkpoint),
+    "a state_dict of the model itself": ("pytorch_model.bin", str, train_checkpoint),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_what_a_training_program_wraps_is_read_and_said(how, tmp_path, capsys):
+    file, named, inside = WRAPPED[how]
+    theirs = hf_llama(tmp_path)
+    state = {named(name): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    (tmp_path / "model.safetensors").unlink()
+    if file.endswith(".safetensors"):
+        save_file(state, tmp_path / file)
+    else:
+        torch.save(inside(state), tmp_path / file)
+    ids = torch.randint(0, 31, (2, 9))
+    for given in (tmp_path, tmp_path / file):
+        with torch.no_grad():
+            torch.testing.assert_close(models.load(given).eval()(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+    said = re.findall(r"^note: (\S+): names of what wraps the model are left out: (\S+) is read as (\S+), and so on$", capsys.readouterr().err, re.M)
+    assert len(said) == (named is not str), "once"
+    for where, stored, read in said:
+        assert where in map(str, (tmp_path, tmp_path / file)) and named(read) == stored
+
+
+def test_what_else_a_training_program_keeps_is_refused_by_name(tmp_path):
+    hf_llama(tmp_path)
+    state = {f"model.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(train_checkpoint({**state, "criterion.weight": torch.ones(3)}), tmp_path / "last.ckpt")
+    with pytest.raises(UserError, match=r"extra .*model\.model\.embed_tokens\.weight"):
+        models.load(tmp_path)
+    torch.save({**train_checkpoint(state), "hyper_parameters": {"by": Ran()}}, tmp_path / "last.ckpt")
+    with pytest.raises(UserError, match=r"last\.ckpt: refused"):
+        models.load(tmp_path)
+    (tmp_path / "best.ckpt").touch()
+    with pytest.raises(UserError, match=r"nor one \.ckpt"):
+        models.load(tmp_path)
+    for content, why in (({"state_dict": None}, "tensors: state_dict"), ({"state_dict": {1: torch.ones(2)}}, "tensors: 1"), ([1], "not a dictionary")):
+        torch.save(content, tmp_path / "a.pth")
+        with pytest.raises(UserError, match=why):
+            weights.read_tensors(tmp_path / "a.pth")
+
+
 def test_pickle_of_more_than_tensors(tmp_path):
     torch.save({"model": {"a": torch.ones(2)}, "step": 3}, tmp_path / "a.pth")
     with pytest.raises(UserError, match="not a flat dictionary of tensors: model, step"):

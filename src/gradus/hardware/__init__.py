@@ -8,11 +8,11 @@ grid.yaml (or $GRADUS_HARDWARE, $GRADUS_PRICES, $GRADUS_GRID), of the same form.
 vendors use, with the unit written; here everything is bytes, seconds, operations, watts. Nothing here imports torch.
 """
 
-from gradus.hardware.files import add_device, by_driver, cluster, devices, find, grid, grids, links, price, pue
+from gradus.hardware.files import add_device, by_driver, cards, cluster, devices, find, grid, grids, links, price, pue
 from gradus.hardware.kinds import Cluster, Device, Grid, Link, Price
 from gradus.hardware.tables import lines
 
 __all__ = [
     "Cluster", "Device", "Grid", "Link", "Price",
-    "add_device", "by_driver", "cluster", "devices", "find", "grid", "grids", "lines", "links", "price", "pue",
+    "add_device", "by_driver", "cards", "cluster", "devices", "find", "grid", "grids", "lines", "links", "price", "pue",
 ]  # fmt: skip

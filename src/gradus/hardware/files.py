@@ -138,6 +138,11 @@ def devices(path: str | Path | None = None) -> dict[str, Device]:
     return load(path)[0]
 
 
+def cards() -> list[Device]:
+    """The GPUs that can be put into a machine: all but laptops'."""
+    return [d for d in devices().values() if d.kind == "gpu" and not d.name.endswith("Laptop")]
+
+
 def links() -> dict[str, Link]:
     """All links by name."""
     return load()[1]
@@ -162,6 +167,9 @@ def find(name: str, path: str | Path | None = None) -> Device:
         return device
     if name.lower() in THIS:
         raise UserError(f"{name}: this machine has not been measured yet. Run: gradus calibrate")
+    if re.fullmatch(r"(apple|macbook|m[1-9](pro|max|ultra|$)).*|mps", plain(name)):
+        why = "Apple states no peak of their matrix products, and layout.device=mps has not been tried"
+        raise UserError(f"{name}: Apple's GPUs are not supported: {why}. Its processors: gradus calibrate, --on this.")
     meant = nearest(name.upper(), [*known, *(alias for device in known.values() for alias in device.aliases)])
     near = f"Did you mean {meant}?" if meant else "gradus hardware lists what is known."
     own = f"gradus calibrate, run on it, measures it; or write it into {user_file('hardware')}."
@@ -195,8 +203,8 @@ def cluster(text: str) -> Cluster:
 
 
 def by_driver(name: str, path: str | Path | None = None) -> Device | None:
-    """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a laptop's
-    card)."""
+    """The device whose driver calls it so, by the whole name; None where it is not known (a MIG part, a
+    cut-down card)."""
     return next((d for d in reversed(devices(path).values()) if d.driver and re.fullmatch(d.driver, name)), None)
 
 

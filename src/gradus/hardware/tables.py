@@ -65,7 +65,7 @@ def lines(name: str | None = None) -> list[str]:
 
 def short_name(d: Device) -> str:
     """A name that fits a column: of a long one (a processor's) the shortest by which --on knows it."""
-    return d.name if len(d.name) <= 14 else min((d.name, *d.aliases), key=len)
+    return d.name if len(d.name) <= 18 else min((d.name, *d.aliases), key=len)
 
 
 def labelled(figures: Sequence[tuple[str, Any]]) -> list[str]:

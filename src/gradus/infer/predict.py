@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from gradus import files, limits, models, tasks
 from gradus import recipe as recipes
+from gradus.data import readers
 from gradus.data.augment import normalise, resize
 from gradus.data.collate import pad_sequences
+from gradus.data.corpus import Corpus
 from gradus.data.images import read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
@@ -83,8 +86,10 @@ def predict(args: Any) -> Iterator[str]:
             yield f"{source.name}:"
         if args.inputs == ["-"]:  # each line is answered before the next is read
             answered = records_by_line(source, args.top)
+        elif args.split:
+            answered = split_records(source, args)
         else:
-            answered = split_records(source, args) if args.split else records_of(source, inputs_of(args), args.top)
+            answered = records_of(source, inputs_of(source, args), args.top)
         for record in answered:
             records.append(record | ({"adapter": source.name} if len(sources) > 1 else {}))
             yield line_of(record)
@@ -123,13 +128,34 @@ def lines_of(file: Iterable[str]) -> Iterator[str]:
         raise UserError(f"standard input: not text in UTF-8 (byte 0x{e.object[e.start]:02x}).") from None
 
 
-def inputs_of(args: Any) -> list[str]:
-    """The inputs behind the model's name; without them (or with "-") all lines of standard input that are not empty."""
-    inputs = args.inputs if args.inputs not in ([], ["-"]) else list(filter(str.strip, lines_of(sys.stdin)))
+def inputs_of(source: ModelSource, args: Any) -> list[str]:
+    """The inputs behind the model's name, of files of texts what they hold; without any all lines of standard input
+    that are not empty."""
+    inputs = args.inputs or list(filter(str.strip, lines_of(sys.stdin)))
     limits.words(inputs)
     if not inputs:
-        raise UserError("nothing to predict. Give texts or image files after the model's name, or --split valid.")
+        raise UserError("nothing to predict. Give texts or files after the model's name, or --split valid.")
+    if args.inputs and source.config.reads == "text":
+        return [text for given in inputs for text in texts_of(source, given)]
     return inputs
+
+
+def texts_of(source: ModelSource, given: str) -> Iterable[str]:
+    """A text as it is; of a file its lines, or the column that the run's recipe names. Raises UserError for a file that
+    training could not read, and for a file's name of which there is none."""
+    path = readers.expanded(given)
+    end = readers.suffix(path)
+    if (end or os.sep in given) and os.path.isfile(path):
+        if readers.kind_of(path) == "txt":
+            return filter(str.strip, readers.read_lines(path))
+        data = source.recipe and source.recipe.data
+        return Corpus.column(path, getattr(data, "text", getattr(data, "source", None)))
+    if end in readers.KINDS or (os.sep in given and os.path.isdir(path)):
+        aside = "A text that is called so goes through standard input"
+        raise UserError(f"{given}: no such file.{readers.near(path)} {aside}.")
+    if path.is_absolute() or (end and len(given.split()) == 1):
+        note(f"read as a text, since there is no such file: {short(given, 40)}")
+    return [given]
 
 
 def line_of(record: Record) -> str:

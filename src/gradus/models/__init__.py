@@ -149,18 +149,20 @@ def _counted(config: schema.ModelConfig) -> dict[str, int]:
 
 
 def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
-    """The local file or folder that holds a model: a llama2.c .bin, a folder in the Hugging Face or Meta layout, the
-    best or else the newest checkpoint of a Gradus run, or the local copy of a hub name (weights_too=False: only its
-    config.json).
+    """The local file or folder that holds a model: a llama2.c .bin, nanoGPT's ckpt.pt, a folder in the Hugging Face or
+    Meta layout (also by its one file of weights), the best or else the newest checkpoint of a Gradus run, or the local
+    copy of a hub name (weights_too=False: only its config.json).
 
     Raises UserError where there is none.
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
-        if path.suffix in (".bin", ".pth", ".pt", ".safetensors") and (path.suffix == ".bin" or _is_vit(path)):
+        if (path.parent / "config.json").is_file() and [*weights.files_of(path.parent)] == [path]:
+            return path.parent
+        if path.suffix == ".bin" or _is_nanogpt(path) or _is_vit(path):
             return path
         raise UserError(
-            f"{path}: weights alone do not say what model they are. Give the folder that holds config.json too"
+            f"{path}: weights alone do not say what model they are. Give a folder that holds them and config.json"
         )
     if not path.exists():
         if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(name_or_path)):
@@ -190,6 +192,10 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
         f"{path}: neither config.json (Hugging Face), nor params.json (Meta), nor checkpoints/ (a Gradus run) in it; "
         f"it holds {holds}"
     )
+
+
+def _is_nanogpt(path: Path) -> bool:
+    return path.suffix in (".pt", ".pth") and "model_args" in weights.opened(path)
 
 
 def _is_vit(path: Path) -> bool:
@@ -239,9 +245,11 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
             return _open_adapter(path, weights_too)
         hf = limits.read_object(path / "config.json")
     if path.is_file() or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
-        from gradus.models.weights import vit_names
+        from gradus.models.weights import gpt, vit_names
 
         with one_line(path):
+            if _is_nanogpt(path):
+                return gpt.from_nanogpt(path)
             return vit_names.read(weights.read_tensors(path), path)
     config = _from_config_json(hf, path / "config.json")
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes

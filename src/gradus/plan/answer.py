@@ -393,7 +393,7 @@ def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) ->
         keys = layout_keys(c.layout, own, stated_keys(request.overrides))
         share = f"{size(c.needed)} per device ({c.needed / device.capacity:.0%})"
         advice.append(f"{on}{keys}: it fits, {share}")
-    larger = [d for d in hardware.devices().values() if d.kind == device.kind and d.capacity >= needed]
+    larger = [d for d in hardware.cards() if d.capacity >= needed]
     if larger and device.kind == "gpu":
         least = min(larger, key=lambda d: (d.vendor != device.vendor, needed > HEADROOM * d.capacity, d.capacity))
         words = f"--on {cluster.n}x{least.name} {answer.layout_keys}".rstrip()

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gradus import files
 from gradus.hardware import Device
 from gradus.plan.work import Op
 
@@ -21,21 +22,10 @@ FITTED = Path(__file__).with_name("fitted.yaml")
 # byte of shared memory).
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 
-# Streaming multiprocessors by device family (NVIDIA's whitepapers); of AMD compute units.
-UNITS = {
-    "P100": 56, "V100": 80, "T4": 40, "A100": 108, "A800": 108, "A10": 72, "A40": 84, "L4": 58, "L40": 142, "H100": 132,
-    "H800": 132, "H200": 132, "H20": 78, "GH200": 132, "B200": 148, "B300": 148, "GB200": 148, "GB300": 148,
-    "RTX 3090": 82, "RTX 4090": 128, "RTX 5090": 170, "MI250": 104, "MI300": 304, "MI325": 304, "MI355": 256,
-}  # fmt: skip
+# units: multiprocessors by device family; nearest: the chip whose parameters are used where one has none; makers:
+# patterns of chip names
+CHIPS = files.packaged("plan/chips.yaml")
 UNITS_ASSUMED = 108  # an A100's, for a GPU whose number is not known
-
-# The chip of the same maker whose parameters are used where a chip has none of its own.
-NEAREST = {
-    "P100": "V100", "T4": "V100", "A800": "A100", "A10": "RTX3090", "A40": "RTX3090", "L4": "RTX3090", "L40": "RTX3090",
-    "RTX4090": "RTX3090", "RTX5090": "RTX3090", "H800": "H100", "H200": "H100", "H20": "H100", "GH200": "H100",
-    "B300": "B200",
-}  # fmt: skip
-MAKERS = (("amd", r"MI\d"), ("intel", r"GAUDI"), ("nvidia", r"([APVHBTL]|RTX|G[BH])\d"))  # patterns of chip names
 
 # Element-wise operations that a compiler or a hand-written kernel fuses; not normalisation, softmax, look-ups, copies.
 FUSIBLE = re.compile(
@@ -93,8 +83,9 @@ def chip_of(device: Device | str) -> str:
 def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, tuple[str, ...]]:
     """The parameters of a chip and a software, and notes on where they come from."""
     file = fitted(path)
-    chips, maker = file.get("chips", {}), next((maker for maker, names in MAKERS if re.match(names, chip)), "")
-    nearest = NEAREST.get(chip, "")
+    chips = file.get("chips", {})
+    maker = next((maker for maker, names in CHIPS["makers"].items() if re.match(names, chip)), "")
+    nearest = CHIPS["nearest"].get(chip, "")
     source = next((name for name in (chip, nearest, maker) if name in chips), None)
     note = ""
     if source is None:
@@ -123,7 +114,7 @@ def parameters(device: Device, software: str = "gradus", path: Path = FITTED) ->
 @functools.lru_cache(maxsize=256)
 def _units(name: str) -> int:
     """The number of multiprocessors; 0: not known."""
-    for chip, count in sorted(UNITS.items(), key=lambda item: -len(item[0])):
+    for chip, count in sorted(CHIPS["units"].items(), key=lambda item: -len(item[0])):
         if chip.replace(" ", "") in name.upper().replace(" ", "").replace("-", ""):
             return count
     return 1 if "CPU" in name.upper() else 0

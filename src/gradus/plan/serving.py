@@ -170,8 +170,8 @@ def _rule(total: int, bits: int, cache: int, each: int) -> list[Row]:
 
 def least(need: float, numbers: str) -> list[Device]:
     """The GPUs that hold `need` bytes and compute in `numbers`, the least memory first; of equals the cheapest, then
-    the fastest."""
-    holds = [d for d in hardware.devices().values() if d.kind == "gpu" and numbers in d.peaks and d.capacity >= need]
+    the fastest. A laptop's card is not proposed."""
+    holds = [d for d in hardware.cards() if numbers in d.peaks and d.capacity >= need]
     prices = {d.name: price.expected if (price := hardware.price(d)) else math.inf for d in holds}
     return sorted(holds, key=lambda d: (d.memory, prices[d.name], -d.peaks[numbers]))
 

@@ -113,14 +113,14 @@ class LiveLine:
 
 
 def check_trackers(config: Log) -> None:
-    """Before anything is measured: raises UserError where what `log` names is not installed, or W&B knows no key (on a
-    terminal it asks for one)."""
+    """Before anything is planned or measured: raises UserError where what `log` names is not installed, or W&B knows no
+    key (on a terminal it asks for one), or cannot be reached and was not told to stay offline."""
     if config.tensorboard:
-        need("torch.utils.tensorboard", "track", "log.tensorboard=true")
+        need("tensorboard", "track", "log.tensorboard=true")
     if config.wandb:
         wandb = need("wandb", "track", "log.wandb")
         with _wandb_errors():
-            wandb.login()
+            wandb.login(verify=True)
 
 
 @contextlib.contextmanager
@@ -138,10 +138,12 @@ class RunLog(Hook):
     def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
         self.live = self.board = self.wandb = None
         if config.tensorboard:
-            tensorboard = need("torch.utils.tensorboard", "track", "log.tensorboard=true")
-            self.board = tensorboard.SummaryWriter(str(folder / "tensorboard"))
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"))
         if config.wandb:
-            wandb = need("wandb", "track", "log.wandb")
+            import wandb
+
             project = recipe["name"] if config.wandb == "true" else config.wandb
             with _wandb_errors():
                 self.wandb = wandb.init(project=project, dir=str(folder), config=recipe, name=folder.name)

@@ -26,6 +26,7 @@ import json
 import pickle
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,14 +135,37 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     """
     path = Path(path)
     if not (parts := files_of(path)):
-        where = "whole or in shards with an index.json (graphs for engines and quantized folders have none: give their "
-        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}run)")
+        where = "whole or in shards with an index, nor one .ckpt (graphs for engines and quantized folders have none:"
+        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where} give their run)")
     tensors: dict[str, Stored] = {}
     for part in parts:
         tensors |= _read_file(part)
     if absent := [name for names in parts.values() for name in names if name not in tensors]:
         raise UserError(f"{path}: its index.json: {some(absent)} in none of its shards. Copy or download it again")
-    return tensors
+    return unwrapped(tensors, path)
+
+
+# what DDP, torch.compile, FSDP and checkpointing put before the names within a module that they wrap
+WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> dict[str, Any]:
+    """The tensors without the names of what wraps a model; inside: also without that of the attribute that holds it,
+    where all names begin with one. A line on standard error says so."""
+    names = [WRAPPERS.sub("", name) for name in tensors]
+    if inside and len({name.partition(".")[0] for name in names}) == 1:
+        names = [name.partition(".")[2] for name in names]
+    if names == [*tensors] or len({*names}) < len(names):
+        return tensors
+    change = f"{next(iter(tensors))} is read as {names[0]}, and so on"
+    _note(f"{where}: names of what wraps the model are left out: {change}")
+    return dict(zip(names, tensors.values()))
+
+
+@functools.cache
+def _note(text: str) -> None:
+    """Said once, however often a file is read."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def files_of(path: Path) -> dict[Path, list[str]]:
@@ -155,7 +179,8 @@ def files_of(path: Path) -> dict[Path, list[str]]:
         if (index := path / f"{name}.index.json").is_file():
             break
     else:
-        return {}
+        kept = list(path.glob("*.ckpt"))  # Lightning's
+        return {kept[0]: []} if len(kept) == 1 else {}
     weight_map = limits.read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: no weight_map. Copy or download it again")
@@ -178,9 +203,26 @@ def _read_file(file: Path) -> dict[str, Stored]:
 
 
 def unpickle(file: Path) -> dict[str, Tensor]:
-    """A flat dictionary of tensors from a .bin, .pt or .pth, memory-mapped where the format allows.
+    """A flat dictionary of tensors from a .bin, .pt or .pth, or that of a training program's checkpoint: the state_dict
+    of Lightning and others, nanoGPT's model. Raises UserError as `opened`, and where it holds anything but tensors."""
+    import torch
 
-    Raises UserError where weights_only refuses the file, or it is damaged or holds anything but tensors.
+    state = opened(file)
+    named = state.get("state_dict", state["model"] if "model_args" in state else state)
+    if not isinstance(named, dict):
+        named = {"state_dict": named}
+    if other := [str(k) for k, v in named.items() if not (isinstance(k, str) and isinstance(v, torch.Tensor))]:
+        raise UserError(
+            f"{file}: not a flat dictionary of tensors: {some(other)}. "
+            "Save model.state_dict() alone, best as safetensors"
+        )
+    return unwrapped(named, file, "state_dict" in state)
+
+
+def opened(file: Path) -> dict[Any, Any]:
+    """What a .bin, .pt, .pth or .ckpt holds, its tensors memory-mapped where the format allows.
+
+    Raises UserError where weights_only refuses the file, it is damaged, or it holds no dictionary.
     """
     import torch
 
@@ -197,13 +239,8 @@ def unpickle(file: Path) -> dict[str, Tensor]:
             "could run any code. Copy or download it again. Convert it where you trust its author: "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=False), 'model.safetensors')"
         ) from None
-    is_dict = isinstance(state, dict)
-    other = [k for k, v in state.items() if not isinstance(v, torch.Tensor)] if is_dict else ["(the whole)"]
-    if other:
-        raise UserError(
-            f"{file}: not a flat dictionary of tensors: {some(other)}. "
-            "Save model.state_dict() alone, best as safetensors"
-        )
+    if not isinstance(state, dict):
+        raise UserError(f"{file}: not a dictionary of tensors. Save model.state_dict() alone, best as safetensors")
     return state
 
 

@@ -9,9 +9,10 @@ named and laid out as ours, everything else as GPT-2's.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradus.models.weights import Rule, fields, transpose
+from gradus.models.weights import Rule, Stored, fields, opened, read_tensors, transpose
 from gradus.recipe.schema import GPTConfig
 
 if TYPE_CHECKING:
@@ -35,6 +36,19 @@ def config_from_hf(hf: dict) -> GPTConfig:
     activation = fields.activation("gpt", "activation_function", hf.get("activation_function", "gelu_new"))
     fields.one_dropout("gpt", hf, "resid_pdrop", {name: hf.get(name, 0.1) for name in DROPOUTS})
     return GPTConfig(**fields.read(hf, NAMES["fields"]), activation=activation)
+
+
+def from_nanogpt(file: Path) -> tuple[GPTConfig, dict[str, Stored]]:
+    """(configuration, tensors as Hugging Face's) of nanoGPT's ckpt.pt, whose matrices lie (out, in). It does not say
+    its activation: the exact gelu, as in nanoGPT since June 2023."""
+    args = opened(file)["model_args"]
+    hf = {"n_positions": args["block_size"], "resid_pdrop": args["dropout"], **args}
+    config = GPTConfig(**fields.read(hf, NAMES["fields"]), activation="gelu", bias=args.get("bias", True))
+    tensors = read_tensors(file)
+    for name, x in tensors.items():
+        if ".c_" in name and len(x.shape) == 2:
+            tensors[name] = Stored(x.shape[::-1], lambda x=x: x.read().T, dtype=x.dtype)
+    return config, tensors
 
 
 def config_to_hf(config: GPTConfig) -> dict:
