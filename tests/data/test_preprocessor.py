@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from PIL import Image
 
 from gradus.data.augment import normalise
 from gradus.data.images import fit, read_image
-from gradus.data.preprocessor import CLASSES, FILE, RESAMPLE, read
+from gradus.data.preprocessor import FILE, RESAMPLE, read
 from gradus.errors import UserError
+from gradus.recipe.schema import Preprocess
 
 SQUARE, SHORTER, CUT = {"height": 32, "width": 32}, {"shortest_edge": 32}, {"crop_size": {"height": 32, "width": 32}}
 MEAN = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}
@@ -26,7 +28,6 @@ CASES = {
     "larger, then cut": ("DeiT", {"size": {"height": 36, "width": 40}, **CUT}),
     "the shorter side larger, then cut": ("Bit", {"size": {"shortest_edge": 37}, **CUT}),
     "Siglip": ("Siglip", {"size": SQUARE, "resample": 3}),
-    "one mean for all": ("ViT", {"size": SQUARE, "image_mean": 0.5, "image_std": 0.25}),
     "no rescaling": ("ViT", {"size": SQUARE, "do_rescale": False, "image_mean": [127.5] * 3, "image_std": [60.0] * 3}),
     "another factor": ("ViT", {"size": SQUARE, "rescale_factor": 1 / 127.5}),
     "no normalisation": ("ViT", {"size": SQUARE, "do_normalize": False}),
@@ -51,22 +52,21 @@ def pictures(tmp_path_factory):
     return sorted(folder.iterdir())
 
 
+def weights(image_size=32, n_channels=3):
+    return types.SimpleNamespace(image_size=image_size, n_channels=n_channels)
+
+
 def theirs(processor, path) -> np.ndarray:
     return processor(Image.open(path).convert("RGB"), return_tensors="np")["pixel_values"][0]
-
-
-def processor_of(kind, settings):
-    transformers = pytest.importorskip("transformers")
-    return getattr(transformers, f"{kind}ImageProcessorPil", None) or getattr(transformers, f"{kind}ImageProcessor")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_pixels_are_those_of_transformers(name, pictures, tmp_path):
     kind, settings = CASES[name]
-    processor = processor_of(kind, settings)(**MEAN | settings)
+    processor = getattr(pytest.importorskip("transformers"), f"{kind}ImageProcessorPil")(**MEAN | settings)
     processor.save_pretrained(tmp_path)
     size = 384 if name == "ConvNext of 384" else 32
-    published = read(tmp_path / FILE, 3, size, size)
+    published = read(tmp_path / FILE, weights(size))
     level = 1 / 255 / min(published["std"])  # of 255, once it is normalised
     for path in pictures:
         image = fit(read_image(path, str(path), 3), size, published["preprocess"], str(path))
@@ -74,3 +74,56 @@ def test_pixels_are_those_of_transformers(name, pictures, tmp_path):
         expected = theirs(processor, path)
         assert ours.shape == expected.shape == (3, size, size)
         assert np.abs(ours - expected).max() < 0.01 * level, path.name  # bit for bit before normalisation
+
+
+@pytest.mark.parametrize("kind", ["ViT", "DeiT", "Beit", "Siglip", "CLIP", "Bit"])
+def test_what_a_file_leaves_out_is_its_class_s_default(kind, tmp_path):
+    """Of 224 pixels, as those classes have it; older versions named them otherwise."""
+    processor = getattr(pytest.importorskip("transformers"), f"{kind}ImageProcessorPil")(**MEAN)
+    path = tmp_path / "a.png"
+    picture(random_images(1, 3, 9, 14)[0]).save(path)
+    for name in ({"image_processor_type": f"{kind}ImageProcessorFast"}, {"feature_extractor_type": f"{kind}FeatureExtractor"}):
+        (tmp_path / FILE).write_text(json.dumps(MEAN | name | {"do_convert_rgb": True, "do_pad": False, "pad_size": None}))
+        published = read(tmp_path / FILE, weights(224))
+        image = fit(read_image(path, "x", 3), 224, published["preprocess"], "x")
+        assert np.array_equal(processor(Image.open(path), do_normalize=False, do_rescale=False, return_tensors="np")["pixel_values"][0], image)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"image_processor_type": "MobileViTImageProcessor"}, "how MobileViTImageProcessor prepares images is not known here, only that of ViT, DeiT"),
+        ({"size": {"shortest_edge": 32, "longest_edge": 64}}, r"size=\{'shortest_edge': 32, 'longest_edge': 64\}: not known here"),
+        ({"size": {"height": 32}}, r"size=\{'height': 32\}"),
+        ({"size": "large"}, "size='large'"),
+        ({"do_pad": True, "pad_size": 40}, "do_pad=True: not known here"),
+        ({"do_flip_channel_order": True}, "do_flip_channel_order=True: not known here"),
+        ({"crop_pct": "no"}, "crop_pct='no': not known here, or not with such a value"),
+        ({"resample": 6}, "resample=6: not known here, or not with such a value"),
+        ({"do_center_crop": True, "crop_size": 28}, r"images of \(28, 28\) pixels, and these weights read \(32, 32\)"),
+        ({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 28}}, r"images of 28 pixels, and these weights read"),
+        ({"image_mean": [0.5]}, "image_mean and image_std are not 3 numbers each"),
+        ({"image_mean": None}, "image_mean and image_std are not 3 numbers each"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std=.*not with such a value"),
+        ({"rescale_factor": 0}, "rescale_factor=0: not known here, or not with such a value"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_named(settings, says, tmp_path):
+    (tmp_path / FILE).write_text(json.dumps({"size": SQUARE} | MEAN | settings))
+    with pytest.raises(UserError, match=rf"{FILE}: {says}") as caught:
+        read(tmp_path / FILE, weights())
+    assert str(caught.value).endswith("Correct it, or set data.preprocess, data.mean and data.std in the recipe.")
+
+
+@pytest.mark.parametrize(
+    "how, says",
+    [
+        (Preprocess(resize=32, center_crop=False), "a.png: 54 × 32 pixels by data.preprocess"),
+        (Preprocess(resize=(24, 24), center_crop=False), "a.png: 24 × 24 pixels by data.preprocess"),
+        (Preprocess(resize=24), "a.png: 40 × 24 pixels by data.preprocess"),  # no edge is added to what was scaled
+        (Preprocess(center_crop=False), "a.png: 17 × 10 pixels by data.preprocess"),
+    ],
+)  # fmt: skip
+def test_a_picture_of_another_size_than_the_model_reads_is_named(how, says):
+    with pytest.raises(UserError, match=rf"^{says}.* and the model reads 32 × 32"):
+        fit(random_images(1, 3, 10, 17)[0], 32, how, "a.png")

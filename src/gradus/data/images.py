@@ -169,8 +169,7 @@ class FittedImages(Part):
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample, (n_channels, size, _) = super().__getitem__(i), self.shape
         image = np.broadcast_to(image := sample["image"], (n_channels, *image.shape[1:]))
-        where = getattr(self.dataset, "where", lambda i: f"{self.name}, image {i}")
-        return {**sample, "image": fit(image, size, self.how, where(i))}
+        return {**sample, "image": fit(image, size, self.how, f"{self.name}, image {i}")}
 
 
 class EncodedFile:
@@ -237,7 +236,8 @@ def shape_of(data: bytes | str | Path, where: str) -> tuple[int, ...]:
         if (end := ENDS.get(picture.format)) and picture.mode in ("L", "RGB") and not picture.has_transparency_data:
             picture.fp.seek(-len(end), os.SEEK_END)
             if picture.fp.read() == end:
-                turned = "exif" in picture.info and picture.getexif().get(0x0112, 1) > 4
+                seen = picture.format == "JPEG" or "exif" in picture.info  # where it stands first
+                turned = seen and picture.getexif().get(0x0112, 1) > 4
                 return len(picture.getbands()), *(picture.size if turned else picture.size[::-1])
     return read_image(data, where).shape
 
@@ -339,6 +339,8 @@ def _decode(source: Source, folder: Path) -> None:
             np.lib.format.write_array_header_1_0(file, header)
             for i, data in enumerate(source.rows()):
                 image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
+                if image.shape != first:
+                    raise UserError(f"{source.where(i)}: its orientation stands behind its pixels. Save it anew")
                 file.write(image.tobytes())
     elif source.paths is None:
         offsets = [0]

@@ -6,20 +6,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from gradus import limits
 from gradus.errors import UserError
-from gradus.recipe.schema import ImagesData, Pixels, PositiveFloat, Preprocess, Section
+from gradus.recipe.schema import ImagesData, Pixels, PositiveFloat, Preprocess, Section, upto
 
 FILE = "preprocessor_config.json"
-CONVNEXT_SQUEEZES = 384  # pixels from which ConvNext's class squeezes; below, it cuts the centre out of a larger image
+CLASSES = ("ViT", "DeiT", "Beit", "Siglip", "CLIP", "Bit", "ConvNext")  # of transformers, without ImageProcessor
 RESAMPLE = get_args(Preprocess.model_fields["resample"].annotation)  # by Pillow's numbers
-CLASSES = {  # of transformers → its defaults: (a number as size is a square's side, resample, centre crop, size / crop)
-    "ViT": (True, 2, False, 1.0), "DeiT": (True, 3, True, 256 / 224), "Beit": (True, 3, False, 1.0),
-    "Siglip": (True, 3, False, 1.0), "CLIP": (False, 3, True, 1.0), "Bit": (False, 3, True, 1.0),
-    "ConvNext": (False, 3, False, 1.0),
-}  # fmt: skip
+SQUEEZED = 384  # pixels from which ConvNext's class squeezes; below, it cuts the centre out of a larger image
 WITHOUT_EFFECT = re.compile(  # do_convert_rgb: every image is converted to the channels that the model reads
     "do_convert_rgb|do_reduce_labels|default_to_square|processor_class|_valid_processor_keys|(input_)?data_format"
     "|return_tensors|device|disable_grouping"
@@ -36,89 +32,82 @@ class Sides(Section):
 
 
 Size = Pixels | tuple[Pixels, Pixels] | ShortestEdge | Sides
-Channels = float | list[float]
 
 
 class Preprocessor(Section):
-    """The fields that are followed."""
+    """The fields that are followed. None: as the class has it."""
 
     image_processor_type: str = "ViTImageProcessor"
     feature_extractor_type: str | None = None  # as older versions wrote it
     do_resize: bool = True
     size: Size | None = None
-    resample: Annotated[int, Field(ge=0, lt=len(RESAMPLE))] | None = None
+    resample: Annotated[int, upto(len(RESAMPLE) - 1, 0)] | None = None
     do_center_crop: bool | None = None
     crop_size: Size | None = None
-    crop_pct: PositiveFloat | None = None
+    crop_pct: PositiveFloat = 224 / 256
     do_rescale: bool = True
     rescale_factor: PositiveFloat = 1 / 255
     do_normalize: bool = True
-    image_mean: Channels | None = None
-    image_std: Channels | None = None
+    image_mean: list[float] = []
+    image_std: list[PositiveFloat] = []
 
 
-def read(file: Path, n_channels: int, own_size: int, image_size: int) -> dict[str, Any]:
+def read(file: Path, model: Any) -> dict[str, Any]:
     """`mean`, `std` and `preprocess` of a recipe's data that prepare images as the class of transformers does that the
     file names. Rescaling is a part of mean and std.
 
-    own_size: pixels per side of the images that the weights beside the file read; image_size: of those that are read
-    here, in whose proportion all lengths change. Raises UserError for a class, a field or a value that is not known.
+    model: the configuration of the weights beside the file. Raises UserError for a class, a field or a value that is
+    not known.
     """
-    said = limits.read_object(file)
-    for key, value in dict(said).items():
-        known = key in Preprocessor.model_fields
-        if value is None or WITHOUT_EFFECT.fullmatch(key) or (value is False and not known):
-            del said[key]
+    said = {
+        key: value for key, value in limits.read_object(file).items()
+        if value is not None and (value or key in Preprocessor.model_fields) and not WITHOUT_EFFECT.fullmatch(key)
+    }  # fmt: skip
 
-    def refused(key: str, why: str) -> UserError:
-        instead = "Or say in the recipe how images are prepared: data.preprocess, data.mean and data.std"
-        return UserError(f"{file}: {key}={said.get(key)!r:.80}: {why}. {instead}.")
+    def refused(why: str) -> UserError:
+        return UserError(f"{file}: {why}. Correct it, or set data.preprocess, data.mean and data.std in the recipe.")
 
     try:
         p = Preprocessor(**said)
     except ValidationError as e:
-        raise refused(e.errors()[0]["loc"][0], "not known here, or not with such a value") from None
-    field = "feature_extractor_type" if p.feature_extractor_type else "image_processor_type"
-    kind = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", getattr(p, field))
+        key = e.errors()[0]["loc"][0]
+        raise refused(f"{key}={said[key]!r:.80}: not known here, or not with such a value") from None
+    name, own = p.feature_extractor_type or p.image_processor_type, (model.image_size, model.image_size)
+    kind = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", name)
     if kind not in CLASSES:
-        raise refused(field, f"how this class prepares images is not known here, only {', '.join(CLASSES)}")
-    square, resample, crops, larger = CLASSES[kind]
+        raise refused(f"how {name:.60} prepares images is not known here, only that of {', '.join(CLASSES)}")
 
-    def sides(size: Any, square: bool) -> list[int]:
-        """[height, width], or [the shorter side]."""
-        values = [side for _, side in size] if isinstance(size, Section) else size
-        values = [values] * (1 + square) if isinstance(values, int) else values
-        return [round(side * image_size / own_size) for side in values]
+    def sides(size: Any, square: bool) -> Any:
+        """(height, width), or the shorter side."""
+        if isinstance(size, Section):
+            return size.shortest_edge if isinstance(size, ShortestEdge) else (size.height, size.width)
+        return (size, size) if square and isinstance(size, int) else size
 
-    resize = sides(p.size or round(larger * own_size), square) if p.do_resize else None
-    center_crop = crops if p.do_center_crop is None else p.do_center_crop
-    crop = sides(p.crop_size or own_size, True) if center_crop else [image_size]
-    if kind == "ConvNext" and resize is not None:
-        if len(resize) > 1:
-            raise refused("size", "this class takes a shortest_edge")
-        if resize[0] < CONVNEXT_SQUEEZES:
-            crop, center_crop = crop + resize, True
-            resize = [int(resize[0] / (p.crop_pct or 224 / 256))]
+    square, larger = kind not in ("CLIP", "Bit", "ConvNext"), 256 / 224 if kind == "DeiT" else 1
+    resize = sides(p.size or round(larger * model.image_size), square) if p.do_resize else None
+    center_crop = kind in ("CLIP", "Bit", "DeiT") if p.do_center_crop is None else p.do_center_crop
+    crop = sides(p.crop_size or model.image_size, True) if center_crop else own
+    if kind == "ConvNext" and isinstance(resize, int):
+        if resize < SQUEEZED:
+            crop, center_crop = crop if resize == model.image_size else resize, True
+            resize = int(resize / p.crop_pct)
         else:
-            resize *= 2
-    if set(crop) != {image_size}:
-        raise refused("crop_size", f"these weights read images of {own_size} × {own_size} pixels")
-    mean, std, scale = [0.0] * n_channels, [1.0] * n_channels, 255 * (p.rescale_factor if p.do_rescale else 1)
-    if p.do_normalize:
-        mean, std = (x if isinstance(x, list) else [x] * n_channels for x in (p.image_mean, p.image_std))
-        if len(mean) != n_channels or len(std) != n_channels or None in mean + std or min(std) <= 0:
-            what = f"are not {n_channels} numbers each, by which images are normalised. Write them there"
-            raise UserError(f"{file}: image_mean and image_std {what}.")
-    how = {"resize": resize and (tuple(resize) if len(resize) > 1 else resize[0]), "center_crop": center_crop}
-    number = resample if p.resample is None else p.resample
-    preprocess = Preprocess(resample=RESAMPLE[number], **how)
-    return {"mean": [x / scale for x in mean], "std": [x / scale for x in std], "preprocess": preprocess}
+            resize = (resize, resize)
+    if crop != own:
+        raise refused(f"images of {crop} pixels, and these weights read {own}")
+    mean, std = p.image_mean, p.image_std
+    if not p.do_normalize:
+        mean, std = [0.0] * model.n_channels, [1.0] * model.n_channels
+    if not len(mean) == len(std) == model.n_channels:
+        raise refused(f"image_mean and image_std are not {model.n_channels} numbers each, which normalise images")
+    scale = 255 * (p.rescale_factor if p.do_rescale else 1)  # of values in 0..1
+    number = p.resample if p.resample is not None else 2 if kind == "ViT" else 3
+    how = Preprocess(resize=resize, resample=RESAMPLE[number], center_crop=center_crop)
+    return {"mean": [x / scale for x in mean], "std": [x / scale for x in std], "preprocess": how}
 
 
-def as_published(data: ImagesData, file: Path, n_channels: int, own_size: int, image_size: int) -> ImagesData:
-    """The data with what they leave open of mean, std and preprocess as `read` finds it in the file, where there is
-    one."""
-    said = {"preprocess": Preprocess(resize=image_size)}
-    if file.is_file():
-        said = read(file, n_channels, own_size, image_size)
+def as_published(data: ImagesData, file: Path, model: Any, image_size: int) -> ImagesData:
+    """The data with what they leave open of mean, std and preprocess as `read` finds it in the file; where there is
+    none images are prepared as usual, for weights that read image_size pixels."""
+    said = read(file, model) if file.is_file() else {"preprocess": Preprocess(resize=image_size)}
     return data.model_copy(update={key: value for key, value in said.items() if getattr(data, key) is None})

@@ -339,9 +339,8 @@ def preparation(source: ModelSource) -> ImagesData:
 
 def published(source: ModelSource, data: ImagesData) -> ImagesData:
     """The data with what they leave open as preprocessor_config.json beside the weights says, where there is one."""
-    c = source.config
     file = next(iter(source.beside(preprocessor.FILE)), source.folder / preprocessor.FILE)
-    return preprocessor.as_published(data, file, c.n_channels, c.image_size, c.image_size)
+    return preprocessor.as_published(data, file, source.config, source.config.image_size)
 
 
 def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device) -> Tensor:

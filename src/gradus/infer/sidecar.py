@@ -70,12 +70,11 @@ def image_processor(source: ModelSource) -> dict:
     """The settings by which transformers prepares an image as we do: scaled, cut, (x / 255 - mean) / std."""
     size, data = source.config.image_size, source.recipe.data
     how = data.preprocess or Preprocess(resize=size)
-    sides = {"shortest_edge": how.resize}
-    if isinstance(how.resize, tuple):
-        sides = dict(zip(("height", "width"), how.resize))
+    sides = how.resize or size
     return {
         "image_processor_type": "CLIPImageProcessor", "do_resize": how.resize is not None,
-        "size": sides if how.resize else {"shortest_edge": size}, "resample": RESAMPLE.index(how.resample),
+        "size": {"shortest_edge": sides} if isinstance(sides, int) else dict(zip(("height", "width"), sides)),
+        "resample": RESAMPLE.index(how.resample),
         "do_center_crop": how.center_crop, "crop_size": {"height": size, "width": size}, "do_rescale": True,
         "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": data.mean, "image_std": data.std,
         "do_convert_rgb": source.config.n_channels == 3,

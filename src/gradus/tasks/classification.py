@@ -132,9 +132,8 @@ class ImageClassification(Classification):
         super().__init__(recipe)
         model, data = recipe.model, recipe.data
         if model.init and not (data.preprocess and data.mean and data.std):
-            own, place = models.config_of(model.init), models.locate(model.init)
-            file = (place if place.is_dir() else place.parent) / preprocessor.FILE
-            data = preprocessor.as_published(data, file, own.n_channels, own.image_size, model.image_size)
+            file = models.locate(model.init) / preprocessor.FILE
+            data = preprocessor.as_published(data, file, models.config_of(model.init), model.image_size)
         n_channels = model.n_channels if data.preprocess else 1  # published weights read grey images as RGB
         self.splits = open_images(data, model.image_size, recipe.task.classes, n_channels)
         self.classes = [str(c) for c in self.splits["train"].classes]

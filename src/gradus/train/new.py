@@ -140,7 +140,7 @@ class Facts:
             shape = self.train.shape
             size = f"{shape[2]} × {shape[1]} pixels"
             if how := getattr(self.train, "how", None):
-                size = f"each made {size} ({how})"
+                size = f"each scaled and cut to {size} ({how})"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
         elif kind == "text":
             n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
