@@ -66,7 +66,7 @@ def test_pixels_are_those_of_transformers(name, pictures, tmp_path):
     processor = getattr(pytest.importorskip("transformers"), f"{kind}ImageProcessorPil")(**MEAN | settings)
     processor.save_pretrained(tmp_path)
     size = 384 if name == "ConvNext of 384" else 32
-    published = read(tmp_path / FILE, weights(size))
+    published = read(tmp_path / FILE, weights(size), size)
     level = 1 / 255 / min(published["std"])  # of 255, once it is normalised
     for path in pictures:
         image = fit(read_image(path, str(path), 3), size, published["preprocess"], str(path))
@@ -84,7 +84,7 @@ def test_what_a_file_leaves_out_is_its_class_s_default(kind, tmp_path):
     picture(random_images(1, 3, 9, 14)[0]).save(path)
     for name in ({"image_processor_type": f"{kind}ImageProcessorFast"}, {"feature_extractor_type": f"{kind}FeatureExtractor"}):
         (tmp_path / FILE).write_text(json.dumps(MEAN | name | {"do_convert_rgb": True, "do_pad": False, "pad_size": None}))
-        published = read(tmp_path / FILE, weights(224))
+        published = read(tmp_path / FILE, weights(224), 224)
         image = fit(read_image(path, "x", 3), 224, published["preprocess"], "x")
         assert np.array_equal(processor(Image.open(path), do_normalize=False, do_rescale=False, return_tensors="np")["pixel_values"][0], image)
 
@@ -100,8 +100,8 @@ def test_what_a_file_leaves_out_is_its_class_s_default(kind, tmp_path):
         ({"do_flip_channel_order": True}, "do_flip_channel_order=True: not known here"),
         ({"crop_pct": "no"}, "crop_pct='no': not known here, or not with such a value"),
         ({"resample": 6}, "resample=6: not known here, or not with such a value"),
-        ({"do_center_crop": True, "crop_size": 28}, r"images of \(28, 28\) pixels, and these weights read \(32, 32\)"),
-        ({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 28}}, r"images of 28 pixels, and these weights read"),
+        ({"do_center_crop": True, "crop_size": 28}, "it cuts out 28 pixels, and the weights read 32 × 32"),
+        ({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 36}}, "it cuts out 36 pixels, and the weights read 32 × 32"),
         ({"image_mean": [0.5]}, "image_mean and image_std are not 3 numbers each"),
         ({"image_mean": None}, "image_mean and image_std are not 3 numbers each"),
         ({"image_std": [0.5, 0.0, 0.5]}, "image_std=.*not with such a value"),
@@ -111,8 +111,15 @@ def test_what_a_file_leaves_out_is_its_class_s_default(kind, tmp_path):
 def test_what_cannot_be_followed_is_named(settings, says, tmp_path):
     (tmp_path / FILE).write_text(json.dumps({"size": SQUARE} | MEAN | settings))
     with pytest.raises(UserError, match=rf"{FILE}: {says}") as caught:
-        read(tmp_path / FILE, weights())
+        read(tmp_path / FILE, weights(), 32)
     assert str(caught.value).endswith("Correct it, or set data.preprocess, data.mean and data.std in the recipe.")
+
+
+def test_lengths_change_with_the_pixels_that_training_reads(tmp_path):
+    """224 pixels cut out of 256 are 384 of 439."""
+    for said, resize in (({"size": 224}, (384, 384)), ({"image_processor_type": "DeiTImageProcessor"}, (439, 439)), ({"image_processor_type": "BitImageProcessor", "size": 256}, 439)):
+        (tmp_path / FILE).write_text(json.dumps(MEAN | said))
+        assert read(tmp_path / FILE, weights(224), 384)["preprocess"].resize == resize
 
 
 @pytest.mark.parametrize(

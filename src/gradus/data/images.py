@@ -31,7 +31,6 @@ from gradus.recipe.schema import ImagesData, Preprocess
 DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
 FORMAT = 2  # of the cache
 GREY = ("1", "L", "LA")  # Pillow's modes
-ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}  # of a file that is whole
 
 
 def open_images(
@@ -230,14 +229,13 @@ def _pixels(picture: Any) -> np.ndarray:
 
 
 def shape_of(data: bytes | str | Path, where: str) -> tuple[int, ...]:
-    """(channels, height, width) of an image file: by its first bytes where the last ones show that it is whole; what
-    may be cut short, transparent or of a kind that is not read is read. Raises UserError as `read_image`."""
+    """(channels, height, width) of an image file: of a JPEG, the usual format of what is large, by its first bytes
+    where the last ones show that it is whole; any other is read. Raises UserError as `read_image`."""
     with _opened(data, where) as picture:
-        if (end := ENDS.get(picture.format)) and picture.mode in ("L", "RGB") and not picture.has_transparency_data:
-            picture.fp.seek(-len(end), os.SEEK_END)
-            if picture.fp.read() == end:
-                seen = picture.format == "JPEG" or "exif" in picture.info  # where it stands first
-                turned = seen and picture.getexif().get(0x0112, 1) > 4
+        if picture.format == "JPEG" and picture.mode in ("L", "RGB"):
+            picture.fp.seek(-2, os.SEEK_END)
+            if picture.fp.read() == b"\xff\xd9":
+                turned = picture.getexif().get(0x0112, 1) > 4
                 return len(picture.getbands()), *(picture.size if turned else picture.size[::-1])
     return read_image(data, where).shape
 
@@ -339,8 +337,6 @@ def _decode(source: Source, folder: Path) -> None:
             np.lib.format.write_array_header_1_0(file, header)
             for i, data in enumerate(source.rows()):
                 image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
-                if image.shape != first:
-                    raise UserError(f"{source.where(i)}: its orientation stands behind its pixels. Save it anew")
                 file.write(image.tobytes())
     elif source.paths is None:
         offsets = [0]

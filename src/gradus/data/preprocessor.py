@@ -37,7 +37,7 @@ Size = Pixels | tuple[Pixels, Pixels] | ShortestEdge | Sides
 class Preprocessor(Section):
     """The fields that are followed. None: as the class has it."""
 
-    image_processor_type: str = "ViTImageProcessor"
+    image_processor_type: str | None = None
     feature_extractor_type: str | None = None  # as older versions wrote it
     do_resize: bool = True
     size: Size | None = None
@@ -52,12 +52,12 @@ class Preprocessor(Section):
     image_std: list[PositiveFloat] = []
 
 
-def read(file: Path, model: Any) -> dict[str, Any]:
+def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
     """`mean`, `std` and `preprocess` of a recipe's data that prepare images as the class of transformers does that the
     file names. Rescaling is a part of mean and std.
 
-    model: the configuration of the weights beside the file. Raises UserError for a class, a field or a value that is
-    not known.
+    model: the configuration of the weights beside the file; where training reads another image_size, lengths change in
+    proportion. Raises UserError for a class, a field or a value that is not known.
     """
     said = {
         key: value for key, value in limits.read_object(file).items()
@@ -72,29 +72,28 @@ def read(file: Path, model: Any) -> dict[str, Any]:
     except ValidationError as e:
         key = e.errors()[0]["loc"][0]
         raise refused(f"{key}={said[key]!r:.80}: not known here, or not with such a value") from None
-    name, own = p.feature_extractor_type or p.image_processor_type, (model.image_size, model.image_size)
+    name = p.image_processor_type or p.feature_extractor_type or "ViTImageProcessor"
     kind = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", name)
     if kind not in CLASSES:
         raise refused(f"how {name:.60} prepares images is not known here, only that of {', '.join(CLASSES)}")
 
-    def sides(size: Any, square: bool) -> Any:
-        """(height, width), or the shorter side."""
-        if isinstance(size, Section):
-            return size.shortest_edge if isinstance(size, ShortestEdge) else (size.height, size.width)
-        return (size, size) if square and isinstance(size, int) else size
+    def sides(size: Any, square: bool) -> tuple[int, ...]:
+        """(height, width), or (the shorter side,)."""
+        if isinstance(size, int):
+            return (size,) * (1 + square)
+        return tuple(side for _, side in size) if isinstance(size, Section) else size
 
     square, larger = kind not in ("CLIP", "Bit", "ConvNext"), 256 / 224 if kind == "DeiT" else 1
     resize = sides(p.size or round(larger * model.image_size), square) if p.do_resize else None
     center_crop = kind in ("CLIP", "Bit", "DeiT") if p.do_center_crop is None else p.do_center_crop
-    crop = sides(p.crop_size or model.image_size, True) if center_crop else own
-    if kind == "ConvNext" and isinstance(resize, int):
-        if resize < SQUEEZED:
-            crop, center_crop = crop if resize == model.image_size else resize, True
-            resize = int(resize / p.crop_pct)
+    cut = {*sides(p.crop_size or model.image_size, True)} if center_crop else {model.image_size}
+    if kind == "ConvNext" and resize and len(resize) == 1:
+        if resize[0] < SQUEEZED:
+            cut, center_crop, resize = {*cut, *resize}, True, (int(resize[0] / p.crop_pct),)
         else:
-            resize = (resize, resize)
-    if crop != own:
-        raise refused(f"images of {crop} pixels, and these weights read {own}")
+            resize *= 2
+    if cut != {model.image_size}:
+        raise refused(f"it cuts out {max(cut)} pixels, and the weights read {model.image_size} × {model.image_size}")
     mean, std = p.image_mean, p.image_std
     if not p.do_normalize:
         mean, std = [0.0] * model.n_channels, [1.0] * model.n_channels
@@ -102,12 +101,15 @@ def read(file: Path, model: Any) -> dict[str, Any]:
         raise refused(f"image_mean and image_std are not {model.n_channels} numbers each, which normalise images")
     scale = 255 * (p.rescale_factor if p.do_rescale else 1)  # of values in 0..1
     number = p.resample if p.resample is not None else 2 if kind == "ViT" else 3
-    how = Preprocess(resize=resize, resample=RESAMPLE[number], center_crop=center_crop)
+    if resize:
+        resize = [round(side * image_size / model.image_size) for side in resize]
+    one = resize and len(resize) == 1
+    how = Preprocess(resize=resize[0] if one else resize, resample=RESAMPLE[number], center_crop=center_crop)
     return {"mean": [x / scale for x in mean], "std": [x / scale for x in std], "preprocess": how}
 
 
 def as_published(data: ImagesData, file: Path, model: Any, image_size: int) -> ImagesData:
     """The data with what they leave open of mean, std and preprocess as `read` finds it in the file; where there is
     none images are prepared as usual, for weights that read image_size pixels."""
-    said = read(file, model) if file.is_file() else {"preprocess": Preprocess(resize=image_size)}
+    said = read(file, model, image_size) if file.is_file() else {"preprocess": Preprocess(resize=image_size)}
     return data.model_copy(update={key: value for key, value in said.items() if getattr(data, key) is None})
