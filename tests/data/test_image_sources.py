@@ -80,7 +80,7 @@ def test_metadata_of_a_folder_alone(tmp_path):
     [
         ([("0.png", "a"), ("gone.png", "b")], r"metadata\.csv, row 2: file_name gone\.png: no such file"),
         ([("0.png", "a"), ("1.png", "")], r"1\.png: no label in the table beside it"),
-        ([("0.png", ""), ("1.png", "")], r"metadata\.csv: no labels of a training split \(column label\)\. Set data\.label"),
+        ([("0.png", ""), ("1.png", "")], r"metadata\.csv: no labels of a training split \(column label\)\. Rename their column"),
     ],
 )
 def test_what_is_wrong_in_metadata_is_named(rows, says, tmp_path):

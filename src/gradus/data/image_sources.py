@@ -158,7 +158,8 @@ def find_metadata(path: Path, label: str | None = None) -> dict[str, MetadataSou
             value = row.get(label or ("label" if "label" in row else "labels"))
             splits.setdefault(split, {})[file] = "" if value is None else str(value).strip()
     if tables and not any(splits["train"].values()):
-        raise UserError(f"{tables[0]}: no labels of a training split (column {label or 'label'}). Set data.label=NAME")
+        what = f"no labels of a training split (column {label or 'label'})"
+        raise UserError(f"{tables[0]}: {what}. Rename their column, or set data.label=NAME")
     return {split: MetadataSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
 
 

@@ -140,7 +140,8 @@ class Facts:
             shape = self.train.shape
             size = f"{shape[2]} × {shape[1]} pixels"
             if how := getattr(self.train, "how", None):
-                size = f"each scaled and cut to {size} ({how})"
+                published = self.task.recipe.model.init is not None  # else the size is chosen below
+                size = f"made {size}: {how}" if published else "several sizes: scaled and cut to one"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
         elif kind == "text":
             n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
