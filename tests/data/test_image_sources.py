@@ -58,8 +58,8 @@ def test_metadata_beside_pictures_is_as_the_package_datasets_reads_it(tmp_path, 
     theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
     sources = find_sources(ImagesData(path=str(tmp_path / "d")))
     assert list(sources) == ["train", "test"]
-    train = module._open(sources["train"], None, None)
-    test = module._open(sources["test"], None, train.classes)
+    train = module._open(sources["train"])
+    test = module._open(sources["test"], train.classes)
     assert train.classes == ["01", "cat", "dog"]
     for split, ours in (("train", train), ("test", test)):
         rows = [(np.asarray(row["image"]).transpose(2, 0, 1).tolist(), row["label"]) for row in theirs[split]]
@@ -243,9 +243,9 @@ def test_cifar_archive_and_folder(tmp_path):
         config = ImagesData(path=str(path))
         with pytest.raises(UserError, match="no class has 10 images"):
             open_images(config)
-        train = module._open(find_sources(config)["train"], None, None)
+        train = module._open(find_sources(config)["train"])
         assert train.classes[3] == "cat" and content(train) == [(image.tolist(), label) for image, label in zip(images[:50], labels)]
-        assert content(module._open(find_sources(config)["test"], None, None)) == [
+        assert content(module._open(find_sources(config)["test"])) == [
             (image.tolist(), label) for image, label in zip(images[50:], labels[50:])
         ]
 

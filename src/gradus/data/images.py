@@ -34,7 +34,7 @@ GREY = ("1", "L", "LA")  # Pillow's modes
 
 
 def open_images(
-    config: ImagesData, image_size: int | None = None, names: Sequence[str] | None = None, n_channels: int = 1
+    config: ImagesData, image_size: int = 224, names: Sequence[str] | None = None, n_channels: int = 1
 ) -> dict[str, Any]:
     """The splits of a data set: `train`, `valid`, and `test` where the data has one with labels.
 
@@ -43,11 +43,10 @@ def open_images(
     metadata.csv (in each of train/, valid/, test/ too), cifar-10-binary.tar.gz or the folder unpacked from it, or
     `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of every class becomes it. Where one
     image has colours, or the model has n_channels=3, all are RGB. Images of several sizes, and all where
-    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`); without
-    image_size several sizes are an error. names: of the classes, where the data name none; where class folders are all
-    among them, they are numbered in this order.
+    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`). names: of the
+    classes, where the data name none; where class folders are all among them, they are numbered in this order.
 
-    Raises UserError for what is missing or unreadable, for an image of the wrong size or kind, for a label out of
+    Raises UserError for what is missing or unreadable, for an image of a kind that is not read, for a label out of
     range; with file and row.
     """
     if config.source == "digits":
@@ -59,16 +58,13 @@ def open_images(
             if split == "test" and set(source.labels().tolist()) == {-1}:
                 print(f"note: {source.name}: no labels (or -1), so there is no test split", flush=True)
                 continue
-            splits[split] = dataset = _open(source, image_size, splits["train"].classes if splits else None, names)
-            if image_size is None and dataset.shape != (train := splits["train"].shape):
-                sizes = f"images of {_size(dataset.shape)}, but the training images are {_size(train)}"
-                raise UserError(f"{dataset.name}: {sizes}")
-    if image_size is not None:
-        n_channels = max(n_channels, *(dataset.shape[0] for dataset in splits.values()))
-        how = config.preprocess or Preprocess(resize=image_size)
-        for split, dataset in splits.items():
-            if dataset.shape[0] < n_channels or len(dataset.shape) < 3 or how != Preprocess(resize=image_size):
-                splits[split] = FittedImages(dataset, (n_channels, image_size, image_size), how)
+            splits[split] = _open(source, splits["train"].classes if splits else None, names)
+    n_channels = max(n_channels, *(dataset.shape[0] for dataset in splits.values()))
+    usual = Preprocess(resize=image_size)  # which `Augment` does too, on the device
+    how = config.preprocess or usual
+    for split, dataset in splits.items():
+        if (dataset.shape[0], len(dataset.shape), how) != (n_channels, 3, usual):
+            splits[split] = FittedImages(dataset, (n_channels, image_size, image_size), how)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
     splits = limited(splits, config.limit, config.limit_valid)
@@ -262,10 +258,6 @@ def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray
     return _pixels(picture)
 
 
-def _size(shape: Sequence[int]) -> str:
-    return f"{shape[-1]}x{shape[-2]} and {shape[0]} channels"  # width x height, as pictures are spoken of
-
-
 # ---------------------------------------------------------------- decoding once
 
 
@@ -276,7 +268,7 @@ def _known_content(memo: Path) -> str:
 
 
 def _open(
-    source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
+    source: Source, classes: list[str] | None = None, names: Sequence[str] | None = None
 ) -> FileImages | LazyImages:
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
@@ -289,12 +281,6 @@ def _open(
     classes, labels = _classes(source, labels, classes, names)
     if about["decoded"]:
         return FileImages(source.name, labels, classes, folder, content)
-    if image_size is None:
-        if about["other"] is None:
-            most = f"{DECODED_LIMIT / 2**30:.0f} GiB"
-            raise UserError(f"{source.name}: more than {most} when decoded. Set model.image_size")
-        i, size, first = about["other"]
-        raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Resize all to one size")
     encoded, shape = source.paths or EncodedFile(folder), (about["n_channels"],)
     return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder, content)
 
@@ -327,13 +313,11 @@ def _decode(source: Source, folder: Path) -> None:
     np.save(folder / "labels.npy", labels)
     rows = enumerate(source.rows())
     shapes = [data.shape if isinstance(data, np.ndarray) else shape_of(data, source.where(i)) for i, data in rows]
-    n_channels, sizes = max(shape[0] for shape in shapes), [shape[1:] for shape in shapes]
-    first = (n_channels, *sizes[0])
-    other = next(((i, _size(shapes[i]), _size(shapes[0])) for i, size in enumerate(sizes) if size != sizes[0]), None)
-    decoded = other is None and len(labels) * math.prod(first) <= DECODED_LIMIT
-    if decoded:
+    n_channels, sizes = max(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+    shape = (n_channels, *sizes.pop())
+    if decoded := not sizes and len(labels) * math.prod(shape) <= DECODED_LIMIT:
         with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is an error, not a death
-            header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *first)}
+            header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
             np.lib.format.write_array_header_1_0(file, header)
             for i, data in enumerate(source.rows()):
                 image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
@@ -345,7 +329,7 @@ def _decode(source: Source, folder: Path) -> None:
                 content = data if isinstance(data, bytes) else Path(data).read_bytes()
                 offsets.append(offsets[-1] + file.write(content))
         np.save(folder / "offsets.npy", np.array(offsets))
-    about = {"decoded": decoded, "n_channels": n_channels, "other": other}
+    about = {"decoded": decoded, "n_channels": n_channels}
     (folder / "about.json").write_text(json.dumps(about))
 
 
@@ -355,7 +339,7 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     memo = None
     if dataset.folder is not None:
         part = digest(dataset.indices.tolist(), str(dataset.how))[:16] if isinstance(dataset, Part) else "all"
-        memo = dataset.folder / f"stats-{part}-{_size(dataset.shape)}.json"
+        memo = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}.json"
         with contextlib.suppress(UserError):  # none, damaged, or a pipe
             match limits.read_json(memo, limits.CONFIG_FILE):
                 case {"mean": [*mean], "std": [*std]} if len(mean) == len(std) == dataset.shape[0]:

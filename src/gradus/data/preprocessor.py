@@ -78,22 +78,23 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
         raise refused(f"how {name:.60} prepares images is not known here, only that of {', '.join(CLASSES)}")
 
     def sides(size: Any, square: bool) -> tuple[int, ...]:
-        """(height, width), or (the shorter side,)."""
+        """(height, width), or (the shorter side,), of what is read here."""
         if isinstance(size, int):
-            return (size,) * (1 + square)
-        return tuple(side for _, side in size) if isinstance(size, Section) else size
+            size = (size,) * (1 + square)
+        values = (side for _, side in size) if isinstance(size, Section) else size
+        return tuple(round(side * image_size / model.image_size) for side in values)
 
     square, larger = kind not in ("CLIP", "Bit", "ConvNext"), 256 / 224 if kind == "DeiT" else 1
     resize = sides(p.size or round(larger * model.image_size), square) if p.do_resize else None
     center_crop = kind in ("CLIP", "Bit", "DeiT") if p.do_center_crop is None else p.do_center_crop
-    cut = {*sides(p.crop_size or model.image_size, True)} if center_crop else {model.image_size}
-    if kind == "ConvNext" and resize and len(resize) == 1:
+    cut = sides(p.crop_size or model.image_size, True) if center_crop else ()
+    if kind == "ConvNext" and resize:
         if resize[0] < SQUEEZED:
-            cut, center_crop, resize = {*cut, *resize}, True, (int(resize[0] / p.crop_pct),)
+            cut, center_crop, resize = cut + resize, True, (int(resize[0] / p.crop_pct),)
         else:
-            resize *= 2
-    if cut != {model.image_size}:
-        raise refused(f"it cuts out {max(cut)} pixels, and the weights read {model.image_size} × {model.image_size}")
+            resize = resize[:1] * 2
+    if {*cut, image_size} != {image_size}:
+        raise refused(f"of {cut} pixels that are cut out, some are not the {image_size} that the model reads")
     mean, std = p.image_mean, p.image_std
     if not p.do_normalize:
         mean, std = [0.0] * model.n_channels, [1.0] * model.n_channels
@@ -101,10 +102,8 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
         raise refused(f"image_mean and image_std are not {model.n_channels} numbers each, which normalise images")
     scale = 255 * (p.rescale_factor if p.do_rescale else 1)  # of values in 0..1
     number = p.resample if p.resample is not None else 2 if kind == "ViT" else 3
-    if resize:
-        resize = [round(side * image_size / model.image_size) for side in resize]
-    one = resize and len(resize) == 1
-    how = Preprocess(resize=resize[0] if one else resize, resample=RESAMPLE[number], center_crop=center_crop)
+    resize = resize[0] if resize and len(resize) == 1 else resize
+    how = Preprocess(resize=resize, resample=RESAMPLE[number], center_crop=center_crop)
     return {"mean": [x / scale for x in mean], "std": [x / scale for x in std], "preprocess": how}
 
 
