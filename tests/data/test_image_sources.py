@@ -88,6 +88,9 @@ def test_what_is_wrong_in_metadata_is_named(rows, says, tmp_path):
     (tmp_path / "gone.png").unlink(missing_ok=True)
     with pytest.raises(UserError, match=says):
         open_images(ImagesData(path=str(tmp_path)))
+    (tmp_path / "metadata.csv").write_text("id,label\n0.png,a\n")
+    with pytest.raises(UserError, match=r"metadata\.csv: row 1 has no column 'file_name'; it has: id, label"):
+        open_images(ImagesData(path=str(tmp_path)))
 
 
 def test_a_label_that_training_does_not_have_is_named(tmp_path):
@@ -103,7 +106,10 @@ def test_a_test_split_without_labels_is_none(tmp_path, capsys):
     write_parquet(tmp_path / "a" / "test.parquet", files[:3], [-1] * 3)
     labelled(tmp_path / "b" / "train", [(f"{i}.png", "ab"[i % 2]) for i in range(20)])
     labelled(tmp_path / "b" / "test", [("0.png",), ("1.png",)], header=("file_name",))
-    for folder in "ab":
+    for i in range(20):
+        save(tmp_path / "c" / "train" / "ab"[i % 2] / f"{i}.png", picture(random_images(1)[0]))
+    save(tmp_path / "c" / "test" / "0.png", picture(random_images(1)[0]))
+    for folder in "abc":
         assert list(open_images(ImagesData(path=str(tmp_path / folder)), image_size=6)) == ["train", "valid"]
         assert "no labels (or -1), so there is no test split" in capsys.readouterr().out
 

@@ -134,3 +134,8 @@ def test_lengths_change_with_the_pixels_that_training_reads(tmp_path):
 def test_a_picture_of_another_size_than_the_model_reads_is_named(how, says):
     with pytest.raises(UserError, match=rf"^{says}.* and the model reads 32 × 32"):
         fit(random_images(1, 3, 10, 17)[0], 32, how, "a.png")
+
+
+def test_a_picture_that_would_fill_memory_is_named():
+    with pytest.raises(UserError, match=r"^a\.png: 60000 × 1 pixels are too narrow to be scaled"):
+        fit(np.zeros((3, 1, 60_000), np.uint8), 224, Preprocess(resize=224), "a.png")

@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 
 from gradus.data.cache import digest, identity
-from gradus.data.readers import SPLITS, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
+from gradus.data.readers import (
+    SPLITS,
+    expanded,
+    first_column,
+    is_hub,
+    near,
+    no_column,
+    open_packed,
+    read_rows,
+    table_of,
+)
 from gradus.data.splits import find_split, named_after
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.limits import GB
@@ -150,9 +160,11 @@ def find_metadata(path: Path, label: str | None = None) -> dict[str, MetadataSou
     tables = [file for folder in (path, *_folders(path)) for name in METADATA if (file := folder / name).is_file()]
     for table in tables:
         for i, row in enumerate(read_rows(table), 1):
-            file = table.parent / str(row.get("file_name"))
+            if "file_name" not in row:
+                raise no_column(table, i, "file_name", row)
+            file = table.parent / str(name := row["file_name"])
             if not file.is_file():
-                raise UserError(f"{table}, row {i}: file_name {row.get('file_name')}: no such file.{near(file)}")
+                raise UserError(f"{table}, row {i}: file_name {name}: no such file.{near(file)}")
             first = os.path.relpath(file, path).split(os.sep)[0]
             split = next((split for split, aliases in SPLITS.items() if first in aliases), "train")
             value = row.get(label or ("label" if "label" in row else "labels"))

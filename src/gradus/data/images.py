@@ -55,7 +55,7 @@ def open_images(
     else:
         splits = {}
         for split, source in find_sources(config, names).items():
-            if split == "test" and set(source.labels().tolist()) == {-1}:
+            if split == "test" and set(source.labels().tolist()) <= {-1}:
                 print(f"note: {source.name}: no labels (or -1), so there is no test split", flush=True)
                 continue
             splits[split] = _open(source, splits["train"].classes if splits else None, names)
@@ -248,6 +248,8 @@ def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray
     if isinstance(sides, int):
         sides = [sides * side // min(picture.size) for side in image.shape[1:]]
     if sides is not None:
+        if math.prod(sides) > Image.MAX_IMAGE_PIXELS:
+            raise UserError(f"{where}: {picture.width} × {picture.height} pixels are too narrow to be scaled. Cut it")
         picture = picture.resize(sides[::-1], Image.Resampling[how.resample.upper()])
     if how.center_crop and (sides is None or min(sides) >= size):
         left, top = ((side - size) // 2 for side in picture.size)

@@ -333,7 +333,8 @@ def preparation(source: ModelSource) -> ImagesData:
     data = source.recipe.data if source.recipe is not None else published(source, ImagesData())
     if not (data.mean and data.std):
         where = source.folder / preprocessor.FILE if source.recipe is None else f"{source.name}: its recipe.yaml"
-        raise UserError(f"{where}: no data.mean and data.std (image_mean, image_std), by which images are normalised.")
+        what = "no data.mean and data.std (image_mean, image_std), by which images are normalised"
+        raise UserError(f"{where}: {what}. Write them there.")
     return data
 
 
