@@ -331,12 +331,10 @@ def preparation(source: ModelSource) -> ImagesData:
     """How images are prepared (mean, std, preprocess), as in training: from the run's recipe, which keeps what was
     measured, or from preprocessor_config.json beside the weights."""
     data = source.recipe.data if source.recipe is not None else published(source, ImagesData())
-    n = source.config.n_channels
-    if not len(data.mean or ()) == len(data.std or ()) == n:
-        where, names = f"{source.name}: its recipe.yaml", "data.mean and data.std"
-        if source.recipe is None:
-            where, names = source.folder / preprocessor.FILE, "image_mean and image_std"
-        raise UserError(f"{where}: {names} are not {n} numbers each, by which images are normalised. Write them there.")
+    if not (data.mean and data.std):
+        where = source.folder / preprocessor.FILE if source.recipe is None else f"{source.name}: its recipe.yaml"
+        what = "no data.mean and data.std (image_mean, image_std), by which images are normalised"
+        raise UserError(f"{where}: {what}. Write them there.")
     return data
 
 
