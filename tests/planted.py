@@ -201,7 +201,7 @@ LIST = (
       "data/test_tokenizer_files.py::test_t5_sentinels_equal_transformers", of="t5 span_corruption train"),
     M("data/readers.py", "if len(values) != len(header):", "if len(values) < len(header):",
       "data/test_readers.py::test_what_is_wrong_with_a_file_is_said", of="classification check"),
-    M("data/images.py", 'f"stats-{part}-{_size(dataset.shape)}.json"', 'f"stats-{_size(dataset.shape)}.json"',
+    M("data/images.py", """f"stats-{part}-{'x'""", """f"stats-{'x'""",
       "data/test_images.py::test_channel_stats_kept_beside_decoded_images_are_of_that_part", of="vit classification train"),
     M("data/augment.py", "            share = 1 - (box[1] - box[0]) * (box[3] - box[2]) / (height * width)\n", "",
       "data/test_augment.py::test_cutmix_by_hand", of="vit classification train"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,84 @@ def test_class_folders(tmp_path):
     (tmp_path / "train" / "ant" / "notes.txt").write_text("x")
     with pytest.raises(UserError, match=r"notes\.txt: not an image file"):
         open_images(ImagesData(path=str(tmp_path)))
+
+
+def labelled(folder, rows, kind="csv", header=("file_name", "label")):
+    """metadata.csv or .jsonl; returns the labels' pictures by name, which it writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "csv":
+        (folder / "metadata.csv").write_text("\n".join(map(",".join, [header, *rows])))
+    else:
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(dict(zip(header, row))) + "\n" for row in rows))
+    for i, row in enumerate(rows):
+        save(folder / row[0], picture(random_images(1, seed=i)[0]))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_metadata_beside_pictures_is_as_the_package_datasets_reads_it(tmp_path, kind, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    labels = ["cat", "dog", "01"]
+    labelled(tmp_path / "d" / "train", [(f"{'deep/' * (i % 2)}{i}.png", labels[i % 3]) for i in range(9)], kind)
+    labelled(tmp_path / "d" / "test", [(f"{i}.tiff", labels[i]) for i in (2, 0)], kind)
+    (tmp_path / "d" / "README.md").write_text("x")
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
+    sources = find_sources(ImagesData(path=str(tmp_path / "d")))
+    assert list(sources) == ["train", "test"]
+    train = module._open(sources["train"])
+    test = module._open(sources["test"], train.classes)
+    assert train.classes == ["01", "cat", "dog"]
+    for split, ours in (("train", train), ("test", test)):
+        rows = [(np.asarray(row["image"]).transpose(2, 0, 1).tolist(), row["label"]) for row in theirs[split]]
+        assert [(image, train.classes[label]) for image, label in content(ours)] == rows
+
+
+def test_metadata_of_a_folder_alone(tmp_path):
+    labelled(tmp_path, [(f"{i}.png", str(i % 2), "x") for i in range(24)], header=("file_name", "which", "label"))
+    splits = open_images(ImagesData(path=str(tmp_path), label="which"))
+    assert splits["train"].classes == ["0", "1"] and len(splits["valid"]) == 2
+    labelled(tmp_path, [(f"{'test/' if i > 21 else ''}{i}.png", str(i % 2)) for i in range(24)])
+    splits = open_images(ImagesData(path=str(tmp_path)), image_size=6)
+    assert len(splits["test"]) == 2  # the first folder of a file's name says the split
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        ([("0.png", "a"), ("gone.png", "b")], r"metadata\.csv, row 2: file_name gone\.png: no such file"),
+        ([("0.png", "a"), ("1.png", "")], r"1\.png: no label in the table beside it"),
+        ([("0.png", ""), ("1.png", "")], r"metadata\.csv: no labels of a training split \(column label\)\. Rename their column"),
+    ],
+)
+def test_what_is_wrong_in_metadata_is_named(rows, says, tmp_path):
+    labelled(tmp_path, rows)
+    (tmp_path / "gone.png").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=says):
+        open_images(ImagesData(path=str(tmp_path)))
+    (tmp_path / "metadata.csv").write_text("id,label\n0.png,a\n")
+    with pytest.raises(UserError, match=r"metadata\.csv: row 1 has no column 'file_name'; it has: id, label"):
+        open_images(ImagesData(path=str(tmp_path)))
+
+
+def test_a_label_that_training_does_not_have_is_named(tmp_path):
+    labelled(tmp_path / "train", [(f"{i}.png", "ab"[i % 2]) for i in range(20)])
+    labelled(tmp_path / "test", [("0.png", "c")])
+    with pytest.raises(UserError, match=r"test/0\.png: label c, but there are 2 classes: a, b"):
+        open_images(ImagesData(path=str(tmp_path)))
+
+
+def test_a_test_split_without_labels_is_none(tmp_path, capsys):
+    files = [png(image) for image in random_images(20)]
+    write_parquet(tmp_path / "a" / "train.parquet", files, [0, 1] * 10)
+    write_parquet(tmp_path / "a" / "test.parquet", files[:3], [-1] * 3)
+    labelled(tmp_path / "b" / "train", [(f"{i}.png", "ab"[i % 2]) for i in range(20)])
+    labelled(tmp_path / "b" / "test", [("0.png",), ("1.png",)], header=("file_name",))
+    for i in range(20):
+        save(tmp_path / "c" / "train" / "ab"[i % 2] / f"{i}.png", picture(random_images(1)[0]))
+    save(tmp_path / "c" / "test" / "0.png", picture(random_images(1)[0]))
+    for folder in "abc":
+        assert list(open_images(ImagesData(path=str(tmp_path / folder)), image_size=6)) == ["train", "valid"]
+        assert "no labels (or -1), so there is no test split" in capsys.readouterr().out
 
 
 def test_bad_labels_and_columns_are_named(tmp_path):
@@ -170,9 +249,9 @@ def test_cifar_archive_and_folder(tmp_path):
         config = ImagesData(path=str(path))
         with pytest.raises(UserError, match="no class has 10 images"):
             open_images(config)
-        train = module._open(find_sources(config)["train"], None, None)
+        train = module._open(find_sources(config)["train"])
         assert train.classes[3] == "cat" and content(train) == [(image.tolist(), label) for image, label in zip(images[:50], labels)]
-        assert content(module._open(find_sources(config)["test"], None, None)) == [
+        assert content(module._open(find_sources(config)["test"])) == [
             (image.tolist(), label) for image, label in zip(images[50:], labels[50:])
         ]
 

@@ -9,12 +9,10 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from image_parts import content, in_memory, picture, png, random_images, save, write_parquet
 from PIL import Image
 
 from gradus.data import images as module
-from gradus.data.augment import resize
 from gradus.data.images import ArrayImages, FileImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.splits import Part
 from gradus.errors import UserError
@@ -93,15 +91,14 @@ def test_images_of_several_sizes_are_scaled_when_asked_for(tmp_path, kind):
         where = tmp_path
     else:
         where = write_parquet(tmp_path / "train.parquet", map(png, pictures), [i % 2 for i in range(20)])
-    with pytest.raises(UserError, match=r"(b/01\.png|a/02\.png|row 1): an image of .*; the first is 30x20"):
-        open_images(ImagesData(path=str(where)))
     data = open_images(ImagesData(path=str(where)), image_size=12)["train"].dataset
-    assert isinstance(data, LazyImages) and data.shape == (3, 12, 12) and len(data) == 20
+    assert isinstance(data.dataset, LazyImages) and data.shape == (3, 12, 12) and len(data) == 20
     data = pickle.loads(pickle.dumps(data))
     for i in (0, 3, 17):
-        expected = resize(torch.from_numpy(pictures[i])[None].float(), 12)[0]
-        off = (torch.from_numpy(data[i]["image"]).float() - expected).abs()
-        assert data[i]["image"].dtype == np.uint8 and off.mean() < 8  # cut a fraction of a pixel elsewhere at most
+        height, width = pictures[i].shape[1:]
+        scaled = picture(pictures[i]).resize((12 * width // min(height, width), 12 * height // min(height, width)), Image.Resampling.BILINEAR)
+        left, top = (scaled.width - 12) // 2, (scaled.height - 12) // 2
+        assert np.array_equal(data[i]["image"].transpose(1, 2, 0), scaled.crop((left, top, left + 12, top + 12)))
     mean, std = channel_stats(data)
     all_pixels = np.stack([data[i]["image"] for i in range(20)]) / 255
     np.testing.assert_allclose(mean, all_pixels.mean((0, 2, 3)), rtol=1e-12)
@@ -135,7 +132,6 @@ def half_transparent():
         (b"GIF? no", r"row 3: not a readable image \(unknown format\)"),
         (png(random_images(1)[0])[:-30], r"row 3: not a readable image \("),
         (png(random_images(1)[0])[:50] + b"\0" * 40, r"row 3: not a readable image \("),
-        (png(random_images(1, 3, 7, 6)[0]), r"row 3: an image of 6x7 and 3 channels; the first is 6x6"),
         (png(Image.fromarray(np.zeros((6, 6), np.uint16))), r"row 3: image mode I;16; 8 bits"),
         (half_transparent(), "row 3: a transparent image"),
         (None, "row 3: column img holds no image bytes"),
@@ -151,15 +147,44 @@ def test_a_bad_image_is_named(tmp_path, cache, file, says):
     assert not [f for f in (cache / "images").iterdir() if f.name.startswith(".")]
 
 
-def test_colour_in_a_grey_set_is_named(tmp_path):
-    files = [png(image) for image in random_images(20, 1)]
-    path = write_parquet(tmp_path / "train.parquet", [*files, png(random_images(1, 3)[0])], [0] * 21)
-    with pytest.raises(UserError, match=r"row 20: 3 channels \(image mode RGB\), expected 1"):
-        open_images(ImagesData(path=str(path)))
-    write_parquet(path, files, [0] * 20)
-    write_parquet(tmp_path / "test.parquet", [png(random_images(1, 3)[0])], [0])
-    with pytest.raises(UserError, match=r"test\.parquet: images of 6x6 and 3 channels, but the training images are 6x6 and 1 channels"):
-        open_images(ImagesData(path=str(tmp_path)))
+@pytest.mark.parametrize("place", [0, 7, 20])
+def test_where_one_image_has_colours_all_are_rgb(tmp_path, place):
+    images = [*random_images(20, 1)]
+    images.insert(place, random_images(1, 3)[0])
+    expected = [np.broadcast_to(image, (3, 6, 6)).tolist() for image in images]
+    path = write_parquet(tmp_path / "train.parquet", map(png, images), [0] * 21)
+    data = open_images(ImagesData(path=str(path)))["train"].dataset
+    assert data.shape == (3, 6, 6) and [image for image, _ in content(data)] == expected
+    write_parquet(path, map(png, random_images(20, 1)), [0] * 20)
+    write_parquet(tmp_path / "test.parquet", [png(random_images(1, 3)[0])], [0])  # of another split
+    splits = open_images(ImagesData(path=str(tmp_path)), image_size=6)
+    assert all(data.shape == data[0]["image"].shape == (3, 6, 6) for data in splits.values())
+    assert np.array_equal(splits["train"][3]["image"], np.broadcast_to(random_images(20, 1)[3], (3, 6, 6)))
+
+
+@pytest.mark.parametrize("end", [b"", b"\0" * 60, None], ids=["empty", "zeros", "cut short"])
+def test_every_file_is_looked_at_before_any_is_used(tmp_path, end):
+    """Of several sizes none is decoded before it is asked for; one that is cut short or no picture is found all the same."""
+    for i in range(24):
+        image = random_images(1, 3, 40 + i, 40)[0]
+        save(tmp_path / "ab"[i % 2] / f"{i}.{'png' if i < 12 else 'jpg'}", picture(image))
+    path = tmp_path / "b" / "23.jpg"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-300] if end is None else end)
+    with pytest.raises(UserError, match=rf"^{path}: not a readable image \("):
+        open_images(ImagesData(path=str(tmp_path)), image_size=8)
+    path.write_bytes(whole + b"more")  # which is read: there is a picture before it
+    assert len(open_images(ImagesData(path=str(tmp_path)), image_size=8)["train"]) == 22
+
+
+def test_orientation_is_seen_without_decoding(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for i in range(20):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        image = picture(random_images(1, 3, 6, 9)[0])
+        image.rotate(90, expand=True).save(tmp_path / "a" / f"{i}.jpg", exif=exif) if i % 2 else image.save(tmp_path / "a" / f"{i}.png")
+    assert open_images(ImagesData(path=str(tmp_path)))["train"].shape == (3, 6, 9)
 
 
 def test_labels_may_be_unsigned_numbers_of_64_bits(tmp_path):

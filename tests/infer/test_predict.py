@@ -23,7 +23,9 @@ from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
 from gradus.data.tokenizers import ByteTokenizer
 from gradus.errors import UserError
-from gradus.infer.predict import evaluate, predict, rows_of, texts_of
+from gradus.infer import find
+from gradus.infer.predict import evaluate, open_evaluation, predict, prepared, read_images, rows_of, texts_of
+from gradus.infer.sidecar import image_processor
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
 from gradus.train.run import train
 from gradus.train.session import open_session
@@ -190,6 +192,55 @@ def test_images_of_a_hugging_face_folder(tmp_path):
     assert len(run(tmp_path, tmp_path / "large.png", tmp_path / "a.png")) == 2
     with pytest.raises(UserError, match=r"Did you mean a\.png"):
         run(tmp_path, tmp_path / "aa.png")
+
+
+PROCESSORS = {
+    "ViT": {"size": {"height": 16, "width": 16}, "resample": 0}, "DeiT": {"size": {"height": 19, "width": 18}, "crop_size": {"height": 16, "width": 16}},
+    "CLIP": {"size": {"shortest_edge": 17}, "resample": 1, "crop_size": {"height": 16, "width": 16}},
+    "ConvNext": {"size": {"shortest_edge": 16}, "do_rescale": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_training_predicting_evaluating_and_an_export_prepare_pictures_as_the_published_folder_says(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    from PIL import Image
+
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(**PROCESSORS[kind], image_mean=[0.4, 0.5, 0.6], image_std=[0.2, 0.25, 0.3])
+    models.save(models.build(ViTConfig(image_size=16, patch_size=4, n_classes=2, **TINY)), tmp_path / "weights")
+    processor.save_pretrained(tmp_path / "weights")
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        file = tmp_path / "data" / "ab"[i % 2] / f"{i:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(rng.integers(0, 255, (18 + i, 40 - i, 3), dtype=np.uint8))
+        (image.convert("L") if kind == "ViT" else image).save(file)
+    recipe = {
+        "task": {"name": "classification"}, "data": {"kind": "images", "path": str(tmp_path / "data")}, "model": {"init": str(tmp_path / "weights")},
+        "optimizer": {"name": "adamw", "lr": 1e-2}, "batch": {"samples": 8}, "train": {"steps": 1},
+    }  # fmt: skip
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    task = open_session(recipes.load(tmp_path / "r.yaml")).task
+    files = sorted((tmp_path / "data" / "a").iterdir())[:9] + sorted((tmp_path / "data" / "b").iterdir())[:9]  # of each class the tenth is held out
+
+    def pixels(processor):
+        return torch.cat([processor(Image.open(file).convert("RGB"), return_tensors="pt")["pixel_values"] for file in files])
+
+    def trained(task):
+        return task.to_device(task.collate([task.splits["train"][i] for i in range(18)]), torch.device("cpu"))["images"]
+
+    expected = pixels(processor)
+    off = {"atol": 1e-5 * float(expected.abs().max()), "rtol": 0}
+    torch.testing.assert_close(trained(task), expected, **off)
+    source = find(str(tmp_path / "weights"))
+    torch.testing.assert_close(prepared(source, read_images(source, list(map(str, files))), torch.device("cpu")), expected, **off)
+    source.recipe = task.resolved(task.recipe)
+    torch.testing.assert_close(prepared(source, read_images(source, list(map(str, files))), torch.device("cpu")), expected, **off)
+    torch.testing.assert_close(pixels(transformers.CLIPImageProcessorPil(**image_processor(source))), expected, **off)
+    recipe["model"] = {"family": "vit", "image_size": 8, "patch_size": 4, **TINY}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    session = open_evaluation(str(tmp_path / "r.yaml"), [], "valid", checkpoint=str(tmp_path / "weights"))[1]
+    torch.testing.assert_close(trained(session.task), expected, **off)
 
 
 # ---------------------------------------------------------------- runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from new_parts import reviews, table
+from new_parts import pictures, reviews, table
 
 from gradus.cli import main
 from gradus.data.readers import read_rows
@@ -41,6 +41,24 @@ def test_columns_are_chosen_where_one_is_possible_and_can_be_named(tmp_path, cap
     one = table(tmp_path / "one.csv", [(i, text, label) for i, text, label in reviews()], ("id", "words", "kind"))
     said = look([str(one)]).lines
     assert "column 'words': the only one that holds text" in said[1] and said[2].startswith("label      column 'kind': the only one")
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
+@pytest.mark.parametrize("below", ["", "train"])
+def test_pictures_with_their_labels_in_a_table_beside_them(name, below, tmp_path, capsys):
+    folder = pictures(tmp_path / "set") and tmp_path / "d" / below
+    folder.mkdir(parents=True)
+    files = sorted((tmp_path / "set").glob("*/*.png"))
+    rows = [{"file_name": f"{i}.png", "label": file.parent.name} for i, file in enumerate(files)]
+    for file, row in zip(files, rows):
+        file.rename(folder / row["file_name"])
+    if below == "":
+        with pytest.raises(UserError, match=r"images without a class.*or write file_name,label into metadata\.csv"):
+            look([str(tmp_path / "d")])
+    lines = map(json.dumps, rows) if name.endswith("jsonl") else ["file_name,label", *(",".join(row.values()) for row in rows)]
+    (folder / name).write_text("\n".join(lines) + "\n")
+    assert main(["new", "a.yaml", "--data", str(tmp_path / "d")]) == 0
+    assert "classes    3: ant 12, bee 12, cat 12" in capsys.readouterr().out
 
 
 SCORE = [(f"film {i} is good", i / 7) for i in range(60)]

@@ -175,6 +175,23 @@ def test_what_stands_in_the_way_is_one_line_and_nothing_is_written(tmp_path, cap
     assert (tmp_path / "there.yaml").read_text() == "mine" and not (tmp_path / "x.yaml").exists()
 
 
+def test_pictures_of_several_sizes_one_of_them_cut_short(tmp_path, capsys):
+    """Said in the same words by every verb, before any step."""
+    from PIL import Image
+
+    path = pictures(tmp_path / "p")
+    with Image.open(path / "ant" / "0.png") as image:
+        image.resize((30, 20)).save(path / "bee" / "last.jpg")
+    whole = (path / "bee" / "last.jpg").read_bytes()
+    assert main(["new", "r.yaml", "--data", "p"]) == 0
+    assert "3 channels, several sizes: scaled and cut to one" in capsys.readouterr().out
+    (path / "bee" / "last.jpg").write_bytes(whole[:-100])
+    for words in (["new", "again.yaml", "--data", "p"], ["train", "r.yaml"], ["check", "r.yaml"], ["plan", "r.yaml"]):
+        code, said = main(words), "".join(capsys.readouterr())
+        assert code and f"{path}/bee/last.jpg: not a readable image (image file is truncated" in said, words
+        assert "Traceback" not in said and "step 1" not in said
+
+
 def test_weights_to_fine_tune_bring_their_tokenizer_and_a_small_rate(tmp_path, capsys, shared_data):
     folder = tmp_path / "bert"
     models.save(models.build(BertConfig(vocab_size=30_522, seq_len=64, head="masked_lm", **TINY)), folder)

@@ -127,8 +127,8 @@ def resize(images: Tensor, size: int) -> Tensor:
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
         return images
-    scale = size / min(height, width)
-    images = F.interpolate(images, (round(height * scale), round(width * scale)), mode="bilinear", antialias=True)
+    sides = [size * side // min(height, width) for side in (height, width)]
+    images = F.interpolate(images, sides, mode="bilinear", antialias=True)
     top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
     return images[..., top : top + size, left : left + size]
 

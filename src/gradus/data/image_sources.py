@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,18 @@ from typing import Any
 import numpy as np
 
 from gradus.data.cache import digest, identity
-from gradus.data.readers import SPLITS, Shards, expanded, first_column, is_hub, near, open_packed, read_rows, table_of
+from gradus.data.readers import (
+    SPLITS,
+    Shards,
+    expanded,
+    first_column,
+    is_hub,
+    near,
+    no_column,
+    open_packed,
+    read_rows,
+    table_of,
+)
 from gradus.data.splits import find_split, folders_in
 from gradus.data.text import has_labels
 from gradus.errors import DataError, UserError, did_you_mean
@@ -23,7 +35,8 @@ from gradus.recipe.text import looked_for
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 HASHED = GB  # bytes of a folder of images that are read for its hash
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside images, as the package datasets reads them
 
 
 class Rows:
@@ -109,7 +122,7 @@ class FolderSource:
 
     def key(self) -> str:
         stats = [(str(path.resolve()), path.stat()) for path in self.paths]
-        return digest(self.classes, [(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+        return digest(self.classes, self.of, [(name, about.st_size, about.st_mtime_ns) for name, about in stats])
 
     def content(self) -> str:
         """Of the classes and sizes of all images in their order, and of their bytes; of more than HASHED bytes those of
@@ -118,16 +131,50 @@ class FolderSource:
         for path in self.paths[:: max(1, -(-sum(sizes) // HASHED))]:
             with open(path, "rb") as file:
                 bytes_of.update(hashlib.file_digest(file, "sha256").digest())
-        return digest([self.classes[i] for i in self.of], sizes, bytes_of.hexdigest())
+        return digest([self.classes[i] if self.classes else i for i in self.of], sizes, bytes_of.hexdigest())
 
     def where(self, i: int) -> str:
         return str(self.paths[i])
 
     def labels(self) -> np.ndarray:
-        return np.array(self.of, dtype=np.int64)
+        return np.array(self.of)
 
     def rows(self) -> Iterator[Path]:
         return iter(self.paths)
+
+
+class MetadataSource(FolderSource):
+    """One split in image files and the labels that a table beside them gives; all empty: -1 each. Raises UserError for
+    one that is empty."""
+
+    def __init__(self, name: str, labels: dict[Path, str]):
+        self.name, self.classes, self.paths = name, None, list(labels)
+        of = list(labels.values()) if any(labels.values()) else ["-1"] * len(labels)
+        if "" in of:
+            raise UserError(f"{self.paths[of.index('')]}: no label in the table beside it")
+        self.of = list(map(int, of)) if all(re.fullmatch(r"0|-?[1-9]\d{0,17}", label) for label in of) else of
+
+
+def find_metadata(path: Path, label: str | None = None) -> dict[str, MetadataSource]:
+    """Split → its images, by the columns file_name and `label` of metadata.csv (.jsonl, .parquet) in the folder or in
+    folders of it; {} where there is none. A split is named by the first folder of its files."""
+    splits: dict[str, dict[Path, str]] = {"train": {}}
+    tables = [file for folder in (path, *folders_in(path)) for name in METADATA if (file := folder / name).is_file()]
+    for table in tables:
+        for i, row in enumerate(read_rows(table), 1):
+            if "file_name" not in row:
+                raise no_column(table, i, "file_name", row)
+            file = table.parent / str(name := row["file_name"])
+            if not file.is_file():
+                raise UserError(f"{table}, row {i}: file_name {name}: no such file.{near(file)}")
+            first = os.path.relpath(file, path).split(os.sep)[0]
+            split = next((split for split, aliases in SPLITS.items() if first in aliases), "train")
+            value = row.get(label or ("label" if "label" in row else "labels"))
+            splits.setdefault(split, {})[file] = "" if value is None else str(value).strip()
+    if tables and not any(splits["train"].values()):
+        what = f"no labels of a training split (column {label or 'label'})"
+        raise UserError(f"{tables[0]}: {what}. Rename their column, or set data.label=NAME")
+    return {split: MetadataSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
 
 
 class CifarSource(Rows):
@@ -220,6 +267,9 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         no_effect(config, ("image", "label"), "CIFAR-10's binary version")
         sources = {split: CifarSource(cifar, split) for split in ("train", "test")}
         return {split: source for split, source in sources.items() if source.files}
+    if path.is_dir() and (sources := find_metadata(path, config.label)):
+        no_effect(config, ("image",), "metadata beside images")
+        return sources
     if tables := _tables(config.path):
         for split in [s for s in tables if s != "train" and not has_labels(Shards(tuple(tables[s])), config.label)]:
             print(f"note: {tables.pop(split)[0]}: no row has a label, so it is no {split} split.", flush=True)

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,27 @@ from gradus.data.image_sources import Source, find_sources, no_effect
 from gradus.data.splits import Part, hold_out, limited
 from gradus.data.text import number_classes
 from gradus.errors import DataError, UserError, need
-from gradus.recipe.schema import ImagesData
+from gradus.recipe.schema import ImagesData, Preprocess
 
 DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
-FORMAT = 1  # of the cache
+FORMAT = 2  # of the cache
+GREY = ("1", "L", "LA")  # Pillow's modes
 
 
 def open_images(
-    config: ImagesData, image_size: int | None = None, names: Sequence[str] | None = None
+    config: ImagesData, image_size: int = 224, names: Sequence[str] | None = None, n_channels: int = 1
 ) -> dict[str, Any]:
-    """The splits of a data set: `train`, `valid`, and `test` where the data has one.
+    """The splits of a data set: `train`, `valid`, and `test` where the data has one with labels.
 
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
-    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/), cifar-10-binary.tar.gz or
-    the folder unpacked from it, or `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of
-    every class becomes it. Images of several sizes are decoded each time they are asked for: their shorter side is
-    scaled to image_size, and the centre cut out; without image_size they are an error. names: of the classes, where
-    the data name none; where class folders are all among them, they are numbered in this order.
+    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a
+    metadata.csv (in each of train/, valid/, test/ too), cifar-10-binary.tar.gz or the folder unpacked from it, or
+    `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of every class becomes it. Where one
+    image has colours, or the model has n_channels=3, all are RGB. Images of several sizes, and all where
+    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`). names: of the
+    classes, where the data name none; where class folders are all among them, they are numbered in this order.
 
-    Raises UserError for what is missing or unreadable, for an image of the wrong size or channels, for a label out of
+    Raises UserError for what is missing or unreadable, for an image of a kind that is not read, for a label out of
     range; with file and row.
     """
     if config.source == "digits":
@@ -53,11 +55,16 @@ def open_images(
     else:
         splits = {}
         for split, source in find_sources(config, names).items():
-            splits[split] = dataset = _open(source, image_size, splits["train"].classes if splits else None, names)
-            train = splits["train"].shape
-            if dataset.shape[0] != train[0] or (dataset.shape != train and image_size is None):
-                sizes = f"images of {_size(dataset.shape)}, but the training images are {_size(train)}"
-                raise UserError(f"{dataset.name}: {sizes}")
+            if split == "test" and set(source.labels().tolist()) <= {-1}:
+                print(f"note: {source.name}: no labels (or -1), so there is no test split", flush=True)
+                continue
+            splits[split] = _open(source, splits["train"].classes if splits else None, names)
+    n_channels = max(n_channels, *(dataset.shape[0] for dataset in splits.values()))
+    usual = Preprocess(resize=image_size)  # which `Augment` does too, on the device
+    how = config.preprocess or usual
+    for split, dataset in splits.items():
+        if (dataset.shape[0], len(dataset.shape), how) != (n_channels, 3, usual):
+            splits[split] = FittedImages(dataset, (n_channels, image_size, image_size), how)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
     splits = limited(splits, config.limit, config.limit_valid)
@@ -129,14 +136,14 @@ class FileImages:
 
 @dataclasses.dataclass
 class LazyImages:
-    """Images decoded when asked for."""
+    """Images of several sizes, decoded when asked for."""
 
     name: str
     encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
     where: Callable[[int], str]  # what messages call image i
     labels: np.ndarray
     classes: list[str]
-    shape: tuple[int, int, int]  # (n_channels, image_size, image_size), of all
+    shape: tuple[int]  # (n_channels,), of all
     folder: Path
     content: str | None = None
 
@@ -144,9 +151,20 @@ class LazyImages:
         return len(self.labels)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        n_channels, _, image_size = self.shape
-        image = read_image(self.encoded[i], self.where(i), n_channels, image_size)
-        return {"image": image, "label": int(self.labels[i])}
+        return {"image": read_image(self.encoded[i], self.where(i), *self.shape), "label": int(self.labels[i])}
+
+
+class FittedImages(Part):
+    """The images of another data set, of one shape (n_channels, image_size, image_size), as `how` says."""
+
+    def __init__(self, dataset: Any, shape: tuple[int, int, int], how: Preprocess):
+        super().__init__(dataset, np.arange(len(dataset)))
+        self.shape, self.how = shape, how
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        sample, (n_channels, size, _) = super().__getitem__(i), self.shape
+        image = np.broadcast_to(image := sample["image"], (n_channels, *image.shape[1:]))
+        return {**sample, "image": fit(image, size, self.how, f"{self.name}, image {i}")}
 
 
 class EncodedFile:
@@ -165,45 +183,81 @@ class EncodedFile:
         return EncodedFile, (self.folder,)
 
 
-def read_image(
-    data: bytes | str | Path, where: str, n_channels: int | None = None, image_size: int | None = None
-) -> np.ndarray:
-    """One image file (its bytes or its path) as a uint8 array (channels, height, width).
-
-    n_channels: 1 (grey) or 3 (RGB); None: as the file. image_size: scale the shorter side to it and cut out the centre.
-    The camera's orientation tag is honoured. Raises UserError, beginning with `where`, for what is no readable image,
-    for colour where grey is asked for, for 16-bit and for transparent images.
-    """
+@contextlib.contextmanager
+def _opened(data: bytes | str | Path, where: str) -> Iterator[Any]:
+    """An image file for Pillow. Raises UserError where it, or what is done with it, shows that it is none."""
     if not isinstance(data, bytes):
         limits.regular(data)
-    Image, ImageOps = need("PIL.Image", "vision", "reading images"), need("PIL.ImageOps", "vision", "reading images")
+    Image = need("PIL.Image", "vision", "reading images")
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
-            picture.load()
-            ImageOps.exif_transpose(picture, in_place=True)
+            yield picture
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as e:  # SyntaxError: a broken PNG
         reason = "unknown format" if isinstance(e, Image.UnidentifiedImageError) else str(e)
         raise UserError(f"{where}: not a readable image ({reason}). Replace or remove it") from None
-    if picture.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"):
+
+
+def read_image(data: bytes | str | Path, where: str, n_channels: int | None = None) -> np.ndarray:
+    """One image file (its bytes or its path) as a uint8 array (channels, height, width).
+
+    n_channels: 1 (grey) or 3 (RGB); None: as the file. The camera's orientation tag is honoured. Raises UserError,
+    beginning with `where`, for what is no readable image, for colour where grey is asked for, for 16-bit and for
+    transparent images.
+    """
+    with _opened(data, where) as picture:
+        picture.load()
+        need("PIL.ImageOps", "vision", "reading images").exif_transpose(picture, in_place=True)
+    if picture.mode not in (*GREY, "P", "RGB", "RGBA", "CMYK", "YCbCr"):
         kinds = "8 bits per channel, grey or colour, are read"
         raise UserError(f"{where}: image mode {picture.mode}; {kinds}. Convert it first")
     if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
         mend = "Flatten it onto a background first: 1 or 3 channels are read, without alpha"
         raise UserError(f"{where}: a transparent image. {mend}")
-    grey = picture.mode in ("1", "L", "LA")
+    grey = picture.mode in GREY
     if n_channels == 1 and not grey:
         raise UserError(f"{where}: 3 channels (image mode {picture.mode}), expected 1 (grey)")
-    mode = "L" if grey and n_channels != 3 else "RGB"
-    if picture.mode != mode:
-        picture = picture.convert(mode)
-    if image_size is not None:
-        picture = ImageOps.fit(picture, (image_size, image_size), Image.Resampling.BILINEAR)
+    return _pixels(picture.convert("L" if grey and n_channels != 3 else "RGB"))
+
+
+def _pixels(picture: Any) -> np.ndarray:
     pixels = np.asarray(picture)
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 
 
-def _size(shape: Sequence[int]) -> str:
-    return f"{shape[-1]}x{shape[-2]} and {shape[0]} channels"  # width x height, as pictures are spoken of
+def shape_of(data: bytes | str | Path, where: str) -> tuple[int, ...]:
+    """(channels, height, width) of an image file: of a JPEG, the usual format of what is large, by its first bytes
+    where the last ones show that it is whole; any other is read. Raises UserError as `read_image`."""
+    with _opened(data, where) as picture:
+        if picture.format == "JPEG" and picture.mode in ("L", "RGB"):
+            picture.fp.seek(-2, os.SEEK_END)
+            if picture.fp.read() == b"\xff\xd9":
+                turned = picture.getexif().get(0x0112, 1) > 4
+                return len(picture.getbands()), *(picture.size if turned else picture.size[::-1])
+    return read_image(data, where).shape
+
+
+def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray:
+    """An image (channels, height, width) of uint8 as (channels, size, size): scaled and cut by Pillow as
+    transformers' image processors do it.
+
+    Raises UserError, beginning with `where`, where `how` makes another size of it.
+    """
+    Image = need("PIL.Image", "vision", "reading images")
+    picture = Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
+    sides = how.resize
+    if isinstance(sides, int):
+        sides = [sides * side // min(picture.size) for side in image.shape[1:]]
+    if sides is not None:
+        if math.prod(sides) > Image.MAX_IMAGE_PIXELS:
+            raise UserError(f"{where}: {picture.width} × {picture.height} pixels are too narrow to be scaled. Cut it")
+        picture = picture.resize(sides[::-1], Image.Resampling[how.resample.upper()])
+    if how.center_crop and (sides is None or min(sides) >= size):
+        left, top = ((side - size) // 2 for side in picture.size)
+        picture = picture.crop((left, top, left + size, top + size))  # beyond the edges it is black
+    if picture.size != (size, size):
+        made = f"{picture.width} × {picture.height} pixels by data.preprocess or preprocessor_config.json"
+        raise UserError(f"{where}: {made} ({how}), and the model reads {size} × {size}")
+    return _pixels(picture)
 
 
 # ---------------------------------------------------------------- decoding once
@@ -216,7 +270,7 @@ def _known_content(memo: Path) -> str:
 
 
 def _open(
-    source: Source, image_size: int | None, classes: list[str] | None, names: Sequence[str] | None = None
+    source: Source, classes: list[str] | None = None, names: Sequence[str] | None = None
 ) -> FileImages | LazyImages:
     """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
     numbers."""
@@ -229,14 +283,7 @@ def _open(
     classes, labels = _classes(source, labels, classes, names)
     if about["decoded"]:
         return FileImages(source.name, labels, classes, folder, content)
-    if image_size is None:
-        if about["other"] is None:
-            most = f"{DECODED_LIMIT / 2**30:.0f} GiB"
-            raise UserError(f"{source.name}: more than {most} when decoded. Set model.image_size")
-        i, size, first = about["other"]
-        raise UserError(f"{source.where(i)}: an image of {size}; the first is {first}. Resize all to one size")
-    shape = (about["n_channels"], image_size, image_size)
-    encoded = source.paths or EncodedFile(folder)
+    encoded, shape = source.paths or EncodedFile(folder), (about["n_channels"],)
     return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder, content)
 
 
@@ -249,12 +296,14 @@ def _classes(
     if classes and own and own != classes:
         theirs, ours = ", ".join(own[:5]), ", ".join(classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
-    classes, index = number_classes(labels.tolist(), own, classes or names)
+    found, index = number_classes(labels.tolist(), own, classes or names)
+    if classes and labels.dtype.kind == "U":  # names, one of which may be none of them
+        found, index = classes, {name: i for i, name in enumerate(classes)}
     counted = np.array([index.get(str(label), -1) for label in labels], dtype=np.int64)
     for wrong in np.flatnonzero(counted < 0):
-        there = f"there are {len(classes)} classes: {', '.join(list(index)[:10])}"
+        there = f"there are {len(found)} classes: {', '.join(list(index)[:10])}"
         raise UserError(f"{source.where(wrong)}: label {labels[wrong]}, but {there}")
-    return classes, counted
+    return found, counted
 
 
 def _decode(source: Source, folder: Path) -> None:
@@ -264,32 +313,25 @@ def _decode(source: Source, folder: Path) -> None:
     if len(labels) == 0:
         raise UserError(f"{source.name}: holds no images")
     np.save(folder / "labels.npy", labels)
-    n_channels, shape, other, decoded = None, None, None, False
-    with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is then an error, not a death
-        for i, data in enumerate(source.rows()):
-            image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
-            if shape is None:
-                n_channels, shape = image.shape[0], image.shape
-                if len(labels) * image.size > DECODED_LIMIT:
-                    break
-                header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
-                np.lib.format.write_array_header_1_0(file, header)
-            if image.shape != shape:
-                other = (i, _size(image.shape), _size(shape))
-                break
-            file.write(image.tobytes())
-        else:
-            decoded = True
-    if not decoded:
-        (folder / "images.npy").unlink()
-        if source.paths is None:
-            offsets = [0]
-            with open(folder / "encoded.bin", "wb") as file:
-                for data in source.rows():
-                    content = data if isinstance(data, bytes) else Path(data).read_bytes()
-                    offsets.append(offsets[-1] + file.write(content))
-            np.save(folder / "offsets.npy", np.array(offsets))
-    about = {"decoded": decoded, "n_channels": n_channels, "other": other}
+    rows = enumerate(source.rows())
+    shapes = [data.shape if isinstance(data, np.ndarray) else shape_of(data, source.where(i)) for i, data in rows]
+    n_channels, sizes = max(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+    shape = (n_channels, *sizes.pop())
+    if decoded := not sizes and len(labels) * math.prod(shape) <= DECODED_LIMIT:
+        with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is an error, not a death
+            header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for i, data in enumerate(source.rows()):
+                image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
+                file.write(image.tobytes())
+    elif source.paths is None:
+        offsets = [0]
+        with open(folder / "encoded.bin", "wb") as file:
+            for data in source.rows():
+                content = data if isinstance(data, bytes) else Path(data).read_bytes()
+                offsets.append(offsets[-1] + file.write(content))
+        np.save(folder / "offsets.npy", np.array(offsets))
+    about = {"decoded": decoded, "n_channels": n_channels}
     (folder / "about.json").write_text(json.dumps(about))
 
 
@@ -298,8 +340,8 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
     memo = None
     if dataset.folder is not None:
-        part = digest(dataset.indices.tolist())[:16] if isinstance(dataset, Part) else "all"
-        memo = dataset.folder / f"stats-{part}-{_size(dataset.shape)}.json"
+        part = digest(dataset.indices.tolist(), str(dataset.how))[:16] if isinstance(dataset, Part) else "all"
+        memo = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}.json"
         with contextlib.suppress(UserError):  # none, damaged, or a pipe
             match limits.read_json(memo, limits.CONFIG_FILE):
                 case {"mean": [*mean], "std": [*std]} if len(mean) == len(std) == dataset.shape[0]:

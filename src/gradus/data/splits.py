@@ -206,6 +206,7 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
+        self.how = getattr(dataset, "how", None)  # images are made of one size
         for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)

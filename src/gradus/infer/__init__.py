@@ -25,7 +25,6 @@ from gradus.tasks import GENERATION
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
-PREPROCESSOR = "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
 @dataclasses.dataclass

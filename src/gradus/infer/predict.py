@@ -18,15 +18,14 @@ from torch import Tensor
 
 from gradus import files, limits, models, tasks
 from gradus import recipe as recipes
-from gradus.data import readers
-from gradus.data.augment import normalise, resize
+from gradus.data import preprocessor, readers
+from gradus.data.augment import normalise
 from gradus.data.collate import pad_sequences
 from gradus.data.corpus import Corpus
-from gradus.data.images import read_image
+from gradus.data.images import fit, read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
 from gradus.infer import (
-    PREPROCESSOR,
     Encoded,
     ModelSource,
     encode,
@@ -47,7 +46,7 @@ from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
 from gradus.parallel.precision import Precision
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import ImagesData, Preprocess, Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
@@ -340,39 +339,40 @@ def copies(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterator
 
 
 def read_images(source: ModelSource, files: list[str | bytes]) -> list[np.ndarray]:
-    """uint8 (channels, height, width) of each file, or of the bytes of one."""
+    """uint8 (channels, image_size, image_size) of each file, or of the bytes of one."""
     for file in files:
         if isinstance(file, str) and not (path := Path(file)).is_file():
             names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
             raise InputError(f"{file}: no such image file.{did_you_mean(path.name, names) if names else ''}")
-    n = source.config.n_channels
+    n, size, how = source.config.n_channels, source.config.image_size, preparation(source).preprocess
+    named = [(file if isinstance(file, str) else "image", file) for file in files]
     try:
-        return [read_image(file, file if isinstance(file, str) else "image", n) for file in files]
+        return [fit(read_image(file, name, n), size, how or Preprocess(resize=size), name) for name, file in named]
     except UserError as e:
         raise InputError(str(e)) from None
 
 
-def mean_and_std(source: ModelSource) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, as in training: from the run's recipe, which keeps what was
+def preparation(source: ModelSource) -> ImagesData:
+    """How images are prepared (mean, std, preprocess), as in training: from the run's recipe, which keeps what was
     measured, or from preprocessor_config.json beside the weights."""
-    if source.recipe is not None:
-        data = source.recipe.data
-        where, mean, std = f"{source.name}: its recipe.yaml: data.mean and data.std", data.mean, data.std
-    else:
-        file = next(iter(source.beside(PREPROCESSOR)), source.folder / PREPROCESSOR)
-        settings = limits.read_object(file) if file.is_file() else {}
-        where, mean, std = f"{file}: image_mean and image_std", settings.get("image_mean"), settings.get("image_std")
-    n = source.config.n_channels
-    if not all(isinstance(values, list) and len(values) == n for values in (mean, std)):
-        raise UserError(f"{where} are not {n} numbers each, by which images are normalised. Write them there.")
-    return mean, std
+    data = source.recipe.data if source.recipe is not None else published(source, ImagesData())
+    if not (data.mean and data.std):
+        where = source.folder / preprocessor.FILE if source.recipe is None else f"{source.name}: its recipe.yaml"
+        what = "no data.mean and data.std (image_mean, image_std), by which images are normalised"
+        raise UserError(f"{where}: {what}. Write them there.")
+    return data
+
+
+def published(source: ModelSource, data: ImagesData) -> ImagesData:
+    """The data with what they leave open as preprocessor_config.json beside the weights says, where there is one."""
+    file = next(iter(source.beside(preprocessor.FILE)), source.folder / preprocessor.FILE)
+    return preprocessor.as_published(data, file, source.config, source.config.image_size)
 
 
 def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device) -> Tensor:
-    """(batch, channels, image_size, image_size): resized and normalised as in training, without augmentation."""
-    size = source.config.image_size
-    resized = [resize(torch.tensor(image, device=device)[None].float(), size) for image in images]
-    return normalise(torch.cat(resized), *mean_and_std(source))
+    """(batch, channels, image_size, image_size): of `read_images`, normalised as in training."""
+    data = preparation(source)
+    return normalise(torch.tensor(np.stack(images), device=device), data.mean, data.std)
 
 
 def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
@@ -500,8 +500,10 @@ def open_evaluation(
     config = models.config_of(path)  # the weights' own
     if config.family != recipe.model.family:
         raise UserError(f"the weights are a {config.family}, and recipe {recipe.name} is for {recipe.model.family}.")
-    recipe = recipe.model_copy(update={"model": config})
+    source = ModelSource(name if checkpoint is None else checkpoint, path, config, None, export_info)
+    data = published(source, recipe.data) if config.reads == "images" else recipe.data
+    source.recipe = recipe = recipe.model_copy(update={"model": config, "data": data})
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
-    return ModelSource(name if checkpoint is None else checkpoint, path, config, recipe, export_info), session
+    return source, session

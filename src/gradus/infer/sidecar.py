@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradus import errors, files, tasks
+from gradus.data.preprocessor import FILE as PREPROCESSOR
+from gradus.data.preprocessor import RESAMPLE
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import PREPROCESSOR, PUT_TOKENIZER, ModelSource, end_tokens, note, special
+from gradus.infer import PUT_TOKENIZER, ModelSource, end_tokens, note, special
 from gradus.models.weights import checksums
+from gradus.recipe.schema import Preprocess
 from gradus.tasks import GENERATION
 
 
@@ -40,11 +43,11 @@ def write(source: ModelSource, to: Path) -> bool:
         except UserError as e:
             note(f"without a tokenizer: {str(e).removesuffix(f' {PUT_TOKENIZER}')}")
     tasks.save_tokenizers(to, tokenizers)
-    if source.recipe is not None and source.config.reads == "images":
-        (to / PREPROCESSOR).write_text(json.dumps(image_processor(source), indent=2) + "\n")
     copied = source.beside(GENERATION, PREPROCESSOR)
     for file in copied:
         (to / file.name).write_bytes(file.read_bytes())
+    if source.recipe is not None and source.config.reads == "images":
+        (to / PREPROCESSOR).write_text(json.dumps(image_processor(source), indent=2) + "\n")
     if tokenizers and GENERATION not in [f.name for f in copied] and source.family.attention != "both":
         (to / GENERATION).write_text(json.dumps(generation(source, tokenizers), indent=2) + "\n")
     return bool(tokenizers)
@@ -64,12 +67,15 @@ def generation(source: ModelSource, tokenizers: dict[str, Tokenizer]) -> dict[st
 
 
 def image_processor(source: ModelSource) -> dict:
-    """The settings by which transformers prepares an image as we do: the shorter side to image_size, the centre cut
-    out, (x / 255 - mean) / std."""
+    """The settings by which transformers prepares an image as we do: scaled, cut, (x / 255 - mean) / std."""
     size, data = source.config.image_size, source.recipe.data
+    how = data.preprocess or Preprocess(resize=size)
+    sides = how.resize or size
     return {
-        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": size},
-        "resample": 2, "do_center_crop": True, "crop_size": {"height": size, "width": size}, "do_rescale": True,
+        "image_processor_type": "CLIPImageProcessor", "do_resize": how.resize is not None,
+        "size": {"shortest_edge": sides} if isinstance(sides, int) else dict(zip(("height", "width"), sides)),
+        "resample": RESAMPLE.index(how.resample),
+        "do_center_crop": how.center_crop, "crop_size": {"height": size, "width": size}, "do_rescale": True,
         "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": data.mean, "image_std": data.std,
         "do_convert_rgb": source.config.n_channels == 3,
     }  # fmt: skip

@@ -495,16 +495,26 @@ class PairsData(TextConfig):
     pad: Literal["bucket", "longest", "max_length"] = "bucket"  # bucket: like lengths together; longest: of the batch
 
 
+class Preprocess(Section):
+    """How an image becomes model.image_size × model.image_size pixels, by Pillow, as transformers' image processors do
+    it: scaled, then cut."""
+
+    resize: Pixels | tuple[Pixels, Pixels] | None = None  # n: the shorter side; [height, width]: squeezed
+    resample: Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bilinear"  # the filter
+    center_crop: bool = True  # cut out the centre; without resize, add black to what is smaller
+
+
 class ImagesData(DataConfig):
-    """Images with a label: `digits` (scikit-learn's), parquet, class folders, or `hf:NAME`."""
+    """Images with a label: `digits` (scikit-learn's), parquet, class folders, metadata.csv, or `hf:NAME`."""
 
     kind: Literal["images"] = "images"
     path: str | None = None  # a folder, a file, or hf:NAME for a Hugging Face data set
     source: Literal["path", "digits"] = "path"  # path, or scikit-learn's digits
     image: str | None = None  # column names, for parquet
     label: str | None = None  # as image
-    mean: list[float] | None = None  # per channel, of values in 0..1; None: measured on the training set
+    mean: list[float] | None = None  # per channel, of values in 0..1; None: model.init's, else measured
     std: list[float] | None = None  # as mean
+    preprocess: Preprocess | None = None  # before all else; None: the shorter side is scaled, the centre cut out
     crop: Annotated[Whole, upto(limits.IMAGE, 0)] = 0  # random crop after padding by this many pixels
     flip: bool = False  # mirror half of the images horizontally
     mixup: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off

@@ -14,27 +14,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradus import files, tasks
-from gradus.data.augment import normalise, resize
+from gradus.data.augment import normalise
+from gradus.data.image_sources import SUFFIXES
+from gradus.data.images import fit
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, not_written
 from gradus.infer import ModelSource, encode, find, note
 from gradus.infer.checked import LazyEngine
 from gradus.infer.engines import Torch, by_name
-from gradus.infer.predict import asking_for, copies, line_of, mean_and_std, read_images, records_of, rows_of, split_of
+from gradus.infer.predict import asking_for, copies, line_of, preparation, read_images, records_of, rows_of, split_of
 from gradus.layers import Attention, observe_attention
 from gradus.models.decoding import complete
 from gradus.models.finite import finite
+from gradus.recipe.schema import Preprocess
 from gradus.report.look_page import Layer, Seen, content
 from gradus.report.page import to_html
 
 TOKENS = 48  # of a text that are read
 NEAREST = 5
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+IMAGES = (*SUFFIXES, ".gif")
 
 
 @dataclasses.dataclass
@@ -92,18 +94,19 @@ def checked_input(source: ModelSource, args: Any) -> str:
 
 def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
     if sample is None:
-        image = torch.tensor(read_images(source, [file])[0])
+        image = read_images(source, [file])[0]
     else:
         data = split_of(tasks.open_task(asking_for(source.recipe, "valid")), "valid", source.run)
         if sample >= len(data):
             raise UserError(f"--sample={sample}: the validation split has {len(data):,} images; the first is 0.")
-        image = torch.tensor(np.asarray(data[sample]["image"]))
+        size = source.config.image_size  # that training makes of it, if it is not prepared already
+        image = fit(data[sample]["image"], size, Preprocess(resize=size), f"image {sample}")
     model = source.load()
     weight = next(model.parameters())
-    pixels = resize(image[None].to(weight), source.config.image_size)  # (1, channels, image_size, image_size)
-    seen = observe(source, model, partial(model.features, normalise(pixels, *mean_and_std(source))))
+    pixels, data = torch.tensor(image)[None].to(weight), preparation(source)  # (1, channels, image_size, image_size)
+    seen = observe(source, model, partial(model.features, normalise(pixels, data.mean, data.std)))
     seen.input = file or f"image {sample} of the validation split"
-    colours = pixels[0].round().clamp(0, 255).byte().cpu()
+    colours = pixels[0].byte().cpu()
     seen.pixels = colours if len(colours) == 3 else colours[:1].expand(3, -1, -1)
     if file and source.config.n_classes:
         seen.says = prediction(source, file)

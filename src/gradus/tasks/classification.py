@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradus import models
+from gradus.data import preprocessor
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.layers import Targets, summed_cross_entropy
@@ -128,20 +130,25 @@ class ImageClassification(Classification):
         from gradus.data.images import open_images
 
         super().__init__(recipe)
-        self.splits = open_images(recipe.data, recipe.model.image_size, recipe.task.classes)
+        model, data = recipe.model, recipe.data
+        if model.init and not (data.preprocess and data.mean and data.std):
+            file = models.locate(model.init) / preprocessor.FILE
+            data = preprocessor.as_published(data, file, models.config_of(model.init), model.image_size)
+        n_channels = model.n_channels if data.preprocess else 1  # published weights read grey images as RGB
+        self.splits = open_images(data, model.image_size, recipe.task.classes, n_channels)
         self.classes = [str(c) for c in self.splits["train"].classes]
-        self.augment = Augment(recipe.data, recipe.model.image_size, self.splits["train"])
+        self.augment = Augment(data, model.image_size, self.splits["train"])
         self.prepare = self.augment.prepare
         self.n_patches = (recipe.model.image_size // recipe.model.patch_size) ** 2
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        channels = self.splits["train"][0]["image"].shape[0]
+        channels = self.splits["train"].shape[0]
         if model.n_channels != channels:
             raise UserError(f"model.n_channels={model.n_channels}: the images have {channels}. Set that.")
         return super().complete(model)
 
     def resolved(self, recipe: Recipe) -> Recipe:
-        data = recipe.data.model_copy(update={"mean": self.augment.mean, "std": self.augment.std})
+        data = self.augment.config.model_copy(update={"mean": self.augment.mean, "std": self.augment.std})
         return super().resolved(recipe).model_copy(update={"data": data})
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradus.data.corpus import TEXT_COLUMNS
-from gradus.data.image_sources import SUFFIXES, find_cifar
+from gradus.data.image_sources import METADATA, SUFFIXES, find_cifar
 from gradus.data.readers import KINDS, SPLITS, Readable, expanded, is_hub, kind_of, near, read_rows
 from gradus.data.splits import find_split, visible_files
 from gradus.data.text import LABEL_COLUMNS
@@ -113,10 +113,11 @@ def _stem(path: Path) -> DataSummary | None:
 def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> DataSummary:
     files = visible_files(folder)
     pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
-    if find_cifar(folder) or next(pictures, None):
+    if find_cifar(folder) or next(pictures, None) or any((folder / name).is_file() for name in METADATA):
         return _images(folder)
     if any(f.suffix.lower() in SUFFIXES for f in files):
-        raise UserError(f"{folder}: images without a class. Put them into a folder per class: {folder / 'cat'}, say.")
+        mend = f"Put them into a folder per class: {folder / 'cat'}, say; or write file_name,label into metadata.csv"
+        raise UserError(f"{folder}: images without a class. {mend}.")
     sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
     if len(languages := sorted({language for _, language in sides})) == 2:
         return _pairs(folder, sides[0][0], *languages)

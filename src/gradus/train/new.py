@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from gradus import files, limits, models, tasks
+from gradus import files, models, tasks
 from gradus.data.corpus import Corpus
-from gradus.data.images import LazyImages
 from gradus.data.readers import expanded
 from gradus.data.splits import Part, find_pairs, find_split
 from gradus.errors import UserError, not_written
@@ -139,7 +138,10 @@ class Facts:
             yield f"classes    {len(shown)}: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
         if kind == "images":
             shape = self.train.shape
-            size = f"{shape[2]} × {shape[1]} pixels" if self.one_size else "several sizes: scaled and cut to one"
+            size = f"{shape[2]} × {shape[1]} pixels"
+            if how := getattr(self.train, "how", None):
+                published = self.task.recipe.model.init is not None  # else the size is chosen below
+                size = f"made {size}: {how}" if published else "several sizes: scaled and cut to one"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
         elif kind == "text":
             n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
@@ -150,10 +152,6 @@ class Facts:
         if kind == "labelled" and (n := sum(int((data.lengths == 0).sum()) for data in splits.values())):
             are = "are" if n > 1 else "is"
             yield f"note       {n:,} of the texts {are} empty: learned with the label, without a word"
-
-    @property
-    def one_size(self) -> bool:
-        return not isinstance(getattr(self.train, "dataset", self.train), LazyImages)
 
     def _held_out(self) -> str:
         kind, data = self.summary.kind, self.summary.data
@@ -176,13 +174,11 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
     kind, path = summary.kind, summary.data["path"]
     model = {"init": init} if init else dict(presets.DRAFTS[kind])
     sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(summary.data)}
-    if init and kind == "images":
-        sections["data"] |= _normalisation(init)
-    elif init:
+    if init and kind != "images":
         sections["tokenizer"] = {"kind": "file"}
         if kind == "text":
             sections["data"]["max_len"] = min(config.seq_len, 128)
-    elif kind == "text" and not path.startswith("hf:"):
+    elif not init and kind == "text" and not path.startswith("hf:"):
         corpus = Corpus.open(find_split(path, "train"), summary.data.get("text", "text"))
         sections["tokenizer"], model["seq_len"] = _alphabet(corpus)
     elif kind != "images":
@@ -211,16 +207,6 @@ def _alphabet(corpus: Corpus) -> tuple[dict[str, Any], int]:
     return ({"kind": "char"} if small else {"kind": "bpe", "vocab_size": 4_000}), max(8, min(128, n // 40))
 
 
-def _normalisation(init: str) -> dict[str, list[float]]:
-    """Mean and standard deviation that the weights were trained with, where they are beside them."""
-    file = models.locate(init) / "preprocessor_config.json"
-    if not file.is_file():
-        return {}
-    settings = limits.read_object(file)
-    values = {key: settings.get(f"image_{key}") for key in ("mean", "std")}
-    return values if all(isinstance(v, list) for v in values.values()) else {}
-
-
 def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> None:
     """Lengths and sizes that suit what the data were found to be."""
     kind, model, data = facts.summary.kind, sections["model"], sections["data"]
@@ -235,7 +221,7 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
             sections["evaluate"]["max_new"] = length - 1
     elif kind == "images" and config is None:
         channels, height, width = facts.train.shape
-        side = min(height, width, 64) if facts.one_size else 64
+        side = 64 if getattr(facts.train, "how", None) else min(height, width, 64)
         model["image_size"] = max(8, 4 * (side // 4))
         side = model["image_size"]
         model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
