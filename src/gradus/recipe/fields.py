@@ -152,7 +152,8 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
 
 
 def holds_text(path: str) -> bool:
-    return any(a is str or get_origin(a) is Literal for f in fields_of(path) for a in alternatives(f.annotation))
+    kinds = {get_origin(a) or a for f in fields_of(path) for a in alternatives(f.annotation)}
+    return bool(kinds & {str, Literal}) and list not in kinds
 
 
 def unsettable(path: str) -> bool:
@@ -175,7 +176,7 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if get_origin(annotation) is list:
-        return f"a list [a, b, ...] of {'numbers' if parts[0] in (int, float) else 'names'}"
+        return f"a list [a, b, ...] of {'numbers' if alternatives(parts[0])[0] in (int, float) else 'names'}"
     if get_origin(annotation) is tuple:
         return f"a list [a, b], each {expected(parts[0])}"
     if classes_inside(annotation):

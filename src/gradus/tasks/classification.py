@@ -93,7 +93,7 @@ class Classification(Task):
             np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", "valid")
         )
         if missing := [name for name, n in zip(self.classes, valid) if not n]:
-            alone = " is one class alone: an accuracy of 1 says nothing;" * (np.count_nonzero(valid) == 1)
+            alone = " is of one class, so that an accuracy of 1 says nothing: it" * (len(missing) == len(valid) - 1)
             yield f"what is evaluated{alone} has no sample of {', '.join(missing[:10])}."
         if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
