@@ -212,8 +212,8 @@ def test_an_evaluation_that_needs_more_than_a_step_is_planned_as_it_is_measured(
 
 def test_an_evaluation_that_does_not_fit_is_refused_or_a_default_made_smaller(tmp_path):
     case = predict.case_of(of_rows(tmp_path))
-    smaller = case.budget.need(changed(case.recipe, evaluate={"batch": 16}))
-    assert smaller < (needed := case.budget.need(case.recipe))
+    smaller, needed = (case.budget.need(changed(case.recipe, evaluate={"batch": k})) for k in (16, 32))
+    assert smaller < needed == case.budget.need(case.recipe)
     case = dataclasses.replace(case, budget=dataclasses.replace(case.budget, available=needed - 1))
     predicted = predict.predict(case)
     assert (predicted.evaluate_batch, predicted.refusal, predicted.needed) == (16, None, smaller)

@@ -119,7 +119,7 @@ def test_stars_from_1_to_5_are_five_classes(tmp_path, capsys):
     assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
     assert "classes    5: 1 20, 2 20, 3 20, 4 20, 5 20" in capsys.readouterr().out
     recipe = open_session(resolve.load("x.yaml", [])[0]).recipe
-    assert recipe.train.steps % 10 == 0 and recipe.schedule.warmup_steps == recipe.train.steps // 10
+    assert recipe.train.steps % 10 == 0 and recipe.schedule.warmup(recipe.train.steps) == recipe.train.steps // 10
     assert recipe.model.n_classes == 5 and recipe.task.classes == ["1", "2", "3", "4", "5"]
 
 

@@ -453,12 +453,11 @@ def with_evaluation(
     own = stored("profiles", question, traced)
     own |= memory.state | ({"gradients": 0} if n == 1 else {})  # DDP's buckets keep them
     own["gathered"] = max(own["gathered"], memory.components["gathered"])
-    if (allocated := sum(own.values())) <= memory.allocated:
-        return memory
-    memory = dataclasses.replace(
-        memory, components=own, allocated=allocated, reserved=max(memory.reserved, allocated), at=EVALUATION
-    )
-    return memory if target == "cuda" else with_process(memory, resident, recipe)
+    allocated = sum(own.values())
+    more = {"reserved": max(memory.reserved, allocated), "at": EVALUATION}
+    other = dataclasses.replace(memory, components=own, allocated=allocated, **more)
+    other = other if target == "cuda" else with_process(other, resident, recipe)
+    return max(memory, other, key=lambda m: m.device_total)
 
 
 @functools.cache

@@ -192,7 +192,7 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
         sections["adapter"] = {"rank": config.adapter.rank, "alpha": config.adapter.alpha}
     rate = fine_tuning_rate(config) if config else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
-    sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
+    sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_ratio": 0.1}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
     sections["train"] = {"steps": 100, "clip_norm": 1.0, "seed": 0}
     sections["evaluate"] = {"every": 20, **({"samples": 1, "max_new": 100} if kind == "text" else {"samples": 3})}
@@ -263,7 +263,6 @@ def _steps(sections: Sections, session: Session, counts: dict[str, int], facts: 
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
     steps = max(20, round(steps, -1 if steps < 100 else -2))
     sections["train"]["steps"] = steps
-    sections["schedule"]["warmup_steps"] = max(1, steps // 10)
     sections["evaluate"]["every"] = max(1, steps // 5)
     return steps * seconds / 60
 
@@ -287,7 +286,8 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
         "optimizer": "The learning rate (lr) is the first thing to tune: 3e-4 to 3e-3.",
         "schedule": "The learning rate rises over a tenth of the steps, then falls to 0.",
         "batch": "Samples per optimizer step, on any number of devices. Out of memory: layout.micro_batch=8.",
-        "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
+        "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N. "
+                 "patience: N stops after N evaluations in a row that were not better.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
     usual = "2e-4 to 1e-3 with an adapter" if "adapter" in sections else "2e-5 to 1e-4"
