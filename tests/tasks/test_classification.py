@@ -115,6 +115,7 @@ def test_images_keep_what_they_were_normalised_by():
         task.complete(task.recipe.model.model_copy(update={"n_channels": 3}))
 
 
+@torch.no_grad()
 def test_macro_f1_over_ragged_batches_is_scikit_learns():
     from sklearn.metrics import f1_score
 
