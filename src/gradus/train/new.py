@@ -287,7 +287,7 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
         "schedule": "The learning rate rises over a tenth of the steps, then falls to 0.",
         "batch": "Samples per optimizer step, on any number of devices. Out of memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N. "
-                 "patience: N stops after N evaluations in a row that were not better.",
+        "patience: N stops after N evaluations in a row that were not better.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
     usual = "2e-4 to 1e-3 with an adapter" if "adapter" in sections else "2e-5 to 1e-4"
