@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import time
@@ -14,11 +15,15 @@ from gradus import hardware
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
+from gradus.plan.engine import plan_memory
 from gradus.proof import memory_budget, predict
 from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import Planner
+from gradus.proof.step_memory import peak_memory_of
 from gradus.recipe.schema import SGD, Energy
 from gradus.train import machine
+from gradus.train.evaluation import evaluate
+from gradus.train.loop import Trainer
 from gradus.train.session import open_session
 
 TINY = {"model.n_layers": 2, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 64, "data.n_valid": 8,
@@ -158,3 +163,62 @@ def test_a_plan_is_not_waited_for_longer_than_said(case, monkeypatch):
         os.kill(planner.process.pid, signal.SIGKILL)
         with pytest.raises(EOFError, match="the planning process ended"):
             planner.plan(case, 5.0)
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+COMMON = {
+    "optimizer": {"name": "adamw", "lr": 1e-3}, "tokenizer": {"kind": "byte"}, "train": {"steps": 4},
+    "layout": {"device": "cpu", "threads": 1, "micro_batch": 1}, "batch": {"samples": 2},
+}  # fmt: skip
+
+
+def of_text(tmp_path, **layout):
+    """A language model that evaluates 24 windows at a time, and computes a step window by window."""
+    (tmp_path / "train.txt").write_text("to be or not to be, that is the question. " * 400)
+    model = {"family": "gpt", "n_layers": 3, "d_model": 32, "n_heads": 2, "seq_len": 32, "dropout": 0.1, "vocab_size": 2000}
+    data = {"kind": "text", "path": str(tmp_path / "train.txt"), "cache": str(tmp_path / "cache")}
+    own = {"task": {"name": "causal_lm"}, "model": model, "data": data, "evaluate": {"batch": 24}}
+    return open_session(recipes.resolve({**COMMON, **own, "layout": {**COMMON["layout"], **layout}}))
+
+
+def of_rows(tmp_path, **evaluate):
+    """A classifier whose texts are ten times as long in the valid split."""
+    for split, times in (("train", 1), ("valid", 10)):
+        rows = "".join(f"{'to be ' * (1 + i % 2) * times},{i % 2}\n" for i in range(72))
+        (tmp_path / f"{split}.csv").write_text(f"text,label\n{rows}")
+    model = {"family": "bert", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 64, "seq_len": 128}
+    data = {"kind": "labelled", "path": str(tmp_path), "cache": str(tmp_path / "cache")}
+    own = {"task": {"name": "classification"}, "model": model, "data": data, "evaluate": evaluate, "batch": {"samples": 32}}
+    return open_session(recipes.resolve({**COMMON, **own, "layout": {"device": "cpu", "threads": 1}}))
+
+
+@pytest.mark.parametrize("made", [of_text, functools.partial(of_text, loss="chunked"), functools.partial(of_rows, batch=60)])
+def test_an_evaluation_that_needs_more_than_a_step_is_planned_as_it_is_measured(made, tmp_path):
+    session = made(tmp_path)
+    trainer = Trainer(session, session.lay_out(), tmp_path / "run")
+    for _ in range(2):
+        trainer.step(session.loader.look(0, 0).micro_batches)
+    with peak_memory_of(session.device, {}) as measured:
+        evaluate(trainer.parallel, session.task, "valid", session.precision, session.device)
+    planned = plan_memory(session.recipe, task=session.task)
+    assert planned.at == "evaluation" and planned.state["optimizer"] > planned.state["weights"] > 0
+    needed = planned.allocated - planned.state["weights"] - planned.state["optimizer"]
+    assert needed == pytest.approx(measured["allocated"], rel=0.05)  # of a chunk's gradient 4 % too much
+    small = changed(session.recipe, evaluate={"batch": 1})
+    assert plan_memory(small, task=session.task).at != "evaluation"
+
+
+def test_an_evaluation_that_does_not_fit_is_refused_or_a_default_made_smaller(tmp_path):
+    case = predict.case_of(of_rows(tmp_path))
+    smaller, needed = (case.budget.need(changed(case.recipe, evaluate={"batch": k})) for k in (16, 32))
+    assert smaller < needed == case.budget.need(case.recipe)
+    case = dataclasses.replace(case, budget=dataclasses.replace(case.budget, available=needed - 1))
+    predicted = predict.predict(case)
+    assert (predicted.evaluate_batch, predicted.refusal, predicted.needed) == (16, None, smaller)
+    assert predicted.notes[0] == "evaluate.batch=16: an evaluation of more samples would not fit"
+    with Planner() as planner:
+        refused = planner.plan(dataclasses.replace(case, recipe=changed(case.recipe, evaluate={"batch": 32})))
+    assert refused.evaluate_batch is None and "Set evaluate.batch=16: an evaluation needs more than a step." in refused.refusal
+    assert " in an evaluation; " in refused.line

@@ -19,6 +19,8 @@ import torch
 
 from gradus import recipe as recipes
 from gradus.cli import main
+from gradus.data.loader import Loader
+from gradus.data.loader import Plan as Order
 from gradus.errors import UserError
 from gradus.launch import local
 from gradus.parallel import status
@@ -184,6 +186,23 @@ def test_a_plan_that_fails_does_not_stop_a_training(tmp_path, capsys, monkeypatc
     assert (tmp_path / "faults").read_text() == "ZeroDivisionError: no such thing\n"
     assert not (tmp_path / "run" / "plan.jsonl").exists()
     assert "memory/allocated" in by_name(tmp_path / "run", "proof.jsonl"), "what was measured stays"
+
+
+def test_data_that_no_plan_can_read_stop_the_run_before_its_first_step(tmp_path, capsys, monkeypatch):
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            raise UserError("a.png: not a readable image. Replace it")
+
+    def fails(case):
+        return next(Loader(Broken(), Order(4, 0, batch_samples=2), list).steps(0))
+
+    monkeypatch.setattr(predict, "predict", fails)
+    assert main(["train", *words(**{"log.dir": tmp_path / "run"}), "--force"]) == 2
+    assert capsys.readouterr().err.strip() == "error: a.png: not a readable image. Replace it"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # ------------------------------------------------------------ which step

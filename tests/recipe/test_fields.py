@@ -42,8 +42,8 @@ from recipe_texts import COPY, GPT, problems
         (("{epochs: 2}", "{epochs: 2}\ntrain.seed: 3"), "train.seed: unknown key. In a file, write it inside its section: train: {seed: ...}."),
         (("{epochs: 2}", "{epochs: 2, every: 3}"), "train.every: unknown key. It is evaluate.every or log.every."),
         (("{epochs: 2}", "{epochs: 2, zzz: 3}"),
-         "train.zzz: unknown key. Known: checkpoint_every, clip_norm, epochs, freeze, keep, on_nonfinite, qat, seed, "
-         "steps."),
+         "train.zzz: unknown key. Known: checkpoint_every, clip_norm, epochs, freeze, keep, on_nonfinite, patience, "
+         "qat, seed, steps."),
         (("{epochs: 2}", "{epochs: 2, batch: 3}"), "train.batch: unknown key. It is evaluate.batch or batch."),
         (("name: copy", "name: copy, classes: a"), "task.classes: unknown key with task.name=copy. It is for classification."),
     ],

@@ -44,7 +44,7 @@ def test_a_kind_has_its_own_keys_and_its_own_defaults():
     assert defaults("model.gpt")["model.seq_len"] == "1024" and defaults("model.llama")["model.seq_len"] == "4096"
     assert "model.patch_size" in defaults("model.vit") and "model.patch_size" not in defaults("model.gpt")
     assert defaults("model.bert")["model.dropout"] == "0.1" and defaults("model.gpt")["model.d_model"] == "required"
-    assert set(defaults("schedule.constant")) == {"schedule.name", "schedule.warmup_steps"}
+    assert set(defaults("schedule.constant")) == {"schedule.name", "schedule.warmup_steps", "schedule.warmup_ratio"}
     assert [line for line in keys.keys("task") if line.startswith("# task.name=")][1].startswith("# task.name=translation: Source sequence")
 
 

@@ -79,10 +79,10 @@ def test_the_hands_ons_file(read):
         ({"lr_scheduler_type": "cosine", "warmup_steps": 10}, {"schedule.name": "cosine", "schedule.final": 0.0, "schedule.warmup_steps": 10}),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}, {"schedule.name": "constant", "schedule.warmup_steps": 10}),
         ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"schedule.name": "constant", "schedule.warmup_steps": 0}),
-        ({"warmup_ratio": 0.1, "max_steps": 101}, {"train.steps": 101, "schedule.warmup_steps": 11}),  # rounded up, as there
-        ({"warmup_steps": 0.1, "max_steps": 101}, {"train.steps": 101, "schedule.warmup_steps": 11}),
+        ({"warmup_ratio": 0.1, "max_steps": 101}, {"train.steps": 101, "schedule.warmup_ratio": 0.1}),
+        ({"warmup_steps": 0.1, "max_steps": 101}, {"train.steps": 101, "schedule.warmup_ratio": 0.1}),
         ({"warmup_ratio": 0.1, "warmup_steps": 5, "max_steps": 100}, {"train.steps": 100, "schedule.warmup_steps": 5}),
-        ({"warmup_ratio": 0.1}, {}),
+        ({"warmup_ratio": 0.1}, {"schedule.warmup_ratio": 0.1}),
         ({"warmup_steps": 0}, {"schedule.warmup_steps": 0}),
         ({"fp16": True}, {"layout.precision": "fp16"}),
         ({"bf16": True, "fp16": False}, {"layout.precision": "bf16"}),
@@ -137,7 +137,7 @@ def test_what_is_mapped(read, arguments, ours):
         ({"lr_scheduler_type": "polynomial"},
          "lr_scheduler_type=polynomial: the recipe's stays. "
          "There are constant, linear, cosine and noam (schedule.name)"),
-        ({"warmup_ratio": 0.1}, "warmup_ratio=0.1: the number of steps depends on the data. Set schedule.warmup_steps, or max_steps"),
+        ({"eval_strategy": "steps", "eval_steps": 0.1}, "eval_steps=0.1: the number of steps depends on the data. Set evaluate.every, or max_steps"),
         ({"gradient_accumulation_steps": 4},
          "gradient_accumulation_steps=4: it needs per_device_train_batch_size. Or set batch.samples and layout.micro_batch"),
         ({"report_to": "mlflow"},

@@ -10,8 +10,10 @@ import torch
 
 from gradus import recipe as recipes
 from gradus import tasks
+from gradus.data.splits import Part
 from gradus.data.tokenizers import train_bpe
 from gradus.errors import UserError
+from gradus.train.evaluation import _add, _on_host
 
 TEXTS = {"good": "a good film", "bad": "a bad film, far too long for what it is", "fair": "fair"}
 SMALL = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32"]
@@ -111,3 +113,54 @@ def test_images_keep_what_they_were_normalised_by():
     assert data.mean == pytest.approx([every.mean() / 255]) and data.std == pytest.approx([every.std() / 255])
     with pytest.raises(UserError, match=r"model\.n_channels=3: the images have 1"):
         task.complete(task.recipe.model.model_copy(update={"n_channels": 3}))
+
+
+@torch.no_grad()
+def test_macro_f1_over_ragged_batches_is_scikit_learns():
+    from sklearn.metrics import f1_score
+
+    task = of_images()
+    rng = torch.Generator().manual_seed(0)
+    labels, scores = torch.randint(8, (40,), generator=rng), torch.randn(40, 10, generator=rng)
+    scores[:, 9] = -9.0  # neither a label nor chosen: not in the mean
+    sums = {}
+    for part in torch.arange(40).split([17, 3, 20]):
+        batch = {"images": torch.zeros(len(part), 1, 8, 8), "labels": labels[part]}
+        _add(sums, {name: (_on_host(value), n) for name, (value, n) in task.evaluate(Fixed(scores[part].tolist()), batch).items()})
+    found = task.metrics({name: total / n for name, (total, n) in sums.items()}, "valid")
+    assert found["macro_f1"] == pytest.approx(f1_score(labels, scores.argmax(-1), average="macro"))
+    assert found["accuracy"] == pytest.approx(float((labels == scores.argmax(-1)).double().mean()))
+
+
+def test_class_weights_are_pytorchs_and_balanced_ones_scikit_learns(tmp_path):
+    from sklearn.utils.class_weight import compute_class_weight
+
+    task = of_texts(tmp_path, "task.class_weights=balanced", classes=("good", "good", "good", "bad", "fair"))
+    task.complete(task.recipe.model)
+    labels = task.splits["train"].labels
+    assert task.weights == pytest.approx(compute_class_weight("balanced", classes=np.unique(labels), y=labels))
+    batch, scores = task.collate([task.splits["train"][i] for i in range(7)]), torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    found = task.losses(Fixed(scores.tolist()), batch)["samples"]
+    wanted = torch.nn.functional.cross_entropy(scores, batch["labels"], torch.tensor(task.weights), reduction="sum")
+    torch.testing.assert_close(found.detach(), wanted)
+    parts = [task.collate([task.splits["train"][i] for i in part]) for part in (range(2), range(2, 7))]
+    in_parts = sum(task.losses(Fixed(s.tolist()), b)["samples"] for s, b in zip(scores.split([2, 5]), parts))
+    torch.testing.assert_close(in_parts, found)  # a sum over the samples, however they are split
+    assert batch["counts"] == {"samples": 7}
+    wrong = of_texts(tmp_path, "task.class_weights=[1, 2]")
+    with pytest.raises(UserError, match="2 numbers for 3 classes: bad, fair, good"):
+        wrong.complete(wrong.recipe.model)
+
+
+def test_what_metrics_do_not_show_is_said(tmp_path):
+    """By hand: 'bad' has more tokens than the 10 that a row holds beside its first and last; of 'fair' a row in 40."""
+    task = of_texts(tmp_path, classes=(*["good"] * 39, "fair", *["bad"] * 20))
+    n = len(task.tokenizer.encode(TEXTS["bad"]))
+    assert n > 10
+    notes = list(task.notes())
+    cut = f"240 of 720 texts are longer than 10 tokens and are cut: of such a text {10 / n:.0%} is kept (the median)"
+    assert len(notes) == 2 and cut in notes[0] and "uneven classes (fair 11, good 422)" in notes[1]
+    alone = of_texts(tmp_path, classes=("good", "fair"))
+    alone.splits["valid"] = Part(alone.splits["train"], np.flatnonzero(alone.splits["train"].labels == 0))
+    (note,) = alone.notes()
+    assert note == "what is evaluated is of one class, so that an accuracy of 1 says nothing: it has no sample of good."

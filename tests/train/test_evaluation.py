@@ -140,3 +140,32 @@ def test_another_best_metric_on_resume_is_read_by_that_metric(tmp_path):
     checksums.write(path.parent)
     outcome = train(recipes.load(run, ["evaluate.best=valid/accuracy"]), resume=run)
     assert outcome.summary["best"] == {"metric": "valid/accuracy", "value": outcome.summary["metrics"]["valid/accuracy"], "step": 7}
+
+
+def test_a_run_without_a_better_evaluation_stops_and_stays_stopped(tmp_path, capsys):
+    run, more = tmp_path / "run", ["schedule.name=constant", "schedule.warmup_steps=0", "optimizer.lr=1e-12", "evaluate.best=valid/accuracy"]
+    recipe = recipes.load("copy-task", [*TINY, *more, "train.patience=2", f"log.dir={run}"])
+    assert train(recipe).trainer.progress.step == 21, "the best is of step 7"
+    assert "stopped: 2 evaluations were not better (train.patience)" in capsys.readouterr().out
+    assert json.loads((run / "summary.json").read_text())["best"]["step"] == 7
+    assert (run / "checkpoints" / "best" / "model.safetensors").exists() and (run / "checkpoints" / "step-00000021").exists()
+    assert train(recipes.load(run), resume=run).trainer.progress.step == 21
+
+
+def test_patience_is_counted_through_a_stop(tmp_path, monkeypatch):
+    from gradus.tasks.translation import Copy
+
+    real, steps = Copy.evaluate, [0]
+
+    def evaluate(self, model, batch):
+        steps[0] += 1
+        if steps[0] == 3:  # two batches an evaluation: during the second
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, model, batch)
+
+    run, more = tmp_path / "run", ["schedule.name=constant", "schedule.warmup_steps=0", "optimizer.lr=1e-12"]
+    recipe = recipes.load("copy-task", [*TINY, *more, "train.patience=2", f"log.dir={run}"])
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(Copy, "evaluate", evaluate)
+        train(recipe)
+    assert train(recipes.load(run), resume=run).trainer.progress.step == 21

@@ -119,7 +119,7 @@ def test_stars_from_1_to_5_are_five_classes(tmp_path, capsys):
     assert main(["new", "x.yaml", "--data", "r.csv"]) == 0
     assert "classes    5: 1 20, 2 20, 3 20, 4 20, 5 20" in capsys.readouterr().out
     recipe = open_session(resolve.load("x.yaml", [])[0]).recipe
-    assert recipe.train.steps % 10 == 0 and recipe.schedule.warmup_steps == recipe.train.steps // 10
+    assert recipe.train.steps % 10 == 0 and recipe.schedule.warmup(recipe.train.steps) == recipe.train.steps // 10
     assert recipe.model.n_classes == 5 and recipe.task.classes == ["1", "2", "3", "4", "5"]
 
 
@@ -345,3 +345,22 @@ def test_without_its_labels_a_table_is_text_to_continue(tmp_path):
     data = str(table(tmp_path / "reviews.csv", reviews()))
     assert main(["new", "a.yaml", "--data", data, "--no-label"]) == 0 and main(["new", "b.yaml", "--data", data]) == 0
     assert [recipes.load(str(tmp_path / f"{name}.yaml")).task.name for name in "ab"] == ["causal_lm", "classification"]
+
+
+def test_a_length_holds_most_texts_whole_and_a_batch_divides(tmp_path, capsys):
+    """Nineteen texts of twenty have 200 words, one has 900; a word that stands alone is a token of a trained BPE."""
+    words = ["river", "house", "green", "quickly", "slowly", "film", "plot", "actor", "story", "scene"]
+    rows = [(i, " ".join(words[(i + j) % 10] for j in range(900 if i % 20 == 0 else 200)), "ab"[i % 2]) for i in range(47)]
+    path = table(tmp_path / "long.csv", rows, ("id", "text", "label"))
+    assert main(["new", str(tmp_path / "r.yaml"), "--data", str(path), "--text", "text"]) == 0
+    recipe, out = yaml.safe_load((tmp_path / "r.yaml").read_text()), capsys.readouterr().out
+    length = recipe["model"]["seq_len"]
+    assert length % 8 == 0 and 200 < length < 900 and recipe["batch"]["samples"] == 16
+    assert f"3 of 47 texts are longer than {length - 2} tokens and are cut" in out
+
+
+def test_a_class_of_two_is_trained_on_and_held_out(tmp_path):
+    rows = [(i, f"text {i}", "spam" if i in (5, 77) else "lonely" if i == 9 else "ham") for i in range(200)]
+    splits = open_task(recipe_of(tmp_path, table(tmp_path / "mine.csv", rows, ("id", "text", "label")))).splits
+    assert splits["train"].classes == ["ham", "lonely", "spam"]
+    assert [np.bincount(splits[s].labels, minlength=3).tolist() for s in ("train", "valid")] == [[178, 1, 1], [19, 0, 1]]

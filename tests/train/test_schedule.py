@@ -50,3 +50,21 @@ def test_schedules_equal_transformers_and_the_paper():
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 def test_a_single_step_is_taken_at_the_base(name):
     assert learning_rate(Schedule(name=name), 1e-3, 1, 1, 64) == 1e-3
+
+
+def test_a_share_of_all_steps_follows_their_number():
+    """transformers rounds it up."""
+    from transformers import TrainingArguments, get_linear_schedule_with_warmup
+
+    schedule = Schedule(name="linear", warmup_ratio=0.1)
+    for last in (20, 101):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.3)
+        steps = TrainingArguments(warmup_steps=0.1, report_to="none").get_warmup_steps(last)
+        scheduler = get_linear_schedule_with_warmup(optimizer, steps, last)
+        assert schedule.warmup(last) == steps
+        for step in range(1, last):
+            optimizer.step()
+            scheduler.step()
+            assert learning_rate(schedule, 0.3, step, last, 64) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+    with pytest.raises(ValueError, match="give one of warmup_steps and warmup_ratio"):
+        Schedule(name="linear", warmup_ratio=0.1, warmup_steps=3)

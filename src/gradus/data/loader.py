@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradus.errors import FAULT, EnvironmentFault, UserError, exit_code, is_fault
+from gradus.errors import FAULT, DataError, EnvironmentFault, UserError, exit_code, is_fault
 from gradus.recipe.schema import DataConfig, Train
 from gradus.signals import handling
 
@@ -256,7 +256,7 @@ class _Fetch(torch.utils.data.Dataset):
                     batch |= {"idle": True, "counts": dict.fromkeys(batch.get("counts", {}), 0), "n_tokens": 0}
                 batches.append({k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
         except UserError as e:
-            return (EnvironmentFault if exit_code(e) == FAULT else UserError)(str(e))
+            return (EnvironmentFault if exit_code(e) == FAULT else DataError)(str(e))
         except Exception as e:
             name = getattr(self.dataset, "name", type(self.dataset).__name__)
             text = f"{name}, {at} (epoch {epoch}, step {step}): {type(e).__name__}: {e}"

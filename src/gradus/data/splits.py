@@ -207,7 +207,7 @@ class Part:
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
         self.how = getattr(dataset, "how", None)  # images are made of one size
-        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content"):
+        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "cut"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
                 setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)
@@ -223,12 +223,14 @@ class Part:
 
 
 def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, Part]:
-    """(the rest, the part held out): of each label every `every`-th sample, a fixed and stratified choice."""
+    """(the rest, the part held out): of each label every `every`-th sample, a fixed and stratified choice; of one with
+    fewer samples the last, where there are two."""
     mask = np.zeros(len(dataset), dtype=bool)
     for label in np.unique(dataset.labels):
-        mask[np.flatnonzero(dataset.labels == label)[every - 1 :: every]] = True
+        own = np.flatnonzero(dataset.labels == label)
+        mask[own[every - 1 :: every] if len(own) >= every else own[1:][-1:]] = True
     if not mask.any():
-        raise UserError(f"{dataset.name}: no class has {every} {unit}, enough to hold one out. Add a valid split.")
+        raise UserError(f"{dataset.name}: no class has 2 {unit}, enough to hold one out. Add a valid split.")
     parts = Part(dataset, np.flatnonzero(~mask)), Part(dataset, np.flatnonzero(mask), f"{dataset.name} (held out)")
     for part, held_out in zip(parts, (False, True)):
         if hasattr(part, "content"):

@@ -152,7 +152,8 @@ class PairsDataset:
             both = f"{source.name} has {len(self.source)} lines, {target.name} has {len(self.target)}"
             raise UserError(f"{both}: parallel text needs equally many lines.")
         self.content = digest(source.content, target.content)
-        self.sides = np.stack([np.minimum(side.lengths(), max_len) for side in (self.source, self.target)], axis=1)
+        sides = np.stack([side.lengths() for side in (self.source, self.target)], axis=1)
+        self.cut, self.sides = cut(source.name, sides.max(axis=1), max_len), np.minimum(sides, max_len)
         self.lengths = self.sides.sum(axis=1)
 
     def __len__(self) -> int:
@@ -160,6 +161,15 @@ class PairsDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {"source": self.source.text(i)[: self.max_len], "target": self.target.text(i)[: self.max_len]}
+
+
+def cut(name: str, lengths: np.ndarray, most: int) -> str | None:
+    """A line where texts of so many tokens are cut to `most`."""
+    longer = lengths[lengths > most]
+    if not len(longer):
+        return None
+    kept = f"of such a text {np.median(most / longer):.0%} is kept (the median)"
+    return f"{name}: {len(longer):,} of {len(lengths):,} texts are longer than {most:,} tokens and are cut: {kept}"
 
 
 class LabelledDataset:
@@ -197,6 +207,7 @@ class LabelledDataset:
             self.classes, self.index = number_classes(labels, declared, names, n_classes)
         self.labels = np.array([self.index.get(str(x), -1) for x in labels], dtype=np.int64)
         self.lengths = np.minimum(self.tokens.lengths(), max_len)
+        self.cut = cut(self.name, self.tokens.lengths(), max_len)
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} class{'es' * (n > 1)}{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"

@@ -237,7 +237,7 @@ def _serve(pipe: Any, other_end: Any, memory: int | None) -> None:
             try:
                 answer = (None, function(argument))
             except UserError as e:
-                answer = (UserError, str(e))
+                answer = (type(e), str(e))
             except MemoryError:
                 text = f"more than {memory or 0:,} bytes of memory to plan this. Run the command in a terminal."
                 answer = (UserError, text)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gradus.data.loader import Loader, sample_rng
+from gradus.data.loader import Loader, Plan, sample_rng
 from gradus.errors import UserError
-from gradus.recipe.axes import data_parallel_size
+from gradus.recipe.axes import data_parallel_size, evaluation_samples
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
@@ -159,7 +159,8 @@ def micro_batches(recipe: Recipe, n: int = 1, *, task: Task | None = None) -> li
     """
     replicas = data_parallel_size(recipe.layout, n)
     if task is not None:
-        return _largest_step(recipe, replicas, task)
+        every = task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens)
+        return _largest_step(task, "train", every, replicas, recipe.layout.micro_batch)
     recipe = complete(recipe)
     task = task_without_data(recipe)
 
@@ -172,6 +173,20 @@ def micro_batches(recipe: Recipe, n: int = 1, *, task: Task | None = None) -> li
     micro = min(recipe.layout.micro_batch or share, share)
     full, rest = divmod(share, micro)
     return [batch(micro)] * full + ([batch(rest)] if rest else [])  # equal ones are one object: nothing changes them
+
+
+def evaluation_batch(recipe: Recipe, n: int, task: Task | None) -> Batch | None:
+    """The largest batch of an evaluation on one of `n` processes, as `micro_batches`; None where the task writes its
+    answers token by token. recipe: as `complete` returns it."""
+    replicas = data_parallel_size(recipe.layout, n)
+    samples = evaluation_samples(recipe, replicas)
+    task = task or task_without_data(recipe)
+    if task.decodes:
+        return None
+    if "valid" not in task.splits:
+        return task.collate([_sample(task, recipe, i) for i in range(samples)])
+    every = task.plan("valid", samples=samples * replicas, tokens=None)
+    return _largest_step(task, "valid", every, replicas, None)[0]
 
 
 def size_of(batch: Batch) -> int:
@@ -197,10 +212,9 @@ def _sample(task: Task, recipe: Recipe, i: int) -> dict[str, Any]:
     return sample if task.prepare is None else task.prepare(sample, sample_rng(recipe.train.seed, 0, i))
 
 
-def _largest_step(recipe: Recipe, replicas: int, task: Task) -> list[Batch]:
+def _largest_step(task: Task, split: str, plan: Plan, replicas: int, micro: int | None) -> list[Batch]:
     """The step of the first epoch with the largest micro-batch; any full one where lengths are not known."""
-    data, micro = task.splits["train"], recipe.layout.micro_batch
-    plan = task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens)
+    data, prepare = task.splits[split], task.prepare if split == "train" else task.prepare_evaluation
     lengths, order = getattr(data, "sides", getattr(data, "lengths", None)), plan.epoch(0)
     largest, rank = (len(order) - 1 if len(order[-1]) > len(order[0]) else 0), 0
     if lengths is not None:
@@ -212,5 +226,5 @@ def _largest_step(recipe: Recipe, replicas: int, task: Task) -> list[Batch]:
                     size = len(part) * lengths[part].max(axis=0).sum()
                     if size > most:
                         most, largest, rank = size, step, replica
-    loader = Loader(data, plan, task.collate, prepare=task.prepare, micro_batch=micro, rank=rank, world=replicas)
+    loader = Loader(data, plan, task.collate, prepare=prepare, micro_batch=micro, rank=rank, world=replicas)
     return next(loader.steps(0, largest)).micro_batches

@@ -48,6 +48,7 @@ CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
 LIBRARIES, FREED, FREED_SHARDED, FREED_MASKED, FREED_TENSOR = 0.1e9, 0.4, 0.2, 0.5, 1.0
 # the most that was seen where batches have other shapes; a note says so where it makes 5 % of all
 FREED_VARIED, NOTED = 0.8, 1.05
+EVALUATION = "evaluation"  # where it needs more than a step: `Memory.at`
 OWN = 0.22e9  # what Python, PyTorch and Gradus take at first, besides files that are mapped
 
 
@@ -424,10 +425,39 @@ def planned(recipe: Recipe, n: int, target: Target, task: Task | None = None) ->
 def plan_memory(
     recipe: Recipe, n: int = 1, *, target: Target = "cpu", task: Task | None = None, resident: int | None = None
 ) -> Memory:
-    """The memory of one optimizer step of the rank that needs most; resident: as `memory_of`. Raises UserError for what
-    does not fit together."""
+    """The memory of one optimizer step of the rank that needs most, or of an evaluation where that needs more;
+    resident: as `memory_of`. Raises UserError for what does not fit together."""
     resident = resident_before_model(task) if resident is None else resident  # before the trace
-    return memory_of(planned(recipe, n, target, task), resident)
+    composed = planned(recipe, n, target, task)
+    full = composed[0].micro_batches.full
+    return with_evaluation(memory_of(composed, resident), recipe, n, target, task, full, resident)
+
+
+def with_evaluation(
+    memory: Memory, recipe: Recipe, n: int, target: Target, task: Task | None, full: dict, resident: int
+) -> Memory:
+    """The memory of a step or, where an evaluation takes a larger batch than the step's largest micro-batch, `full`,
+    and more memory for it, of that."""
+    recipe = making.complete(recipe)
+    batch = making.evaluation_batch(recipe, n, task)
+    if batch is None or making.size_of(batch) <= making.size_of(full):
+        return memory
+    part = Part.whole(profiles.block_kinds(recipe.model))
+
+    def traced() -> dict[str, int]:
+        from gradus.plan import tracing
+
+        return tracing.evaluated(recipe, part, batch, target=target, task=task)
+
+    question = [EVALUATION, *_question(recipe, part, batch, target, False, 1)]
+    own = stored("profiles", question, traced)
+    own |= memory.state | ({"gradients": 0} if n == 1 else {})  # DDP's buckets keep them
+    own["gathered"] = max(own["gathered"], memory.components["gathered"])
+    allocated = sum(own.values())
+    more = {"reserved": max(memory.reserved, allocated), "at": EVALUATION}
+    other = dataclasses.replace(memory, components=own, allocated=allocated, **more)
+    other = other if target == "cuda" else with_process(other, resident, recipe)
+    return max(memory, other, key=lambda m: m.device_total)
 
 
 @functools.cache
@@ -466,6 +496,8 @@ def with_process(memory: Memory, resident: int, recipe: Recipe) -> Memory:
     is more, as the first process writes weights that are split, whole (`weights.write`). resident: bytes that it has
     before the model is built."""
     layout, libraries, kept = recipe.layout, LIBRARIES if machine.has_glibc() else 0, kept_share(recipe)
+    if memory.at == EVALUATION:  # what was freed before is released; batches of one shape take no more
+        kept *= 2 * shapes_vary(recipe)
     tensors = memory.allocated
     inputs = {"allocated": tensors, "before the model": resident, "libraries": libraries}
     step, writing = resident + libraries + kept * tensors, 0.0
@@ -477,7 +509,8 @@ def with_process(memory: Memory, resident: int, recipe: Recipe) -> Memory:
         formula = STEP, {**inputs, "kept of what is freed": kept}
         most, total = step + (FREED_VARIED - kept) * tensors, step + tensors
         notes = [*memory.notes]
-        if shapes_vary(recipe) and layout.shard == 1 and 0 < kept < FREED_VARIED and most + tensors > NOTED * total:
+        varied = shapes_vary(recipe) and layout.shard == 1 and 0 < kept < FREED_VARIED
+        if varied and most + tensors > NOTED * total:
             why = "batches have other shapes from step to step, which kept memory does not always fit"
             notes.append(f"{why}: after many steps the process may take {size(most + tensors)}.")
         return dataclasses.replace(memory, framework=round(step), outside=formula, notes=notes)

@@ -424,7 +424,7 @@ class Space:
     def evaluate(self, layout: Layout) -> Candidate:
         """Exactly, by the engine. Raises UserError for what cannot be traced."""
         processes = engine.planned(self._with(layout), self.n, self.target, self.task)
-        memory = engine.memory_of(processes)
+        memory = engine.plan_memory(self._with(layout), self.n, target=self.target, task=self.task)
         c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity)
         if c.fits:
             c.time = step_time(engine.work_of(processes), self.cluster)
@@ -507,7 +507,7 @@ def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate
 def _question(space: Space, most: int) -> list[Any]:
     """All that the answer of `ranked` depends on."""
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
-    text = recipe.model_dump_json(exclude={"name", "log", "evaluate", "energy"})
+    text = recipe.model_dump_json(exclude={"name", "log", "energy"})
     versions = torch.__version__, engine.code(), engine.family_code(recipe.model.family)
     return [text, sorted(recipe.layout.model_fields_set), sorted(space.stated), space.n, most, device, *versions]
 

@@ -693,12 +693,14 @@ def trace_recipe(
     task: Task | None = None,
     micro_batches: list[dict[str, Any]] | None = None,
     watch: Callable[[Recorder, Stepper], Any] | None = None,
+    evaluation: bool = False,
 ) -> Traced:
     """Trace one optimizer step of `rank` of `n` processes. Nothing is allocated and no other process is needed.
 
     task: with its data opened; without it, the batches are synthetic (`batches.micro_batches`). micro_batches: those of
-    this rank, in place of the task's. watch: called before the second step, which is the one that counts. Raises
-    UserError for settings that contradict each other or cannot be traced.
+    this rank, in place of the task's. watch: called before the second step, which is the one that counts. evaluation:
+    of the first of these batches, in place of the steps. Raises UserError for settings that contradict each other or
+    cannot be traced.
     """
     recipe = recipe if task is not None else batches.complete(recipe)
     check.validate(recipe, n)
@@ -716,7 +718,8 @@ def trace_recipe(
             fake_batches = [_fake_batch(b, true_counts) for b in micro_batches]
             recorder = Recorder(mesh or Mesh.single(), true_counts, fake)
             with _recording(recorder, target):
-                return _trace(recipe, task, mesh, fake_batches, recorder, watch)
+                run = _evaluation if evaluation else functools.partial(_two_steps, watch=watch)
+                return _trace(recipe, task, mesh, fake_batches, recorder, run)
 
 
 @contextlib.contextmanager
@@ -733,7 +736,7 @@ def _recording(recorder: Recorder, target: Target) -> Iterator[None]:
 
 
 def _trace(
-    recipe: Recipe, task: Task, mesh: Mesh | None, micro_batches: list[dict], recorder: Recorder, watch: Callable | None
+    recipe: Recipe, task: Task, mesh: Mesh | None, micro_batches: list[dict], recorder: Recorder, run: Callable
 ) -> Traced:
     timeline, device = recorder.timeline, torch.device("cpu")
     with recorder:
@@ -752,7 +755,7 @@ def _trace(
             timeline.record(p, "weight", "weights")
             recorder.weights.add(memory_id(p))
         _instrument(recorder, stepper)
-        start = _two_steps(recorder, stepper, micro_batches, watch)
+        start = run(recorder, stepper, micro_batches)
     peak, peak_event = timeline.peak_since(start)
     return Traced(
         memory=timeline.components(peak_event), peak=peak, peak_phase=timeline.phase_at(peak_event),
@@ -787,6 +790,17 @@ def _two_steps(
         stepper.progress.step += 1
         if not second:
             _tag_state(timeline, stepper)
+    return start
+
+
+def _evaluation(recorder: Recorder, stepper: Stepper, batches: list[dict]) -> int:
+    """Evaluate the first batch as `train.evaluation` does. Returns the first event."""
+    parallel, start = stepper.parallel, len(recorder.timeline.events)
+    recorder.scope = "micro"
+    batch = stepper.precision.cast_batch(stepper.task.to_device(batches[0], stepper.device))
+    with torch.no_grad(), stepper.precision.autocast():
+        batch = parallel.context.prepare(batch) if parallel.context else batch
+        stepper.task.evaluate(parallel.bare.eval(), batch)
     return start
 
 

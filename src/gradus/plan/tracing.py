@@ -203,6 +203,16 @@ def profile(
     return _cut(recipe, small, traced, tracing, micro)
 
 
+def evaluated(recipe: Recipe, part: Part, batch: dict, *, target: Target, task: Task | None = None) -> dict[str, int]:
+    """Component -> bytes at the peak of an evaluation of one batch, weights left out. One block of each kind stands
+    for all: without a backward pass none leaves anything behind."""
+    few = small_recipe(recipe, part.small)
+    n = few.layout.tensor * few.layout.context * few.layout.expert
+    with few_blocks(recipe.model, part):
+        traced = trace.trace_recipe(few, n, target=target, task=task, micro_batches=[batch], evaluation=True)
+    return traced.memory | {"weights": 0}
+
+
 class _Tracing:
     """What is noted while a step is traced: the edges, and what is trained and what is frozen by then."""
 

@@ -22,6 +22,7 @@ from gradus.proof.harness import run
 from gradus.proof.memory_budget import (
     MemoryBudget,
     budget_of,
+    changed,
     largest_micro_batch,
     local_batch,
     suggested_fix,
@@ -140,7 +141,7 @@ class Search:
     micro-batches beyond are not tried."""
 
     def __init__(self, recipe: Recipe, budget: MemoryBudget):
-        self.recipe, self.budget = recipe, budget
+        self.recipe, self.budget = changed(recipe, evaluate={"batch": None}), budget  # it is as large as a micro-batch
         self.rows: list[Row] = []
         n, task = budget.processes, budget.task
         self.share = self.most = local_batch(recipe, n, task)

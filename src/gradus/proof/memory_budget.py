@@ -14,7 +14,7 @@ from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.plan.engine import Memory, plan_memory
-from gradus.recipe.axes import data_parallel_size
+from gradus.recipe.axes import data_parallel_size, evaluation_samples
 from gradus.recipe.schema import Adapter, Recipe
 from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
@@ -155,13 +155,22 @@ def largest_micro_batch(
     return low or None
 
 
+def largest_evaluation(recipe: Recipe, budget: MemoryBudget) -> int | None:
+    """The largest evaluate.batch that fits, of a half, a quarter, ... of what it is; None where none does."""
+    samples = evaluation_samples(recipe, data_parallel_size(recipe.layout, budget.processes))
+    while samples := samples // 2:
+        if budget.need(changed(recipe, evaluate={"batch": samples})) <= budget.available:
+            return samples
+    return None
+
+
 def suggested_fix(recipe: Recipe, budget: MemoryBudget, least: int = 0) -> str:
     """The settings with which it fits, or what else would help. Takes some traces. least: bytes that are needed
     without any activation."""
     for changes in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "precision": "bf16"}):
         if least >= budget.available or any(getattr(recipe.layout, k) == v for k, v in changes.items()):
             continue
-        if micro_batch := largest_micro_batch(changed(recipe, layout=changes), budget):
+        if micro_batch := largest_micro_batch(changed(recipe, layout=changes, evaluate={"batch": None}), budget):
             keys = {**changes, "micro_batch": micro_batch}
             return "Set " + " ".join(f"layout.{key}={value}" for key, value in keys.items())
     if recipe.adapter and recipe.adapter.base:  # which layout.shard does not split

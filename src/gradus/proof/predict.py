@@ -23,8 +23,7 @@ from gradus.plan.figures import figure
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.proof.memory_budget import MemoryBudget, budget_of, powered, suggested_fix
-from gradus.recipe.axes import data_parallel_size
+from gradus.proof.memory_budget import MemoryBudget, budget_of, changed, largest_evaluation, powered, suggested_fix
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, size
@@ -60,6 +59,8 @@ class Predicted:
     needed: int  # bytes a process
     least: int  # of them without any activation
     refusal: str | None = None  # where it does not fit
+    fix: str | None = None  # where an evaluation does not
+    evaluate_batch: int | None = None  # that was chosen for it to fit
 
 
 def case_of(session: Session, position: tuple[int, int] = (0, 0), local_processes: int | None = None) -> Case:
@@ -88,29 +89,43 @@ def predict(case: Case) -> Predicted:
     step = predict_step(case) if case.micro_batches else None
     one_process = budget.target == "cpu" and recipe.layout.pipeline == 1
     same_plan = step and one_process and shapes(largest) == shapes(case.micro_batches)
-    memory = step[0] if same_plan else budget.memory(recipe)
-    need = memory.device_total
+    if same_plan:
+        more = budget.processes, budget.target, budget.task, case.micro_batches[0], budget.resident
+        memory = engine.with_evaluation(step[0], recipe, *more)
+    else:
+        memory = budget.memory(recipe)
+    need, evaluates = memory.device_total, memory.at == engine.EVALUATION
+    fits, smaller = not 0 < budget.available < need, None
+    if not fits and evaluates and (smaller := largest_evaluation(recipe, budget)) and not recipe.evaluate.batch:
+        predicted = predict(dataclasses.replace(case, recipe=changed(recipe, evaluate={"batch": smaller})))
+        predicted.notes.insert(0, f"evaluate.batch={smaller}: an evaluation of more samples would not fit")
+        return dataclasses.replace(predicted, evaluate_batch=smaller)
     batch = batches.describe_largest(largest) + (f", rank {memory.rank}" if memory.rank else "")
     rows = rows_of_largest(memory, budget, batch)
     whole = f"reserved {size(memory.reserved)}, device" if budget.target == "cuda" else "process"
     line = f"plan: tensors {size(memory.allocated)}, {whole} {size(need)} of {size(budget.available)}"
+    line += " in an evaluation" * evaluates
     if step:
         shape = batches.describe_largest(case.micro_batches)
-        if step[0].allocated != memory.allocated:
+        if evaluates:
+            line += f"; tensors {size(step[0].allocated)} in a step"
+        elif step[0].allocated != memory.allocated:
             line += f" with the largest batch ({batch}); tensors {size(step[0].allocated)}"
             line += f" in step {case.step} ({shape}), which is measured" if case.step else f" in a step of {shape}"
         of_step = list(step_rows(case, *step, shape))
         rows += of_step
         line += cost_of_step(case, {row.name: row.value for row in of_step})
-    refusal = refusal_of(case, need) if 0 < budget.available < need else None
+    fix = f"Set evaluate.batch={smaller}: an evaluation needs more than a step" if smaller else None
+    refusal = None if fits else refusal_of(case, need, fix or SMALLER)
     writing = memory.outside[0] == engine.WRITING  # takes no activations
     least = need if writing else sum(memory.state.values()) + need - memory.allocated
-    return Predicted(rows, line, [*memory.notes, *evaluation_note(case, largest)], need, least, refusal)
+    return Predicted(rows, line, memory.notes, need, least, refusal, fix)
 
 
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:
     """The memory of a step of the largest batch."""
     about, components = {"of": "largest batch", "batch": batch}, memory.components
+    about |= {"at": memory.at} if memory.at == engine.EVALUATION else {}
 
     def row(name: str, value: float, *how: Any, **conditions: Any) -> Row:
         return figure(f"memory/{name}", value, "bytes", *how, **conditions)
@@ -147,20 +162,6 @@ def untimed(case: Case) -> bool:
     device = case.budget.device
     coarse = device is not None and device.kind == "cpu" and "coarse" in (device.measured or {})
     return coarse and case.budget.local_processes > 1
-
-
-def evaluation_note(case: Case, largest: list[Batch]) -> Iterator[str]:
-    """The plan is of training. An evaluation keeps nothing for a backward pass, so it takes less of as many samples;
-    not of many more."""
-    recipe, budget = case.recipe, case.budget
-    training_share = -(-(recipe.batch.samples or 64) // data_parallel_size(recipe.layout, budget.processes))
-    evaluated = recipe.evaluate.batch or recipe.layout.micro_batch or training_share
-    trained = max(len(next(v for v in batch.values() if isinstance(v, Tensor))) for batch in largest)
-    if "valid" in budget.task.splits and evaluated > 2 * trained:
-        yield (
-            f"an evaluation takes {evaluated} samples at a time (evaluate.batch), a step {trained}: what it needs is "
-            "not in the plan"
-        )
 
 
 def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:
@@ -257,5 +258,5 @@ def _predict_in_worker(case: Case) -> Predicted:
 
 def _refuse_in_worker(question: tuple[Case, Predicted]) -> str:
     case, predicted = question
-    fix = suggested_fix(case.recipe, case.budget, predicted.least)
+    fix = predicted.fix or suggested_fix(case.recipe, case.budget, predicted.least)
     return refusal_of(case, predicted.needed, fix)

@@ -22,7 +22,7 @@ import torch
 
 from gradus import limits
 from gradus.data.loader import Step
-from gradus.errors import UserError
+from gradus.errors import DataError, UserError
 from gradus.measure.energy import Meter, total
 from gradus.measure.flops import for_run
 from gradus.parallel import world as worlds
@@ -122,14 +122,22 @@ class Proof(Plan):
 
     def before(self, session: Session, position: tuple[int, int]) -> None:
         world = session.mesh.world
-        refusal, self.step = worlds.from_first(self._predict(session, position) if world.first else None)
+        answer = worlds.from_first(self._predict(session, position) if world.first else None)
+        if isinstance(answer, DataError):
+            raise answer
+        refusal, self.step, evaluate_batch = answer
+        if evaluate_batch:
+            session.recipe.evaluate.batch = evaluate_batch
         if refusal and not self.force:
             raise UserError(f"{refusal.removesuffix('.')}, or start anyway with --force.")
         if refusal and world.first:
             print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
 
-    def _predict(self, session: Session, position: tuple[int, int]) -> tuple[str | None, int | None]:
-        """(why the run is refused, the step that will be measured). Prints the plan, or why there is none."""
+    def _predict(
+        self, session: Session, position: tuple[int, int]
+    ) -> tuple[str | None, int | None, int | None] | DataError:
+        """(why the run is refused, the step that will be measured, evaluate.batch where its default does not fit).
+        Prints the plan, or why there is none; what is wrong with the data is returned."""
         step = None
         try:
             why = calibrate_once(session, self._taken(session.device.type) is not None)
@@ -147,13 +155,16 @@ class Proof(Plan):
             print(self.predicted.line, flush=True)
             for note in self.predicted.notes[:2]:
                 print(f"note: {note}")
+        except DataError as e:  # training would meet it too, after many steps
+            return e
         except Exception as e:
             print(f"note: no plan ({why_not(e)})", flush=True)
         self.load["before"] = self.others.share()
         if line := self._taken(session.device.type):
             print(f"note: {line}", flush=True)
         self.opened.close()
-        return self.predicted.refusal if self.predicted else None, step
+        planned = self.predicted
+        return planned and planned.refusal, step, planned and planned.evaluate_batch
 
     def _watch_others(self) -> None:
         """From now on. The processes of this host have one parent; of one process, its parent may be anything."""

@@ -33,6 +33,11 @@ def data_parallel_size(layout: Layout, n_processes: int) -> int:
     return math.prod(shape[axis] for axis in DATA)
 
 
+def evaluation_samples(recipe: Recipe, parts: int) -> int:
+    """Samples that each of so many parts of a batch evaluates at a time."""
+    return recipe.evaluate.batch or recipe.layout.micro_batch or -(-(recipe.batch.samples or 64) // parts)
+
+
 def strides(layout: Layout, n_processes: int) -> dict[str, int]:
     """Axis → distance between neighbouring ranks along it."""
     shape = sizes(layout, n_processes)

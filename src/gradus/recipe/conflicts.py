@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from gradus.recipe.schema import Recipe, Section
 
+WARMUP = {"warmup_steps", "warmup_ratio"}
 # Sections whose keys depend on one of them though the schema holds them in one class: kind -> the keys it knows.
 DEPENDENT = {
-    "schedule": ("name", {"constant": {"warmup_steps"}, "linear": {"warmup_steps", "final", "end_step"},
-                          "cosine": {"warmup_steps", "final", "end_step"}, "noam": {"warmup_steps", "factor"}}),
+    "schedule": ("name", {"constant": WARMUP, "linear": {*WARMUP, "final", "end_step"},
+                          "cosine": {*WARMUP, "final", "end_step"}, "noam": {*WARMUP, "factor"}}),
     "tokenizer": ("kind", {"char": {"shared"}, "word": {"lowercase", "shared"}, "byte": {"shared"},
                            "bpe": {"vocab_size", "lowercase", "shared"}, "file": {"path", "shared"}}),
 }  # fmt: skip

@@ -26,12 +26,13 @@ COMMON = {  # names in papers and other tools, by the key here; training_args.SA
     "model.init": "model_name_or_path pretrained from_pretrained", "task.mask_rate": "mlm_probability",
     "data.path": "dataset dataset_name train_file", "data.max_len": "max_length max_seq_length",
     "tokenizer.path": "tokenizer_name", "optimizer.name": "optim", "optimizer.betas": "adam_beta1 adam_beta2",
-    "schedule.name": "scheduler lr_scheduler lr_scheduler_type", "schedule.warmup_steps": "warmup warmup_ratio",
+    "schedule.name": "scheduler lr_scheduler lr_scheduler_type", "schedule.warmup_steps": "warmup",
     "batch.samples": "batch_size train_batch_size per_device_train_batch_size global_batch_size",
     "train.epochs": "num_epochs n_epochs max_epochs", "train.steps": "max_steps max_iters iterations num_train_steps",
     "train.seed": "random_seed manual_seed seed_everything",
     "train.clip_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad_norm gradient_clipping",
-    "train.checkpoint_every": "save_steps", "evaluate.every": "eval_steps eval_interval val_check_interval",
+    "train.checkpoint_every": "save_steps", "train.patience": "early_stopping_patience",
+    "evaluate.every": "eval_steps eval_interval val_check_interval",
     "evaluate.batch": "eval_batch_size", "evaluate.best": "metric_for_best_model",
     "layout.micro_batch": "accumulation gradient_accumulation_steps accumulate_grad_batches micro_batch_size",
     "layout.precision": "dtype torch_dtype fp16 bf16 amp mixed_precision",
@@ -151,7 +152,8 @@ def unknown_key(above: str, key: str, raw: dict[str, Any], owner: type[Section] 
 
 
 def holds_text(path: str) -> bool:
-    return any(a is str or get_origin(a) is Literal for f in fields_of(path) for a in alternatives(f.annotation))
+    kinds = {get_origin(a) or a for f in fields_of(path) for a in alternatives(f.annotation)}
+    return bool(kinds & {str, Literal}) and list not in kinds
 
 
 def unsettable(path: str) -> bool:
@@ -174,7 +176,7 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if get_origin(annotation) is list:
-        return f"a list [a, b, ...] of {'numbers' if parts[0] in (int, float) else 'names'}"
+        return f"a list [a, b, ...] of {'numbers' if alternatives(parts[0])[0] in (int, float) else 'names'}"
     if get_origin(annotation) is tuple:
         return f"a list [a, b], each {expected(parts[0])}"
     if classes_inside(annotation):

@@ -26,7 +26,10 @@ from gradus.recipe.presets import HEAD, NOT_ARCHITECTURE, beside_weights
 from gradus.recipe.schema import Recipe, right_name
 from gradus.recipe.text import get_key, same, set_key, show, show_override
 
-EXCLUSIVE = (("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"))
+EXCLUSIVE = (
+    ("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+)  # fmt: skip
 INPUTS = ("data.path", "tokenizer.path", "model.init")  # paths: see text.absolute
 DEFAULT, FILE, ARGUMENT, COMMAND_LINE = range(-1, 3)  # a key's origin: the earliest layer with its value
 

@@ -6,6 +6,7 @@ checkpointing, compile). Nothing here imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import sys
@@ -424,6 +425,7 @@ class ClassificationTask(Section):
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
     label_smoothing: Fraction = 0.0  # share of the target spread over all classes
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # of samples in the loss, by their class
 
 
 Task = Annotated[
@@ -586,15 +588,22 @@ class Schedule(Section):
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
     warmup_steps: Annotated[Whole, upto(limits.STEPS, 0)] = 0  # steps of rising learning rate
+    warmup_ratio: Fraction | None = None  # in place of warmup_steps: their share of all steps, rounded up
     final: NonNegativeFloat = 0.0  # share of lr at the last step
     factor: PositiveFloat = 1.0  # for noam
     end_step: Steps | None = None  # None: the last step of training
 
     @model_validator(mode="after")
     def _warms_up(self):
-        if self.name == "noam" and self.warmup_steps == 0:
+        if self.name == "noam" and not (self.warmup_steps or self.warmup_ratio):
             raise ValueError("noam needs warmup_steps")
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("give one of warmup_steps and warmup_ratio")
         return self
+
+    def warmup(self, last_step: int) -> int:
+        """Steps of rising learning rate, in a run of so many."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * last_step)
 
 
 class Batch(Section):
@@ -616,6 +625,7 @@ class Train(Section):
     clip_norm: PositiveFloat | None = None  # largest gradient norm; None: no clipping
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
+    patience: Steps | None = None  # evaluations in a row without a better one, after which training stops
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
     freeze: Annotated[list[str], BeforeValidator(_listed)] | None = None  # not trained: [blocks.0]; [all, -head]
     qat: bool = False  # quantization-aware: Linears compute with inputs and weights rounded as int8 would round them

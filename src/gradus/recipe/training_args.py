@@ -236,14 +236,16 @@ class Arguments:
             return
         if steps and ratio and steps >= 1:
             self.note("warmup_ratio", ratio, f"warmup_steps={steps:g} is used instead, as with Hugging Face")
-        if steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
-            self.every("warmup_steps" if steps else "warmup_ratio", steps or ratio, "schedule.warmup_steps")
+        if steps and steps >= 1:
+            self.every("warmup_steps", steps, "schedule.warmup_steps")
+        elif steps or ratio:  # transformers 5: warmup_steps may be a fraction of all steps, as warmup_ratio
+            self.settings["schedule.warmup_ratio"] = steps or ratio
         elif steps is not None or ratio is not None:
             self.settings["schedule.warmup_steps"] = 0
 
     def every(self, name: str, value: float, key: str) -> None:
-        """A number of steps, or below 1 (warmup_ratio: always) a fraction of all steps."""
-        fraction = 0 < value < 1 or name == "warmup_ratio"
+        """A number of steps, or below 1 a fraction of all steps."""
+        fraction = 0 < value < 1
         if fraction and self.steps is None:
             self.note(name, value, f"the number of steps depends on the data. Set {key}, or max_steps")
         elif fraction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Task:
 
     @staticmethod
     def higher_is_better(metric: str) -> bool:
-        return metric in ("accuracy", "next_sentence_accuracy", "exact_match", "bleu")
+        return metric in ("accuracy", "macro_f1", "next_sentence_accuracy", "exact_match", "bleu")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration completed with what only the data knows (vocabulary, classes). Raises UserError
@@ -66,6 +67,12 @@ class Task:
         """Split → a hash of what was read for it, wherever it lies; nothing of data that are made or packaged."""
         contents = {split: getattr(data, "content", None) for split, data in self.splits.items()}
         return {split: content for split, content in contents.items() if content}
+
+    def notes(self) -> Iterator[str]:
+        """What of the data a metric does not show."""
+        cut = (getattr(data, "cut", None) for data in self.splits.values())
+        for line in dict.fromkeys(filter(None, cut)):
+            yield f"{line}. Longer: data.max_len or model.seq_len."
 
     prepare = None  # (sample, rng) -> sample, for training
     prepare_evaluation = None  # the same for evaluation, where chance must play no part or the same part every time

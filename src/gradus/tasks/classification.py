@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,17 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_labelled
 
+UNEVEN = 10  # times as many samples as another class has: told
+
 
 class Classification(Task):
     """What texts and images share: n_classes, the loss, accuracy."""
 
     best = "accuracy"
     loss_unit = "nats/sample"
-    units = {"loss": "nats/sample", "accuracy": ""}
+    units = {"loss": "nats/sample", "accuracy": "", "macro_f1": ""}
     classes: list[str]
+    weights: list[float] | None = None  # of each class in the loss
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         """Give the model as many outputs as the data has classes. Raises UserError for one class, and where the recipe
@@ -46,6 +50,13 @@ class Classification(Task):
             self.classes = named
         if model.n_classes not in (None, n):
             raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out.")
+        weights = self.recipe.task.class_weights
+        if weights == "balanced":
+            counts = np.bincount(self.splits["train"].labels, minlength=n)
+            weights = (counts.sum() / np.maximum(1, counts) / n).tolist()
+        elif weights and len(weights) != n:
+            raise UserError(f"task.class_weights: {len(weights)} numbers for {n} classes: {shown}. Give one for each.")
+        self.weights = weights
         return super().complete(model.model_copy(update={"n_classes": n}))
 
     def resolved(self, recipe: Recipe) -> Recipe:
@@ -56,19 +67,39 @@ class Classification(Task):
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits = self.logits(model, batch)  # (batch, n_classes)
-        smoothing = self.recipe.task.label_smoothing
+        smoothing, weights = self.recipe.task.label_smoothing, self.weights and torch.tensor(self.weights).to(logits)
         if "other_labels" not in batch:
-            return {"samples": summed_cross_entropy(logits, batch["labels"], smoothing)}
+            return {"samples": summed_cross_entropy(logits, batch["labels"], smoothing, weights)}
         # mixed images: each has two labels, weighted by their share of it (Zhang et al. 2018; Yun et al. 2019)
         each = [
-            nn.functional.cross_entropy(logits.float(), batch[k], reduction="none", label_smoothing=smoothing)
+            nn.functional.cross_entropy(logits.float(), batch[k], weights, reduction="none", label_smoothing=smoothing)
             for k in ("labels", "other_labels")
         ]
         return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        labels = batch["labels"]
-        return Targets(labels, count_right=True).sums(self.logits(model, batch), len(labels))
+        labels, logits = batch["labels"], self.logits(model, batch)
+        chosen, counts = logits.argmax(-1), torch.zeros(2, len(self.classes), device=labels.device)
+        counts[0].index_add_(0, labels, 2.0 * (chosen == labels))
+        counts[1].index_add_(0, torch.cat((labels, chosen)), torch.ones(2 * len(labels), device=labels.device))
+        return Targets(labels, count_right=True).sums(logits, len(labels)) | {"macro_f1": (counts, len(labels))}
+
+    def metrics(self, means: dict[str, Any], split: str) -> dict[str, float]:
+        """macro_f1: the mean over the classes that are there, or were chosen, of 2 right / (chosen + there)."""
+        right, of = means["macro_f1"]
+        return super().metrics(means | {"macro_f1": float((right[of > 0] / of[of > 0]).mean())}, split)
+
+    def notes(self) -> Iterator[str]:
+        yield from super().notes()
+        train, valid = (
+            np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", "valid")
+        )
+        if missing := [name for name, n in zip(self.classes, valid) if not n]:
+            alone = " is of one class, so that an accuracy of 1 says nothing: it" * (len(missing) == len(valid) - 1)
+            yield f"what is evaluated{alone} has no sample of {', '.join(missing[:10])}."
+        if train.max() > UNEVEN * train.min():
+            few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
+            yield f"uneven classes ({few}, {many}): macro_f1 counts them alike; task.class_weights=balanced trains so."
 
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""

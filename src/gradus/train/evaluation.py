@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradus.data.loader import Loader
@@ -18,6 +18,7 @@ from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA
 from gradus.parallel.precision import Precision
 from gradus.parallel.world import gathered
+from gradus.recipe.axes import evaluation_samples
 from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train import machine
@@ -51,6 +52,11 @@ class Evaluation(Hook):
         if trainer.progress.evaluation_due:
             with contextlib.suppress(Cut):
                 self.evaluate(trainer)
+        p, patience = trainer.progress, trainer.recipe.train.patience
+        if patience and p.not_better >= patience and p.step < trainer.last_step:
+            trainer.last_step = p.step
+            if trainer.parallel.mesh.world.first:
+                print(f"stopped: {p.not_better} evaluations were not better (train.patience)", flush=True)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:
@@ -82,8 +88,9 @@ class Evaluation(Hook):
         p = trainer.progress
         name, higher = chosen_by(trainer.task)
         value, sign = p.last_evaluation[name], 1 if higher else -1
+        p.not_better += 1
         if p.step and is_finite(p.last_evaluation, name) and (p.best is None or sign * value > sign * p.best):
-            p.best, p.best_step, p.best_metric = value, p.step, name
+            p.best, p.best_step, p.best_metric, p.not_better = value, p.step, name, 0
             with trainer.clock.count("checkpoint"):
                 trainer.at("the gathering of the best weights", p.step)
                 evaluated = {"step": p.step, "metric": name, "value": value, "metrics": p.last_evaluation}
@@ -154,16 +161,21 @@ def evaluate(
 def _loader(parallel: Parallel, task: Task, split: str) -> Loader:
     r, mesh = task.recipe, parallel.mesh
     rank, world = (mesh.world.rank, mesh.world.size) if task.decodes else (mesh.rank(*DATA), mesh.size(*DATA))
-    batch_size = r.evaluate.batch or r.layout.micro_batch or -(-(r.batch.samples or 64) // world)
-    plan = task.plan(split, samples=batch_size * world, tokens=None)
+    plan = task.plan(split, samples=evaluation_samples(r, world) * world, tokens=None)
     return Loader(task.splits[split], plan, task.collate, prepare=task.prepare_evaluation, rank=rank, world=world)
 
 
 def _add(totals: dict[str, list[float]], sums: dict[str, tuple[float, int]]) -> None:
     for name, (value, count) in sums.items():
         total = totals.setdefault(name, [0.0, 0])
-        total[0] += float(value)
+        total[0] = total[0] + value
         total[1] += count
+
+
+def _on_host(value: float | Tensor) -> Any:
+    """A number, or an array of several."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.double().cpu().numpy() if isinstance(value, Tensor) and value.dim() else float(value)
 
 
 def _evaluate_batch(
@@ -175,7 +187,7 @@ def _evaluate_batch(
         sums: dict[str, Any] = {"loss": (math.nan, 1)}
         with precision.autocast(), contextlib.suppress(NotFinite):
             sums = task.evaluate(model, batch)
-        return {name: (float(v.full_tensor() if isinstance(v, DTensor) else v), n) for name, (v, n) in sums.items()}
+        return {name: (_on_host(value), n) for name, (value, n) in sums.items()}
 
     context, mesh = parallel.context, parallel.mesh
     if whole is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -20,13 +21,14 @@ from gradus.errors import UserError, not_written
 from gradus.recipe import presets
 from gradus.recipe.check import learners
 from gradus.recipe.schema import Adapter, ModelConfig, Recipe
-from gradus.train import resolve
+from gradus.train import machine, resolve
 from gradus.train.inspect_data import WHAT, DataSummary, look
 from gradus.train.schedule import SMALL, fine_tuning_rate
 from gradus.train.session import Session, open_session
 
 Sections = dict[str, dict[str, Any]]  # of a recipe
 
+WHOLE, LONGEST = 0.95, 1024  # share of the texts that a sample holds whole; tokens, where a model sets no limit
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
@@ -60,6 +62,7 @@ def new(
     yield from map(printable, facts.lines())
     _fit_to(sections, facts, config)
     session = open_session(_recipe(target, sections))
+    yield from (f"note       {printable(note)}" for note in session.task.notes())
     counts = models.count(session.recipe.model)
     minutes = _steps(sections, session, counts, facts, init is not None)
     steps, samples = sections["train"]["steps"], sections["batch"]["samples"]
@@ -188,7 +191,7 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
         sections["adapter"] = {"rank": config.adapter.rank, "alpha": config.adapter.alpha}
     rate = fine_tuning_rate(config) if config else 1e-3
     sections["optimizer"] = {"name": "adamw", "lr": rate, "weight_decay": 0.01}
-    sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_steps": 10}
+    sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_ratio": 0.1}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
     sections["train"] = {"steps": 100, "clip_norm": 1.0, "seed": 0}
     sections["evaluate"] = {"every": 20, **({"samples": 1, "max_new": 100} if kind == "text" else {"samples": 3})}
@@ -211,8 +214,12 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
     """Lengths and sizes that suit what the data were found to be."""
     kind, model, data = facts.summary.kind, sections["model"], sections["data"]
     if kind in ("labelled", "pairs"):
-        most = min(128, getattr(config, "seq_len", 128))
-        length = int(min(most, 8 * -(-(np.percentile(facts.lengths(), 98) + 2) // 8)))
+        most = (config.longest if config else None) or LONGEST
+        if config:  # an activation is about 17 fp32 numbers of each width, layer and token (Korthikanti et al. 2022)
+            total, limit = machine.memory_bytes()
+            each = 4 * 17 * config.d_model * config.n_layers * sections["batch"]["samples"]
+            most = min(most, max(8, 8 * int((limit or total or math.inf) / 2 / each // 8)))
+        length = int(min(most, 8 * -(-(np.percentile(facts.lengths(), 100 * WHOLE) + 2) // 8)))
         if config is None:
             model["seq_len"] = length
         else:
@@ -227,7 +234,8 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
         model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
         if channels != 3:
             model["n_channels"] = channels
-    sections["batch"]["samples"] = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
+    samples = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
+    sections["batch"]["samples"] = 1 << samples.bit_length() - 1  # divides among 2, 4, 8 processes
 
 
 def _steps(sections: Sections, session: Session, counts: dict[str, int], facts: Facts, tuned: bool) -> float:
@@ -244,7 +252,6 @@ def _steps(sections: Sections, session: Session, counts: dict[str, int], facts: 
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))
     steps = max(20, round(steps, -1 if steps < 100 else -2))
     sections["train"]["steps"] = steps
-    sections["schedule"]["warmup_steps"] = max(1, steps // 10)
     sections["evaluate"]["every"] = max(1, steps // 5)
     return steps * seconds / 60
 
@@ -268,7 +275,8 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
         "optimizer": "The learning rate (lr) is the first thing to tune: 3e-4 to 3e-3.",
         "schedule": "The learning rate rises over a tenth of the steps, then falls to 0.",
         "batch": "Samples per optimizer step, on any number of devices. Out of memory: layout.micro_batch=8.",
-        "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N.",
+        "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N. "
+        "patience: N stops after N evaluations in a row that were not better.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
     usual = "2e-4 to 1e-3 with an adapter" if "adapter" in sections else "2e-5 to 1e-4"

@@ -53,7 +53,7 @@ FREE_ON_RESUME = ("layout", "log", "evaluate", "energy", "name")
 LENGTH = ("steps", "epochs")
 FREE_KEYS = {
     "data": ("workers", "prefetch", "persistent", "pin", "path", "cache"),
-    "train": ("checkpoint_every", "keep", "on_nonfinite", *LENGTH),
+    "train": ("checkpoint_every", "keep", "on_nonfinite", "patience", *LENGTH),
 }
 
 

@@ -223,7 +223,8 @@ def _print_run(session: Session, changes: list[str | None], new: bool) -> None:
     """Print what the run will do, and what its settings may cost."""
     warning = unusual(session.recipe, session.steps.total) if new else None
     slow = emulated(session.recipe.layout, session.device)
-    lines = (describe(derive(session)), *changes, warning, slow)
+    notes = (f"note: {note}" for note in session.task.notes())
+    lines = (describe(derive(session)), *changes, warning, slow, *notes)
     if session.mesh.world.first:
         print("\n".join(filter(None, lines)), flush=True)
 

@@ -17,7 +17,7 @@ def learning_rate(schedule: Schedule, base: float, step: int, last_step: int, d_
     The others rise linearly over `warmup_steps`, reaching `base` at the step `warmup_steps`; linear and cosine then
     fall to `final · base` at `end_step` (None: `last_step`) and stay there.
     """
-    warmup = schedule.warmup_steps
+    warmup = schedule.warmup(last_step)
     if schedule.name == "noam":
         return base * schedule.factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
     if step < warmup:
@@ -46,7 +46,7 @@ def unusual(recipe: Recipe, last_step: int) -> str | None:
     """A warning where the weights of model.init would be trained at a learning rate for new ones: of Adam, ten times
     the usual one for trained ones; and an adapter at one for whole weights."""
     schedule, usual = recipe.schedule, fine_tuning_rate(recipe.model)
-    peak = min(max(1, schedule.warmup_steps), last_step)
+    peak = min(max(1, schedule.warmup(last_step)), last_step)
     rate = rate_of(recipe, peak, last_step)
     if recipe.model.init is None or recipe.optimizer.name == "sgd":
         return None

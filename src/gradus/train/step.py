@@ -34,6 +34,7 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     best_metric: str | None = None
+    not_better: int = 0  # evaluations since the best
     last_evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
     evaluation_due: bool = False  # a stop came before it was done
 
