@@ -16,6 +16,7 @@ from gradus.data.sentencepiece import SentencePieceTokenizer, whole_model
 from gradus.data.tokenizers import (
     MORE_TEMPLATES,
     OURS,
+    ROLES,
     TEMPLATE,
     USUAL,
     ByteTokenizer,
@@ -26,6 +27,21 @@ from gradus.data.tokenizers import (
     package_tokenizers,
 )
 from gradus.errors import DataError, UserError
+
+# Of the classes of transformers whose files are read here, by their names without "Tokenizer": what the files are, and
+# the roles of the tokens before and after a text, with a "?" where add_bos_token and add_eos_token decide
+CLASSES: dict[str, tuple[str, str, str]] = {
+    **dict.fromkeys(("bert", "distilbert", "electra", "mobilebert", "convbert"), ("WordPiece", "cls", "sep")),
+    **dict.fromkeys(("gpt2", "codegen", "qwen2"), ("byte-level BPE", "bos?", "eos?")),
+    **dict.fromkeys(("roberta", "bart", "longformer"), ("byte-level BPE", "bos", "eos")),
+    "t5": ("SentencePiece", "", "eos"), "llama": ("SentencePiece", "bos?", "eos?"),
+}  # fmt: skip
+ANY_CLASS = ("None", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+MOVED = ("marian", "pegasus")  # types of models of which a vocabulary's ids are not the tokenizer's
+# Qwen2's words, of whose numbers each digit is one (https://github.com/QwenLM/Qwen/blob/main/tokenization_note.md)
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # looked for in a folder, in this order
 FILES = (OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model",
@@ -119,11 +135,61 @@ def _config(folder: Path) -> dict[str, Any]:
     extra = config.get("extra_ids") or 0
     if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
         raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
-    more = config.get("additional_special_tokens") or []
+    more = config.get("additional_special_tokens") or config.pop("extra_special_tokens", None) or []
+    more = list(more.values()) if isinstance(more, dict) else more
     names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
     if not all(isinstance(name, str) for name in names):
         raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
-    return config | ({"additional_special_tokens": names} if names else {})
+    added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
+    if added is None and file.is_file():
+        special = {*names, *(str(config.get(f"{role}_token")) for role in ROLES)}
+        named = _json(file).items()
+        added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in named}
+    try:
+        added = {int(i): package_tokenizers().AddedToken(**token) for i, token in (added or {}).items()}
+    except (TypeError, ValueError) as e:
+        raise UserError(f"{folder}: its added tokens are not a table of ids and tokens ({e}). Get it again.") from None
+    states = {i: added[i].__getstate__() for i in sorted(added)}
+    more = {"additional_special_tokens": names, "added_tokens_decoder": states}
+    return config | {key: value for key, value in more.items() if value}
+
+
+def _class(folder: Path, config: dict[str, Any], kind: str | None = None) -> str:
+    """The name in CLASSES of the class that the files are for, else of its model's type; "" where there is none. Raises
+    UserError for a class that reads files of this kind in another way."""
+    stated, file = config.get("tokenizer_class"), folder / "config.json"
+    model = limits.read_object(file).get("model_type") if file.is_file() else None
+    if str(stated) in ANY_CLASS:
+        stated = "marian" if (folder / "source.spm").is_file() else model if model in MOVED else None
+    name = re.sub("tokenizer(fast)?$|[-_]", "", str(stated or model).lower())
+    known = CLASSES.get(name, ("", "", ""))[0]
+    if kind and stated and kind != known:
+        own = f"its tokenizer is of the class {stated!s:.40}, which does not read these files as plain {kind}"
+        made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
+    return name if kind in (None, known) else ""
+
+
+def _around(tokenizer: Any, name: str, config: dict[str, Any]) -> Any:
+    """The tokenizer with what its class puts around a text, where its file does not say."""
+    ids = []
+    for role in CLASSES.get(name, ("", "bos?", "eos?"))[1:]:
+        asked = not role.endswith("?") or config.get(f"add_{role[:3]}_token")
+        ids.append(getattr(tokenizer, f"{role[:3]}_id") if role and asked else None)
+    tokenizer.around(*ids)
+    return tokenizer
+
+
+def _finished(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
+    """The tokenizer with the tokens that were added to its vocabulary."""
+    for i, state in config.get("added_tokens_decoder", {}).items():
+        add = rust.add_special_tokens if state["special"] else rust.add_tokens
+        add([package_tokenizers().AddedToken(**state)])
+        if (own := rust.token_to_id(state["content"])) != i:
+            wrong = f"the added token {state['content']!r:.40} has id {i}, and {own} follows the vocabulary"
+            raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
+    rust.add_special_tokens([t for t in config.get("additional_special_tokens", ()) if rust.token_to_id(t) is None])
+    return FastTokenizer(rust, config, folder)
 
 
 def _read_ours(file: Path) -> Tokenizer:
@@ -133,21 +199,27 @@ def _read_ours(file: Path) -> Tokenizer:
         if not all(isinstance(x, list) and all(isinstance(t, str) for t in x) for x in (specials, tokens)):
             raise TypeError("a list of texts")
         tokens = tokens[len(specials) :]
-        if state["kind"] == "char":
-            return CharTokenizer(tokens, specials)
-        if state["kind"] == "word":
-            return WordTokenizer(tokens, state["lowercase"], specials)
-        if state["kind"] == "byte":
-            return ByteTokenizer(specials)
-        raise TypeError(f"kind {state['kind']!r}")
+        kinds: dict[str, Callable[[], FastTokenizer]] = {
+            "char": lambda: CharTokenizer(tokens, specials), "byte": lambda: ByteTokenizer(specials),
+            "word": lambda: WordTokenizer(tokens, state["lowercase"], specials),
+        }  # fmt: skip
+        tokenizer = kinds[state["kind"]]()
     except (KeyError, TypeError) as e:
         raise _Damaged(f"{e} is missing or of the wrong type") from None
+    if (whole := file.with_name("tokenizer.json")).is_file():
+        tokenizer.follow(_rust(_json(whole)).post_processor)
+    return tokenizer
 
 
 def _read_json(file: Path) -> Tokenizer:
     state = _json(file)
     if "model" not in state:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
+    config = _config(file.parent)
+    return _around(_finished(_rust(state), config, file.parent), _class(file.parent, config), {})
+
+
+def _rust(state: dict[str, Any]) -> Any:
     _numbers_one_could_mean(state)
     content = json.dumps(state | {"truncation": None, "padding": None})
     try:
@@ -157,7 +229,7 @@ def _read_json(file: Path) -> Tokenizer:
         raise
     except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
         raise _Damaged(f"not a readable tokenizer.json: {_first_line(e)}") from None
-    return FastTokenizer(rust, _config(file.parent), file.parent)
+    return rust
 
 
 def _numbers_one_could_mean(state: Any) -> None:
@@ -193,6 +265,7 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     if missing := ", ".join(s for s in special if s not in vocab):
         raise _Damaged(f"no {missing} in it, so not a WordPiece vocabulary with one piece a line")
     config = _config(file.parent)
+    _class(file.parent, config, "WordPiece")
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
     chinese = bool(config.get("tokenize_chinese_chars", True))
@@ -201,12 +274,13 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     )
     rust = package_tokenizers().Tokenizer.from_str(wordpiece.to_str())
     rust.add_special_tokens(special)
-    return FastTokenizer(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
+    return _finished(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
 
 def _read_byte_bpe(file: Path) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) of two files."""
-    package = package_tokenizers()
+    package, config = package_tokenizers(), _config(file.parent)
+    kind = _class(file.parent, config, "byte-level BPE")
     pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
     names = next(pair for pair in pairs if file.name in pair)
     table, rules = (file.parent / name for name in names)
@@ -225,28 +299,35 @@ def _read_byte_bpe(file: Path) -> Tokenizer:
         rust = package.Tokenizer(package.models.BPE(vocab, merges))
     except Exception as e:
         raise _Damaged(f"not a vocabulary of byte-level BPE: {_first_line(e)}") from None
-    config = _config(file.parent)
-    rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    words, space = package.pre_tokenizers, bool(config.get("add_prefix_space", False))
+    rust.pre_tokenizer = words.ByteLevel(add_prefix_space=space)
+    if kind == "qwen2":
+        rust.normalizer, split = package.normalizers.NFC(), words.Split(package.Regex(QWEN2), "isolated")
+        rust.pre_tokenizer = words.Sequence([split, words.ByteLevel(add_prefix_space=space, use_regex=False)])
     rust.decoder = package.decoders.ByteLevel()
     special = [*(config.get("additional_special_tokens") or []), *(s for names in USUAL.values() for s in names)]
     rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
     if "unk_token" not in config and "<|endoftext|>" in vocab:
         config["unk_token"] = "<|endoftext|>"
-    return FastTokenizer(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
+    config = {"tokenizer_class": "GPT2Tokenizer", **config}
+    return _around(_finished(rust, config, file.parent), kind, config)
 
 
 def _read_sentencepiece(file: Path) -> Tokenizer:
-    data = file.read_bytes()
+    data, config = file.read_bytes(), _config(file.parent)
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
+        kind = "a vocabulary of tiktoken, as beside Llama 3's weights in Meta's layout, which is not read"
+        raise UserError(f"{file}: {kind}. Get the model in Hugging Face's layout, with tokenizer.json.")
+    name = _class(file.parent, config, "SentencePiece")
     if not whole_model(data):
         raise _Damaged("not a whole SentencePiece model")
     try:
-        tokenizer = SentencePieceTokenizer(data)
+        if not name:  # as Meta's own code does
+            config = {"add_bos_token": True, "split_special_tokens": True, **config}
+        tokenizer = SentencePieceTokenizer(data, config)
     except (RuntimeError, ValueError) as e:
         raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
-    # T5's files (padding 0, end 1, no begin) do not hold the 100 sentinels that its tokenizer puts after the pieces.
-    like_t5 = (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, None)
-    extra_ids = _config(file.parent).get("extra_ids", 100 if like_t5 else 0)
-    return SentencePieceTokenizer(data, extra_ids) if extra_ids else tokenizer
+    return _around(tokenizer, name or ("t5" if tokenizer.like_t5 else "llama"), config)
 
 
 def _read_llama2c(file: Path) -> Tokenizer:
@@ -282,7 +363,9 @@ def _read_llama2c(file: Path) -> Tokenizer:
     steps = package.decoders
     rust.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
     rust.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return FastTokenizer(rust, {"split_special_tokens": True}, file.parent)
+    tokenizer = FastTokenizer(rust, {"split_special_tokens": True}, file.parent)
+    tokenizer.around(tokenizer.bos_id, None)
+    return tokenizer
 
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {

@@ -1,0 +1,195 @@
+"""Tokenizers as they are published, of many kinds: their ids, with what stands around a text, are transformers'; what is
+not read is named."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers as package
+
+from gradus.data.tokenizer_files import load
+from gradus.errors import UserError
+
+LINES = ["the river and the house", "a green scene of 12345 quickly sung stories", "Ünïcode film, don't plot!", "the music never ends"] * 20
+TEXTS = ["the river house", "The Green Scene, 2024!", "don't sing été", "one[tok]two [tok] three", "a house</s>plot", "x"]
+ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+CLS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+
+
+def byte_level(specials: list[str]) -> package.Tokenizer:
+    rust = package.Tokenizer(package.models.BPE())
+    rust.pre_tokenizer, rust.decoder = package.pre_tokenizers.ByteLevel(add_prefix_space=False), package.decoders.ByteLevel()
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    trainer = package.trainers.BpeTrainer(vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    rust.train_from_iterator(LINES, trainer)
+    return rust
+
+
+def wordpiece(more: str) -> package.Tokenizer:
+    letters = sorted({c for line in LINES for c in line.lower() if c != " "} | set("abcdefghijklmnopqrstuvwxyz" + more))
+    pieces = [*WORDS, *letters, *("##" + c for c in letters), "the", "river", "house", "green", "film"]
+    return package.BertWordPieceTokenizer({piece: i for i, piece in enumerate(pieces)})
+
+
+@pytest.fixture(scope="module")
+def vocabularies() -> dict[str, package.Tokenizer]:
+    """As of RoBERTa, GPT-2, BERT uncased and cased."""
+    bpe, gpt2 = byte_level(SPECIALS), byte_level(["<|endoftext|>"])
+    return {"bpe": bpe, "gpt2": gpt2, "wordpiece": wordpiece(""), "cased": wordpiece("TGS")}
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory) -> dict[str, Path]:
+    """SentencePiece's models as Llama and T5 have them."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("pieces")
+    like = {
+        "llama": dict(model_type="bpe", byte_fallback=True, vocab_size=340, remove_extra_whitespaces=False, normalization_rule_name="identity"),
+        "t5": dict(vocab_size=70, pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
+    }  # fmt: skip
+    for name, options in like.items():
+        train = sentencepiece.SentencePieceTrainer.train
+        train(sentence_iterator=iter(LINES), model_prefix=str(folder / name), hard_vocab_limit=False, minloglevel=2, **options)
+    return {name: folder / f"{name}.model" for name in like}
+
+
+@pytest.fixture
+def make(vocabularies, pieces, tmp_path):
+    """Writes a folder: the vocabulary of a kind, and files beside it as given."""
+
+    def write(kind: str, about: dict | None, post=None, **files):
+        rust = package.Tokenizer.from_str(vocabularies.get(kind.split()[0], vocabularies["bpe"]).to_str())
+        if kind.endswith("json"):
+            if kind == "llama json":
+                vocab = {piece: i for i, piece in enumerate([*SPECIALS, "▁", *sorted({c for t in TEXTS for c in t}), "▁t", "he", "▁the"])}
+                rust = package.Tokenizer(package.models.BPE(vocab, [("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+                rust.pre_tokenizer = package.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+                rust.add_special_tokens(SPECIALS)
+            if kind == "unigram json":
+                vocab = [(t, 0.0) for t in ("<pad>", "</s>", "<unk>")] + [("▁", -2.0), ("▁the", -1.0), *((c, -3.0) for c in "abcdefghijklmnopqrstuvwxyz")]
+                rust = package.Tokenizer(package.models.Unigram(vocab, unk_id=2))
+                rust.pre_tokenizer = package.pre_tokenizers.Sequence([package.pre_tokenizers.WhitespaceSplit(), package.pre_tokenizers.Metaspace()])
+                rust.add_special_tokens(["<pad>", "</s>", "<unk>"])
+            rust.post_processor = post and post(rust)
+            rust.save(str(tmp_path / "tokenizer.json"))
+        elif kind in ("wordpiece", "cased"):
+            vocab = rust.get_vocab()
+            (tmp_path / "vocab.txt").write_text("\n".join(sorted(vocab, key=vocab.get)) + "\n")
+        elif kind in ("bpe", "gpt2"):
+            state = json.loads(rust.to_str())["model"]
+            (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
+            (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(m) + "\n" for m in state["merges"]))
+        else:
+            shutil.copy(pieces[kind], tmp_path / ("spiece.model" if kind == "t5" else "tokenizer.model"))
+        for name, content in {"tokenizer_config": about, **files}.items():
+            if content is not None:
+                (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return rust.get_vocab_size()
+
+    return write
+
+
+def around(single: str):
+    """A template of tokens around a text."""
+
+    def post(rust):
+        names = [(t, rust.token_to_id(t)) for t in dict.fromkeys(single.split()) if t != "$A"]
+        return package.processors.TemplateProcessing(single=single, special_tokens=names)
+
+    return post
+
+
+def of_class(name: str, **more) -> dict:
+    return {"tokenizer_class": name, **more}
+
+
+FAST, LLAMA, QWEN = of_class("PreTrainedTokenizerFast", **ROLES), of_class("LlamaTokenizer", legacy=False), dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
+TOKEN = {"content": "[tok]", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+# name → (kind of vocabulary, tokenizer_config.json, post-processor, "added": how one token was added, other files)
+FOLDERS = {
+    "json: nothing around a text": ("bpe json", FAST, None, {}),
+    "json: a begin token": ("bpe json", FAST, around("<s> $A"), {}),
+    "json: an end token": ("bpe json", FAST, around("$A </s>"), {}),
+    "json: both": ("bpe json", FAST, around("<s> $A </s>"), {}),
+    "json: two before, two after": ("bpe json", FAST, around("<s> <mask> $A </s> </s>"), {}),
+    "json: BertProcessing": ("bpe json", FAST, lambda r: package.processors.BertProcessing(("</s>", 2), ("<s>", 0)), {}),
+    "json: RobertaProcessing": ("bpe json", FAST, lambda r: package.processors.RobertaProcessing(("</s>", 2), ("<s>", 0)), {}),
+    "json: ByteLevel alone": ("bpe json", FAST, lambda r: package.processors.ByteLevel(trim_offsets=False), {}),
+    "json: a sequence": ("bpe json", FAST, lambda r: package.processors.Sequence([package.processors.ByteLevel(), around("<s> $A")(r)]), {}),
+    "json: add_bos_token beside it says nothing": ("bpe json", {**FAST, "add_bos_token": True, "add_eos_token": True}, None, {}),
+    "json: add_bos_token=false beside it says nothing": ("bpe json", {**FAST, "add_bos_token": False}, around("<s> $A"), {}),
+    "json: added_tokens_decoder has one more": ("bpe json", FAST, around("<s> $A"), {"added": "decoder"}),
+    "json: added_tokens.json has one more": ("bpe json", FAST, None, {"added": "file"}),
+    "json: additional_special_tokens": ("bpe json", {**FAST, "additional_special_tokens": ["[tok]"]}, None, {}),
+    "json: extra_special_tokens": ("bpe json", {**FAST, "extra_special_tokens": ["[tok]"]}, None, {}),
+    "json: special_tokens_map.json": ("bpe json", of_class("PreTrainedTokenizerFast"), around("<s> $A"), {"special_tokens_map": ROLES}),
+    "json: no class": ("gpt2 json", None, around("$A <|endoftext|>"), {"config": {"model_type": "gpt2"}}),
+    "json: GPT2TokenizerFast": ("gpt2 json", of_class("GPT2TokenizerFast"), None, {}),
+    "json: RobertaTokenizer's template": ("bpe json", of_class("RobertaTokenizer"), None, {}),
+    "json: LlamaTokenizerFast": ("llama json", of_class("LlamaTokenizerFast", **ROLES), around("<s> $A"), {}),
+    "json: LlamaTokenizer without a begin token": ("llama json", of_class("LlamaTokenizer", add_bos_token=True, **ROLES), None, {}),
+    "json: T5Tokenizer's template": ("unigram json", of_class("T5Tokenizer", extra_ids=0), None, {}),
+    "json: T5 with a begin token of its own": ("unigram json", of_class("PreTrainedTokenizerFast"), around("<pad> $A </s>"), {}),
+    "json: Unigram": ("unigram json", of_class("PreTrainedTokenizerFast"), None, {}),
+    "json: BertTokenizerFast": ("wordpiece json", of_class("BertTokenizerFast", **CLS), around("[CLS] $A [SEP]"), {}),
+    "json: BertTokenizer's template": ("wordpiece json", of_class("BertTokenizer"), None, {}),
+    "json: WordPiece, an end token alone": ("wordpiece json", of_class("PreTrainedTokenizerFast", **CLS), around("$A [SEP]"), {}),
+    "vocab.txt": ("wordpiece", of_class("BertTokenizer"), None, {}),
+    "vocab.txt: of a model's type": ("wordpiece", {"do_lower_case": True}, None, {"config": {"model_type": "bert"}}),
+    "vocab.txt: cased": ("cased", of_class("BertTokenizer", do_lower_case=False), None, {}),
+    "vocab.txt: accents": ("wordpiece", of_class("BertTokenizer", do_lower_case=True, strip_accents=False), None, {}),
+    "vocab.txt: added_tokens.json": ("wordpiece", of_class("BertTokenizer"), None, {"added": "file"}),
+    "vocab.txt: added_tokens_decoder": ("wordpiece", of_class("BertTokenizer"), None, {"added": "decoder"}),
+    "vocab.txt: additional_special_tokens": ("wordpiece", of_class("BertTokenizer", additional_special_tokens=["[tok]"]), None, {}),
+    "vocab.txt: DistilBertTokenizer": ("wordpiece", of_class("DistilBertTokenizer", do_lower_case=True), None, {}),
+    "vocab.txt: ElectraTokenizer": ("wordpiece", of_class("ElectraTokenizer", do_lower_case=True), None, {}),
+    "merges.txt: GPT2Tokenizer": ("gpt2", of_class("GPT2Tokenizer"), None, {}),
+    "merges.txt: of a model's type": ("gpt2", None, None, {"config": {"model_type": "gpt2"}}),
+    "merges.txt: add_bos_token": ("gpt2", of_class("GPT2Tokenizer", add_bos_token=True), None, {}),
+    "merges.txt: add_bos_token and add_eos_token": ("bpe", of_class("GPT2Tokenizer", add_bos_token=True, add_eos_token=True, **ROLES), None, {}),
+    "merges.txt: add_prefix_space": ("gpt2", of_class("GPT2Tokenizer", add_prefix_space=True), None, {}),
+    "merges.txt: added_tokens.json": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "file"}),
+    "merges.txt: added_tokens_decoder": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "decoder"}),
+    "merges.txt: RobertaTokenizer": ("bpe", of_class("RobertaTokenizer"), None, {}),
+    "merges.txt: BartTokenizer": ("bpe", of_class("BartTokenizer"), None, {}),
+    "merges.txt: Qwen2Tokenizer": ("gpt2", of_class("Qwen2Tokenizer", **QWEN), None, {}),
+    "merges.txt: CodeGenTokenizer": ("gpt2", of_class("CodeGenTokenizer"), None, {}),
+    "pieces: LlamaTokenizer": ("llama", LLAMA | {"add_bos_token": True}, None, {}),
+    "pieces: LlamaTokenizer says nothing": ("llama", LLAMA, None, {}),
+    "pieces: without a begin token": ("llama", LLAMA | {"add_bos_token": False}, None, {}),
+    "pieces: both": ("llama", LLAMA | {"add_bos_token": True, "add_eos_token": True}, None, {}),
+    "pieces: added_tokens.json": ("llama", LLAMA | {"add_bos_token": True}, None, {"added": "file"}),
+    "pieces: added_tokens_decoder": ("llama", LLAMA | {"add_bos_token": True}, None, {"added": "decoder"}),
+    "pieces: legacy": ("llama", of_class("LlamaTokenizer", legacy=True), None, {"added": "decoder"}),
+    "pieces: T5Tokenizer": ("t5", of_class("T5Tokenizer"), None, {}),
+    "pieces: T5, of a model's type": ("t5", None, None, {"config": {"model_type": "t5"}}),
+    "pieces: T5 without sentinels": ("t5", of_class("T5Tokenizer", extra_ids=0), None, {"added": "file"}),
+    "pieces: T5 with a token after the sentinels": ("t5", of_class("T5Tokenizer", extra_ids=20), None, {"added": "decoder"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_ids_are_those_of_transformers(name, make, tmp_path, pieces):
+    from transformers import AutoTokenizer
+
+    kind, config, post, files = FOLDERS[name]
+    added, files = files.get("added"), {key: value for key, value in files.items() if key != "added"}
+    size = make(kind, config, post, **files)
+    if added:
+        if kind in pieces:
+            size = load(tmp_path).vocab_size
+        make(kind, config | ({"added_tokens_decoder": {str(size): TOKEN}} if added == "decoder" else {}), post, **files,
+             **({"added_tokens": {"[tok]": size}} if added == "file" else {}))  # fmt: skip
+    ours, theirs = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs(TEXTS)["input_ids"]
+    assert [ours.whole(ours.encode(text)) for text in TEXTS] == expected
+    assert [ours.whole(ids) for ids in ours.encode_batch(TEXTS)] == expected and ours.vocab_size == len(theirs)
+    assert theirs.eos_token_id in (None, ours.eos_id) and theirs.pad_token_id in (None, ours.pad_id)
