@@ -51,8 +51,8 @@ def pieces(tmp_path_factory) -> dict[str, Path]:
 
     folder = tmp_path_factory.mktemp("pieces")
     like = {
-        "llama": dict(model_type="bpe", byte_fallback=True, vocab_size=340, remove_extra_whitespaces=False, normalization_rule_name="identity"),
-        "t5": dict(vocab_size=70, pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
+        "llama": {"model_type": "bpe", "byte_fallback": True, "vocab_size": 340, "remove_extra_whitespaces": False, "normalization_rule_name": "identity"},
+        "t5": {"vocab_size": 70, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
     }  # fmt: skip
     for name, options in like.items():
         train = sentencepiece.SentencePieceTrainer.train
@@ -110,7 +110,7 @@ def of_class(name: str, **more) -> dict:
     return {"tokenizer_class": name, **more}
 
 
-FAST, LLAMA, QWEN = of_class("PreTrainedTokenizerFast", **ROLES), of_class("LlamaTokenizer", legacy=False), dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
+FAST, LLAMA = of_class("PreTrainedTokenizerFast", **ROLES), of_class("LlamaTokenizer", legacy=False)
 TOKEN = {"content": "[tok]", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 # name → (kind of vocabulary, tokenizer_config.json, post-processor, "added": how one token was added, other files)
@@ -150,7 +150,6 @@ FOLDERS = {
     "vocab.txt: added_tokens_decoder": ("wordpiece", of_class("BertTokenizer"), None, {"added": "decoder"}),
     "vocab.txt: additional_special_tokens": ("wordpiece", of_class("BertTokenizer", additional_special_tokens=["[tok]"]), None, {}),
     "vocab.txt: DistilBertTokenizer": ("wordpiece", of_class("DistilBertTokenizer", do_lower_case=True), None, {}),
-    "vocab.txt: ElectraTokenizer": ("wordpiece", of_class("ElectraTokenizer", do_lower_case=True), None, {}),
     "merges.txt: GPT2Tokenizer": ("gpt2", of_class("GPT2Tokenizer"), None, {}),
     "merges.txt: of a model's type": ("gpt2", None, None, {"config": {"model_type": "gpt2"}}),
     "merges.txt: add_bos_token": ("gpt2", of_class("GPT2Tokenizer", add_bos_token=True), None, {}),
@@ -159,9 +158,6 @@ FOLDERS = {
     "merges.txt: added_tokens.json": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "file"}),
     "merges.txt: added_tokens_decoder": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "decoder"}),
     "merges.txt: RobertaTokenizer": ("bpe", of_class("RobertaTokenizer"), None, {}),
-    "merges.txt: BartTokenizer": ("bpe", of_class("BartTokenizer"), None, {}),
-    "merges.txt: Qwen2Tokenizer": ("gpt2", of_class("Qwen2Tokenizer", **QWEN), None, {}),
-    "merges.txt: CodeGenTokenizer": ("gpt2", of_class("CodeGenTokenizer"), None, {}),
     "pieces: LlamaTokenizer": ("llama", LLAMA | {"add_bos_token": True}, None, {}),
     "pieces: LlamaTokenizer says nothing": ("llama", LLAMA, None, {}),
     "pieces: without a begin token": ("llama", LLAMA | {"add_bos_token": False}, None, {}),
@@ -193,3 +189,64 @@ def test_ids_are_those_of_transformers(name, make, tmp_path, pieces):
     assert [ours.whole(ours.encode(text)) for text in TEXTS] == expected
     assert [ours.whole(ids) for ids in ours.encode_batch(TEXTS)] == expected and ours.vocab_size == len(theirs)
     assert theirs.eos_token_id in (None, ours.eos_id) and theirs.pad_token_id in (None, ours.pad_id)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5", "wordpiece", "gpt2"])
+def test_a_saved_one_is_the_same_here_and_in_transformers(kind, make, tmp_path, pieces):
+    """Its template, its added tokens, the side it pads on: what train and export write."""
+    from transformers import AutoTokenizer
+
+    classes = {"llama": LLAMA, "t5": of_class("T5Tokenizer"), "wordpiece": of_class("BertTokenizer"), "gpt2": of_class("GPT2Tokenizer")}
+    make(kind, classes[kind])
+    size = load(tmp_path).vocab_size
+    plain = {**TOKEN, "special": False, "normalized": True}
+    make(kind, classes[kind] | {"add_bos_token": True, "padding_side": "left", "added_tokens_decoder": {str(size): TOKEN, str(size + 1): plain | {"content": "[word]"}}})
+    texts = [*TEXTS, "the [word] of a [tok]"]
+    ours, theirs = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours.save(tmp_path / "saved")
+    again, opened = load(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
+    expected = theirs(texts)["input_ids"]
+    for tokenizer in (ours, again):
+        assert [tokenizer.whole(tokenizer.encode(text)) for text in texts] == expected
+        assert "[word]" in tokenizer.decode(tokenizer.encode(texts[-1])) and "[tok]" not in tokenizer.decode(tokenizer.encode(texts[-1]))
+    assert opened(texts)["input_ids"] == expected and opened.padding_side == "left"
+    assert again.fingerprint == ours.fingerprint and again.token(size) == "[tok]"
+
+
+@pytest.mark.parametrize("name", ["PegasusTokenizer", "XLMRobertaTokenizerFast", "CamembertTokenizer", "MBartTokenizer", "AlbertTokenizer", "GemmaTokenizer"])
+def test_pieces_that_a_class_numbers_anew_are_refused_by_its_name(name, make, tmp_path):
+    make("t5", of_class(name))
+    with pytest.raises(UserError, match=rf"(?i)of the class of {name.removesuffix('Fast').removesuffix('Tokenizer')}, .*tokenizer.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind, name", [("gpt2", "CLIPTokenizer"), ("gpt2", "WhisperTokenizer"), ("gpt2", "Qwen2Tokenizer"), ("wordpiece", "BertJapaneseTokenizer"), ("wordpiece", "MPNetTokenizer")])
+def test_words_that_a_class_makes_in_another_way_are_refused_by_its_name(kind, name, make, tmp_path):
+    make(kind, of_class(name))
+    with pytest.raises(UserError, match=rf"(?i)of the class of {name.removesuffix('Tokenizer')}, .*tokenizer.json"):
+        load(tmp_path)
+
+
+def test_a_models_type_names_a_tokenizer_too(make, pieces, tmp_path):
+    make("t5", None, config={"model_type": "pegasus"})
+    with pytest.raises(UserError, match="of the class of pegasus"):
+        load(tmp_path)
+    (tmp_path / "spiece.model").rename(tmp_path / "source.spm")
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UserError, match="of the class of marian"):
+        load(tmp_path)
+
+
+def test_what_llama_3_has_in_metas_layout_is_named(tmp_path):
+    (tmp_path / "tokenizer.model").write_text("".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
+    with pytest.raises(UserError, match=r"a vocabulary of tiktoken.*Llama 3.*tokenizer.json"):
+        load(tmp_path)
+
+
+def test_an_added_token_that_does_not_follow_the_vocabulary_is_refused(make, tmp_path):
+    n = make("gpt2", of_class("GPT2Tokenizer"), added_tokens={"[tok]": 400})
+    with pytest.raises(UserError, match=rf"the added token '\[tok\]' has id 400, and {n} follows"):
+        load(tmp_path)
+    make("gpt2", of_class("GPT2Tokenizer", added_tokens_decoder={"x": TOKEN}))
+    with pytest.raises(UserError, match="added tokens are not a table"):
+        load(tmp_path)

@@ -26,30 +26,27 @@ class SentencePieceTokenizer(Tokenizer):
         from sentencepiece import SentencePieceProcessor
 
         self.model, self.config = model, dict(config or {})
-        self.sp = SentencePieceProcessor(model_proto=model)
-        self.n_pieces = self.sp.get_piece_size()
+        self.sp = sp = SentencePieceProcessor(model_proto=model)
+        self.n_pieces = sp.get_piece_size()
         # T5's files (padding 0, end 1, no begin) lack the 100 sentinels that its tokenizer puts after the pieces
-        self.like_t5 = (self.sp.pad_id(), self.sp.eos_id(), self.sp.bos_id()) == (0, 1, -1)
+        self.like_t5 = (sp.pad_id(), sp.eos_id(), sp.bos_id()) == (0, 1, -1)
         n = self.config.setdefault("extra_ids", 100 if self.like_t5 else 0)
-        added = self.config.get("added_tokens_decoder", {})
-        self.names = {f"<extra_id_{i}>": self.n_pieces + n - 1 - i for i in range(n)}
-        self.hidden = {*self.names.values(), *(int(i) for i, token in added.items() if token.get("special"))}
-        self.names |= {token["content"]: int(i) for i, token in added.items()}
+        added = {self.n_pieces + i: {"content": f"<extra_id_{n - 1 - i}>", "special": True} for i in range(n)}
         if not self.config.get("split_special_tokens"):
-            controls = {self.sp.id_to_piece(i): i for i in range(self.n_pieces) if self.sp.is_control(i)}
-            self.names = controls | {self.sp.id_to_piece(self.sp.unk_id()): self.sp.unk_id()} | self.names
-            self.hidden |= {*controls.values(), self.sp.unk_id()}
-        self.by_id = {i: name for name, i in self.names.items()}
-        self.vocab_size = max(self.n_pieces - 1, *self.by_id, -1) + 1
+            own = (i for i in range(self.n_pieces) if sp.is_control(i) or sp.is_unknown(i))
+            added |= {i: {"content": sp.id_to_piece(i), "special": True} for i in own}
+        added |= {int(i): token for i, token in self.config.get("added_tokens_decoder", {}).items()}
+        self.added, self.names = added, {token["content"]: i for i, token in added.items()}
+        self.vocab_size = max(self.n_pieces - 1, *added, -1) + 1
         for role in ROLES:
             name = self.config.get(f"{role}_token")
             name = name["content"] if isinstance(name, dict) else name
-            i = self.names.get(name, self.sp.piece_to_id(name) if name else -1)
-            if i in (-1, self.sp.unk_id()):
-                i = getattr(self.sp, f"{role}_id", lambda: -1)()
+            i = self.names.get(name, sp.piece_to_id(name or ""))
+            i = getattr(sp, f"{role}_id", lambda: -1)() if i == sp.unk_id() else i
             setattr(self, f"{role}_id", None if i < 0 else i)
-        spaces = {t["content"]: [r"\s*" * bool(t.get(side)) for side in ("lstrip", "rstrip")] for t in added.values()}
-        forms = [re.escape(name).join(spaces.get(name, ("", ""))) for name in sorted(self.names, key=len, reverse=True)]
+        longest_first = sorted(added.values(), key=lambda token: -len(token["content"]))
+        space = lambda token, side: r"\s*" * token.get(side, False)  # noqa: E731
+        forms = (space(t, "lstrip") + re.escape(t["content"]) + space(t, "rstrip") for t in longest_first)
         self.split = re.compile(f"({'|'.join(forms) or '(?!)'})")
 
     def encode(self, text: str) -> list[int]:
@@ -73,18 +70,20 @@ class SentencePieceTokenizer(Tokenizer):
         return self.sp.encode(list(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        text, known = "", (int(i) for i in ids if i in self.by_id or (0 <= i < self.n_pieces and i != self.unk_id))
-        for added, group in itertools.groupby(known, self.by_id.__contains__):
+        text, known = "", (int(i) for i in ids if i in self.added or (0 <= i < self.n_pieces and i != self.unk_id))
+        for is_added, group in itertools.groupby(known, self.added.__contains__):
             run = list(group)
-            if added:
-                text += "".join(self.by_id[i] for i in run if i not in self.hidden)
+            if is_added:
+                text += "".join(self.token(i) for i in run if not self.added[i].get("special"))
             else:
                 run = [i for i in run if not self.sp.is_control(i)]
                 text += " " * bool(text and run and self.token(run[0])[0] == "▁") + self.sp.decode(run)
         return text
 
     def token(self, i: int) -> str:
-        return self.by_id.get(int(i)) or (self.sp.id_to_piece(int(i)) if 0 <= i < self.n_pieces else f"<{i}>")
+        if i in self.added:
+            return self.added[int(i)]["content"]
+        return self.sp.id_to_piece(int(i)) if 0 <= i < self.n_pieces else f"<{i}>"
 
     def sentinel(self, i: int) -> int:
         return self.names.get(f"<extra_id_{i}>") or super().sentinel(i)

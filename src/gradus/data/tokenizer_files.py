@@ -29,19 +29,16 @@ from gradus.data.tokenizers import (
 from gradus.errors import DataError, UserError
 
 # Of the classes of transformers whose files are read here, by their names without "Tokenizer": what the files are, and
-# the roles of the tokens before and after a text, with a "?" where add_bos_token and add_eos_token decide
-CLASSES: dict[str, tuple[str, str, str]] = {
-    **dict.fromkeys(("bert", "distilbert", "electra", "mobilebert", "convbert"), ("WordPiece", "cls", "sep")),
-    **dict.fromkeys(("gpt2", "codegen", "qwen2"), ("byte-level BPE", "bos?", "eos?")),
-    **dict.fromkeys(("roberta", "bart", "longformer"), ("byte-level BPE", "bos", "eos")),
-    "t5": ("SentencePiece", "", "eos"), "llama": ("SentencePiece", "bos?", "eos?"),
+# the roles of the tokens before and after a text; of the others add_bos_token and add_eos_token decide
+CLASSES = {
+    "bert": ("WordPiece", "cls", "sep"), "distilbert": ("WordPiece", "cls", "sep"),
+    "gpt2": ("byte-level BPE", "", ""), "roberta": ("byte-level BPE", "bos", "eos"),
+    "t5": ("SentencePiece", "", "eos"), "llama": ("SentencePiece", "", ""),
 }  # fmt: skip
-ANY_CLASS = ("None", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
-MOVED = ("marian", "pegasus")  # types of models of which a vocabulary's ids are not the tokenizer's
-# Qwen2's words, of whose numbers each digit is one (https://github.com/QwenLM/Qwen/blob/main/tokenization_note.md)
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+ANY_CLASS = ("", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+OTHERS = ("marian", "pegasus", "qwen2")  # types of models that have other tokenizers of these files
+BYTE_BPE = ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt")
+KIND_OF = {".txt": "WordPiece", ".model": "SentencePiece", **dict.fromkeys(BYTE_BPE, "byte-level BPE")}
 
 # looked for in a folder, in this order
 FILES = (OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model",
@@ -65,14 +62,35 @@ def load(path: str | Path) -> Tokenizer:
     read = READERS.get(file.name, READERS.get(file.suffix))
     if read is None or file.name == "tokenizer_config.json":
         raise UserError(f"{file}: unknown tokenizer format. Give a folder, or {KINDS}.")
+    kind = KIND_OF.get(file.name, KIND_OF.get(file.suffix, ""))
+    name = _class(file.parent, kind)
     try:
-        tokenizer = read(limits.regular(file, limits.TOKENIZER_FILE))
+        tokenizer: Any = read(limits.regular(file, limits.TOKENIZER_FILE))
     except OSError as e:
         raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
     except _Damaged as e:
         raise UserError(f"{file}: truncated, corrupt or of another kind ({e}). Get the file again.") from None
-    tokenizer.beside = chat_templates(file.parent)
+    tokenizer.beside, ids = chat_templates(file.parent), []
+    for role, own in zip(CLASSES.get(name, ("", "", ""))[1:], ("bos", "eos")):
+        role = own if not role and kind and tokenizer.config.get(f"add_{own}_token") else role
+        ids.append(getattr(tokenizer, f"{role}_id", None))
+    tokenizer.around(*ids)
     return tokenizer
+
+
+def _class(folder: Path, kind: str) -> str:
+    """The name in CLASSES of the class that a folder's files are for, else of its model's type; "" for none. Raises
+    UserError for a class that reads files of this kind in another way."""
+    stated, file = str(_config(folder).get("tokenizer_class") or ""), folder / "config.json"
+    model = limits.read_object(file).get("model_type") if file.is_file() else None
+    model = "marian" if (folder / "source.spm").is_file() else model
+    name = re.sub("tokenizer(fast)?$|[-_]", "", str(stated or model).lower())
+    known = CLASSES.get(name, ("",))[0]
+    if kind and kind != known and (stated not in ANY_CLASS or (name := model) in OTHERS):
+        own = f"its tokenizer is of the class of {name:.40}, which reads these files in another way than plain {kind}"
+        made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
+    return name if kind in ("", known) else ""
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -143,52 +161,25 @@ def _config(folder: Path) -> dict[str, Any]:
     added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
     if added is None and file.is_file():
         special = {*names, *(str(config.get(f"{role}_token")) for role in ROLES)}
-        named = _json(file).items()
-        added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in named}
+        tokens = _json(file).items()
+        added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in tokens}
     try:
         added = {int(i): package_tokenizers().AddedToken(**token) for i, token in (added or {}).items()}
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{folder}: its added tokens are not a table of ids and tokens ({e}). Get it again.") from None
     states = {i: added[i].__getstate__() for i in sorted(added)}
-    more = {"additional_special_tokens": names, "added_tokens_decoder": states}
-    return config | {key: value for key, value in more.items() if value}
+    return config | {"additional_special_tokens": names, "added_tokens_decoder": states}
 
 
-def _class(folder: Path, config: dict[str, Any], kind: str | None = None) -> str:
-    """The name in CLASSES of the class that the files are for, else of its model's type; "" where there is none. Raises
-    UserError for a class that reads files of this kind in another way."""
-    stated, file = config.get("tokenizer_class"), folder / "config.json"
-    model = limits.read_object(file).get("model_type") if file.is_file() else None
-    if str(stated) in ANY_CLASS:
-        stated = "marian" if (folder / "source.spm").is_file() else model if model in MOVED else None
-    name = re.sub("tokenizer(fast)?$|[-_]", "", str(stated or model).lower())
-    known = CLASSES.get(name, ("", "", ""))[0]
-    if kind and stated and kind != known:
-        own = f"its tokenizer is of the class {stated!s:.40}, which does not read these files as plain {kind}"
-        made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
-    return name if kind in (None, known) else ""
-
-
-def _around(tokenizer: Any, name: str, config: dict[str, Any]) -> Any:
-    """The tokenizer with what its class puts around a text, where its file does not say."""
-    ids = []
-    for role in CLASSES.get(name, ("", "bos?", "eos?"))[1:]:
-        asked = not role.endswith("?") or config.get(f"add_{role[:3]}_token")
-        ids.append(getattr(tokenizer, f"{role[:3]}_id") if role and asked else None)
-    tokenizer.around(*ids)
-    return tokenizer
-
-
-def _finished(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
+def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
     """The tokenizer with the tokens that were added to its vocabulary."""
-    for i, state in config.get("added_tokens_decoder", {}).items():
+    for i, state in config["added_tokens_decoder"].items():
         add = rust.add_special_tokens if state["special"] else rust.add_tokens
         add([package_tokenizers().AddedToken(**state)])
         if (own := rust.token_to_id(state["content"])) != i:
             wrong = f"the added token {state['content']!r:.40} has id {i}, and {own} follows the vocabulary"
             raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
-    rust.add_special_tokens([t for t in config.get("additional_special_tokens", ()) if rust.token_to_id(t) is None])
+    rust.add_special_tokens([t for t in config["additional_special_tokens"] if rust.token_to_id(t) is None])
     return FastTokenizer(rust, config, folder)
 
 
@@ -207,19 +198,18 @@ def _read_ours(file: Path) -> Tokenizer:
     except (KeyError, TypeError) as e:
         raise _Damaged(f"{e} is missing or of the wrong type") from None
     if (whole := file.with_name("tokenizer.json")).is_file():
-        tokenizer.follow(_rust(_json(whole)).post_processor)
+        tokenizer.follow(_rust(whole).post_processor)
     return tokenizer
 
 
 def _read_json(file: Path) -> Tokenizer:
+    return _with_added(_rust(file), _config(file.parent), file.parent)
+
+
+def _rust(file: Path) -> Any:
     state = _json(file)
     if "model" not in state:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
-    config = _config(file.parent)
-    return _around(_finished(_rust(state), config, file.parent), _class(file.parent, config), {})
-
-
-def _rust(state: dict[str, Any]) -> Any:
     _numbers_one_could_mean(state)
     content = json.dumps(state | {"truncation": None, "padding": None})
     try:
@@ -265,7 +255,6 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     if missing := ", ".join(s for s in special if s not in vocab):
         raise _Damaged(f"no {missing} in it, so not a WordPiece vocabulary with one piece a line")
     config = _config(file.parent)
-    _class(file.parent, config, "WordPiece")
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
     chinese = bool(config.get("tokenize_chinese_chars", True))
@@ -274,13 +263,12 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     )
     rust = package_tokenizers().Tokenizer.from_str(wordpiece.to_str())
     rust.add_special_tokens(special)
-    return _finished(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
+    return _with_added(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
 
 def _read_byte_bpe(file: Path) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) of two files."""
-    package, config = package_tokenizers(), _config(file.parent)
-    kind = _class(file.parent, config, "byte-level BPE")
+    package = package_tokenizers()
     pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
     names = next(pair for pair in pairs if file.name in pair)
     table, rules = (file.parent / name for name in names)
@@ -299,18 +287,14 @@ def _read_byte_bpe(file: Path) -> Tokenizer:
         rust = package.Tokenizer(package.models.BPE(vocab, merges))
     except Exception as e:
         raise _Damaged(f"not a vocabulary of byte-level BPE: {_first_line(e)}") from None
-    words, space = package.pre_tokenizers, bool(config.get("add_prefix_space", False))
-    rust.pre_tokenizer = words.ByteLevel(add_prefix_space=space)
-    if kind == "qwen2":
-        rust.normalizer, split = package.normalizers.NFC(), words.Split(package.Regex(QWEN2), "isolated")
-        rust.pre_tokenizer = words.Sequence([split, words.ByteLevel(add_prefix_space=space, use_regex=False)])
+    config = _config(file.parent)
+    rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
     rust.decoder = package.decoders.ByteLevel()
-    special = [*(config.get("additional_special_tokens") or []), *(s for names in USUAL.values() for s in names)]
+    special = [*config["additional_special_tokens"], *(s for names in USUAL.values() for s in names)]
     rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
     if "unk_token" not in config and "<|endoftext|>" in vocab:
         config["unk_token"] = "<|endoftext|>"
-    config = {"tokenizer_class": "GPT2Tokenizer", **config}
-    return _around(_finished(rust, config, file.parent), kind, config)
+    return _with_added(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
 
 
 def _read_sentencepiece(file: Path) -> Tokenizer:
@@ -318,16 +302,18 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
         kind = "a vocabulary of tiktoken, as beside Llama 3's weights in Meta's layout, which is not read"
         raise UserError(f"{file}: {kind}. Get the model in Hugging Face's layout, with tokenizer.json.")
-    name = _class(file.parent, config, "SentencePiece")
     if not whole_model(data):
         raise _Damaged("not a whole SentencePiece model")
     try:
-        if not name:  # as Meta's own code does
-            config = {"add_bos_token": True, "split_special_tokens": True, **config}
+        if "tokenizer_class" not in config:  # as Meta's own code does
+            alone = not file.with_name("config.json").is_file()
+            config = {"add_bos_token": True, "split_special_tokens": alone, **config}
         tokenizer = SentencePieceTokenizer(data, config)
     except (RuntimeError, ValueError) as e:
         raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
-    return _around(tokenizer, name or ("t5" if tokenizer.like_t5 else "llama"), config)
+    if tokenizer.like_t5:
+        tokenizer.around(None, tokenizer.eos_id)
+    return tokenizer
 
 
 def _read_llama2c(file: Path) -> Tokenizer:
@@ -370,5 +356,5 @@ def _read_llama2c(file: Path) -> Tokenizer:
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {
     OURS: _read_ours, ".json": _read_json, ".txt": _read_wordpiece, ".model": _read_sentencepiece,
-    ".bin": _read_llama2c, **dict.fromkeys(("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"), _read_byte_bpe),
+    ".bin": _read_llama2c, **dict.fromkeys(BYTE_BPE, _read_byte_bpe),
 }  # fmt: skip

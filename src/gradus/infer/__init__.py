@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from gradus.tasks.sources import in_documents
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
+# keys of generation_config.json, and of an older config.json, that change answers in transformers
+UNAPPLIED = re.compile(
+    "penalty|ngram|do_sample|temperature|^top_[kp]|^min_|typical|beams|forced_bos|words_ids|suppress|sequence_bias"
+)
 PREPROCESSOR = "preprocessor_config.json"  # Hugging Face's, beside weights
 
 
@@ -225,6 +230,14 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
         if ends:
             return ends
     return [i for i in [usual] if i is not None]
+
+
+def tell_unapplied(source: ModelSource) -> None:
+    """A note on what the files beside the weights ask of an answer, in transformers, and what is not done here."""
+    for file in source.beside(GENERATION, "config.json"):
+        asked = {key: value for key, value in read_object(file).items() if UNAPPLIED.search(key)}
+        if told := [f"{key}={value}" for key, value in asked.items() if value is True or value not in (None, 0, 1, [])]:
+            note(f"{file}: not applied: {', '.join(told)}. gradus generate --help has what of it can be set")
 
 
 def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:

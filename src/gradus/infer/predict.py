@@ -32,6 +32,7 @@ from gradus.infer import (
     note,
     read_export_info,
     readable,
+    tell_unapplied,
     with_finite_weights,
 )
 from gradus.infer import sources as sources_of
@@ -274,6 +275,7 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     if source.recipe is not None and source.recipe.task.name == "copy":
         yield from copies(source, texts, model)
         return
+    tell_unapplied(source)
     tokenizers = source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = source.recipe.evaluate.max_new if source.recipe is not None else None
