@@ -161,6 +161,26 @@ def test_any_end_token_of_generation_config_ends_the_text_and_an_export_keeps_th
         assert f"generation_config.json: {said}" in fails(folder, "once upon", capsys=capsys)
 
 
+def test_what_generation_config_asks_for_and_is_not_done_is_told(gpt, capsys):
+    folder, _ = gpt
+    file = folder / "generation_config.json"
+    usual = {"eos_token_id": 2, "max_length": 20, "temperature": 1.0, "top_p": 1.0, "do_sample": False, "repetition_penalty": 1.0}
+    for asked in ({}, {"repetition_penalty": 1.1}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"no_repeat_ngram_size": 3}, {"num_beams": 4}):
+        file.write_text(json.dumps(usual | asked))
+        told = run(folder, "once", "--max-new", "1", capsys=capsys)[1]
+        assert ("not applied" in told) == bool(asked) and all(f"{key}={value}" in told for key, value in asked.items())
+        assert "max_length" not in told and "eos_token_id" not in told
+    file.unlink()
+
+
+def test_several_end_tokens_of_config_json_alone_are_exported(tmp_path, bpe):
+    saved(tmp_path / "gpt", GPTConfig(**TINY, vocab_size=bpe.vocab_size, seq_len=48), bpe)
+    file = tmp_path / "gpt" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 9]}))
+    assert main(["export", str(tmp_path / "gpt"), "--to", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 9]
+
+
 def test_an_export_over_another_has_nothing_of_its_tokenizer(gpt, bpe, tmp_path):
     letters, (one, _) = tokenizers.CharTokenizer("abc", tokenizers.SPECIALS), gpt
     saved(tmp_path / "other", GPTConfig(**TINY, vocab_size=letters.vocab_size, seq_len=48), letters)

@@ -28,15 +28,15 @@ from gradus.data.tokenizers import (
 )
 from gradus.errors import DataError, UserError
 
-# Of the classes of transformers whose files are read here, by their names without "Tokenizer": what the files are, and
-# the roles of the tokens before and after a text; of the others add_bos_token and add_eos_token decide
+# Of the classes of transformers whose files are read here: what the files are, and the roles of the tokens before and
+# after a text; where there is none add_bos_token and add_eos_token decide
 CLASSES = {
-    "bert": ("WordPiece", "cls", "sep"), "distilbert": ("WordPiece", "cls", "sep"),
-    "gpt2": ("byte-level BPE", "", ""), "roberta": ("byte-level BPE", "bos", "eos"),
-    "t5": ("SentencePiece", "", "eos"), "llama": ("SentencePiece", "", ""),
+    "berttokenizer": ("WordPiece", "cls", "sep"), "distilberttokenizer": ("WordPiece", "cls", "sep"),
+    "gpt2tokenizer": ("byte-level BPE", "", ""), "robertatokenizer": ("byte-level BPE", "bos", "eos"),
+    "t5tokenizer": ("SentencePiece", "", "eos"), "llamatokenizer": ("SentencePiece", "", ""),
 }  # fmt: skip
-ANY_CLASS = ("", "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
-OTHERS = ("marian", "pegasus", "qwen2")  # types of models that have other tokenizers of these files
+ANY_CLASS = ("pretrainedtokenizer", "tokenizersbackend")
+OTHERS = ("mariantokenizer", "pegasustokenizer", "qwen2tokenizer")  # refused where a model's type alone names them
 BYTE_BPE = ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt")
 KIND_OF = {".txt": "WordPiece", ".model": "SentencePiece", **dict.fromkeys(BYTE_BPE, "byte-level BPE")}
 
@@ -81,13 +81,13 @@ def load(path: str | Path) -> Tokenizer:
 def _class(folder: Path, kind: str) -> str:
     """The name in CLASSES of the class that a folder's files are for, else of its model's type; "" for none. Raises
     UserError for a class that reads files of this kind in another way."""
-    stated, file = str(_config(folder).get("tokenizer_class") or ""), folder / "config.json"
+    stated, file = _config(folder).get("tokenizer_class"), folder / "config.json"
     model = limits.read_object(file).get("model_type") if file.is_file() else None
-    model = "marian" if (folder / "source.spm").is_file() else model
-    name = re.sub("tokenizer(fast)?$|[-_]", "", str(stated or model).lower())
+    model = "Marian" if (folder / "source.spm").is_file() else model
+    name = re.sub("fast$|[-_]", "", (whose := str(stated or f"{model}Tokenizer")).lower())
     known = CLASSES.get(name, ("",))[0]
-    if kind and kind != known and (stated not in ANY_CLASS or (name := model) in OTHERS):
-        own = f"its tokenizer is of the class of {name:.40}, which reads these files in another way than plain {kind}"
+    if kind and kind != known and name not in ANY_CLASS and (stated or name in OTHERS):
+        own = f"its tokenizer is a {whose:.40}, which reads these files in another way than plain {kind}"
         made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
     return name if kind in ("", known) else ""
