@@ -247,6 +247,7 @@ def test_an_added_token_that_does_not_follow_the_vocabulary_is_refused(make, tmp
     n = make("gpt2", of_class("GPT2Tokenizer"), added_tokens={"[tok]": 400})
     with pytest.raises(UserError, match=rf"the added token '\[tok\]' has id 400, and {n} follows"):
         load(tmp_path)
-    make("gpt2", of_class("GPT2Tokenizer", added_tokens_decoder={"x": TOKEN}))
-    with pytest.raises(UserError, match="added tokens are not a table"):
-        load(tmp_path)
+    for wrong in ({"x": TOKEN}, {"-1": TOKEN}, {"999999999999": TOKEN}, {"320": TOKEN | {"content": ""}}, {"320": 7}, {"320": {"word": "x"}}, [TOKEN]):
+        make("gpt2", of_class("GPT2Tokenizer", added_tokens_decoder=wrong))
+        with pytest.raises(UserError, match="added tokens are not a table"):
+            load(tmp_path)

@@ -30,7 +30,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.n_pieces = sp.get_piece_size()
         # T5's files (padding 0, end 1, no begin) lack the 100 sentinels that its tokenizer puts after the pieces
         self.like_t5 = (sp.pad_id(), sp.eos_id(), sp.bos_id()) == (0, 1, -1)
-        n = self.config.setdefault("extra_ids", 100 if self.like_t5 else 0)
+        n = self.config["extra_ids"] = self.config.get("extra_ids", 100 if self.like_t5 else 0) or 0
         added = {self.n_pieces + i: {"content": f"<extra_id_{n - 1 - i}>", "special": True} for i in range(n)}
         if not self.config.get("split_special_tokens"):
             own = (i for i in range(self.n_pieces) if sp.is_control(i) or sp.is_unknown(i))
@@ -40,8 +40,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = max(self.n_pieces - 1, *added, -1) + 1
         for role in ROLES:
             name = self.config.get(f"{role}_token")
-            name = name["content"] if isinstance(name, dict) else name
-            i = self.names.get(name, sp.piece_to_id(name or ""))
+            name = str((name.get("content") if isinstance(name, dict) else name) or "")
+            i = self.names.get(name, sp.piece_to_id(name))
             i = getattr(sp, f"{role}_id", lambda: -1)() if i == sp.unk_id() else i
             setattr(self, f"{role}_id", None if i < 0 else i)
         longest_first = sorted(added.values(), key=lambda token: -len(token["content"]))

@@ -165,6 +165,8 @@ def _config(folder: Path) -> dict[str, Any]:
         added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in tokens}
     try:
         added = {int(i): package_tokenizers().AddedToken(**token) for i, token in (added or {}).items()}
+        if not all(0 <= i <= limits.TOKEN_IDS and token.content for i, token in added.items()):
+            raise ValueError("an id out of range, or an empty token")
     except (TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{folder}: its added tokens are not a table of ids and tokens ({e}). Get it again.") from None
     states = {i: added[i].__getstate__() for i in sorted(added)}

@@ -235,8 +235,8 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
 def tell_unapplied(source: ModelSource) -> None:
     """A note on what the files beside the weights ask of an answer, in transformers, and what is not done here."""
     for file in source.beside(GENERATION, "config.json"):
-        asked = {key: value for key, value in read_object(file).items() if UNAPPLIED.search(key)}
-        if told := [f"{key}={value}" for key, value in asked.items() if value is True or value not in (None, 0, 1, [])]:
+        asked = [(key, value) for key, value in read_object(file).items() if UNAPPLIED.search(key)]
+        if told := [f"{key}={v!s:.40}" for key, v in asked if v is True or v not in (None, 0, 1, [])]:
             note(f"{file}: not applied: {', '.join(told)}. gradus generate --help has what of it can be set")
 
 
