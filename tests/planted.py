@@ -197,7 +197,7 @@ LIST = (
       "data/test_tokenizers.py::test_made_ones_round_trip_and_open_in_transformers", of="train"),
     M("data/tokenizer_files.py", 'config.get("do_lower_case", not upper)', 'config.get("do_lower_case", True)',
       "data/test_tokenizer_files.py::test_wordpiece_equals_transformers", of="bert masked_lm train"),
-    M("data/sentencepiece.py", "return self.vocab_size - 1 - i if", "return self.n_pieces + i if",
+    M("data/sentencepiece.py", "<extra_id_{n - 1 - i}>", "<extra_id_{i}>",
       "data/test_tokenizer_files.py::test_t5_sentinels_equal_transformers", of="t5 span_corruption train"),
     M("data/readers.py", "if len(values) != len(header):", "if len(values) < len(header):",
       "data/test_readers.py::test_what_is_wrong_with_a_file_is_said", of="classification check"),

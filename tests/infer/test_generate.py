@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import types
@@ -156,7 +157,28 @@ def test_any_end_token_of_generation_config_ends_the_text_and_an_export_keeps_th
     assert run(tmp_path / "out", "once upon", "--max-new", "20", capsys=capsys)[0].endswith(expected)
     for wrong in ({"eos_token_id": [10**6]}, {"eos_token_id": "x"}, [1]):
         file.write_text(json.dumps(wrong))
-        assert "generation_config.json: eos_token_id: expected an id below 300" in fails(folder, "once upon", capsys=capsys)
+        said = "not a JSON object" if wrong == [1] else "eos_token_id: expected an id below 300"
+        assert f"generation_config.json: {said}" in fails(folder, "once upon", capsys=capsys)
+
+
+def test_what_generation_config_asks_for_and_is_not_done_is_told(gpt, capsys):
+    folder, _ = gpt
+    file = folder / "generation_config.json"
+    usual = {"eos_token_id": 2, "max_length": 20, "temperature": 1.0, "top_p": 1.0, "do_sample": False, "repetition_penalty": 1.0}
+    for asked in ({}, {"repetition_penalty": 1.1}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"no_repeat_ngram_size": 3}, {"num_beams": 4}):
+        file.write_text(json.dumps(usual | asked))
+        told = run(folder, "once", "--max-new", "1", capsys=capsys)[1]
+        assert ("not applied" in told) == bool(asked) and all(f"{key}={value}" in told for key, value in asked.items())
+        assert "max_length" not in told and "eos_token_id" not in told
+    file.unlink()
+
+
+def test_several_end_tokens_of_config_json_alone_are_exported(tmp_path, bpe):
+    saved(tmp_path / "gpt", GPTConfig(**TINY, vocab_size=bpe.vocab_size, seq_len=48), bpe)
+    file = tmp_path / "gpt" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 9]}))
+    assert main(["export", str(tmp_path / "gpt"), "--to", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 9]
 
 
 def test_an_export_over_another_has_nothing_of_its_tokenizer(gpt, bpe, tmp_path):
@@ -185,7 +207,9 @@ def test_an_empty_prompt_begins_with_the_begin_token(gpt, bpe, capsys):
     assert run(folder, "--max-new", "10", capsys=capsys)[0] == expected + "\n"
 
 
-def test_llama_always_begins_with_the_begin_token(tmp_path, bpe, capsys):
+def test_a_prompt_begins_with_the_begin_token_where_the_tokenizer_says_so(tmp_path, bpe, capsys):
+    bpe = copy.deepcopy(bpe)
+    bpe.around(bpe.bos_id, None)
     model = saved(tmp_path / "llama", LlamaConfig(**TINY, vocab_size=bpe.vocab_size, multiple_of=8, seq_len=48), bpe)
     prompt = [bpe.bos_id, *bpe.encode("the ball")]
     expected = bpe.decode(prompt + complete(model, [prompt], max_new=10, eos_id=bpe.eos_id)[0])
@@ -201,6 +225,8 @@ def test_llama_always_begins_with_the_begin_token(tmp_path, bpe, capsys):
 )
 def test_an_encoder_decoder_reads_the_prompt_and_answers(config, tmp_path, bpe, capsys):
     assert bpe.vocab_size == 300
+    bpe = copy.deepcopy(bpe)
+    bpe.around(None, bpe.eos_id)
     model = saved(tmp_path / "model", config, bpe)
     source = [*bpe.encode("she saw a ball"), bpe.eos_id]
     start = bpe.pad_id if config.family == "t5" else bpe.bos_id

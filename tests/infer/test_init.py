@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 
@@ -129,18 +130,26 @@ def test_a_folder_for_engines_is_as_it_was_written_or_refused(tmp_path):
         find(str(folder))
 
 
-def test_a_published_decoders_texts_begin_where_its_family_says_so(tmp_path, bpe):
-    for family, begins in (("llama", True), ("gpt", False)):
-        source, own = published(family, tmp_path / family, bpe)
+def with_template(bpe: tokenizers.FastTokenizer, first: int | None, last: int | None) -> tokenizers.FastTokenizer:
+    again = copy.deepcopy(bpe)
+    again.around(first, last)
+    return again
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_published_decoders_texts_begin_and_end_as_its_tokenizer_says(tmp_path, bpe, family):
+    for begin, end in ((bpe.bos_id, None), (None, None), (None, bpe.eos_id), (bpe.bos_id, bpe.eos_id)):
+        source, own = published(family, tmp_path / f"{begin} {end}", with_template(bpe, begin, end))
         (row,) = encode(source, own, ["red ball"]).prompts
-        assert row == [bpe.bos_id] * begins + bpe.encode("red ball")
-        assert encode(source, own, [""]).prompts == [[bpe.bos_id]], "an empty text has something to start from"
+        assert row == [i for i in (begin, *bpe.encode("red ball"), end) if i is not None]
+        (empty,) = encode(source, own, [""]).prompts
+        assert empty == ([i for i in (begin, end) if i is not None] or [bpe.bos_id]), "it has something to start from"
 
 
-def test_an_encoder_decoder_reads_the_end_and_starts_from_its_own_token(tmp_path, bpe):
-    for family, start in (("t5", bpe.pad_id), ("seq2seq", bpe.bos_id)):
-        source, own = published(family, tmp_path / family, bpe)
-        want = [bpe.encode(text) + [bpe.eos_id] for text in WORDS[:2]]
+def test_an_encoder_decoder_reads_what_its_tokenizer_says_and_starts_from_its_own_token(tmp_path, bpe):
+    for family, start, begin in (("t5", bpe.pad_id, None), ("seq2seq", bpe.bos_id, bpe.bos_id)):
+        source, own = published(family, tmp_path / family, with_template(bpe, begin, bpe.eos_id))
+        want = [[i for i in (begin, *bpe.encode(text), bpe.eos_id) if i is not None] for text in WORDS[:2]]
         assert encode(source, own, WORDS[:2]) == Encoded([[start]] * 2, want, [bpe.eos_id])
         with pytest.raises(InputError, match="an empty text"):
             encode(source, own, ["red", ""])
@@ -153,6 +162,12 @@ def test_what_ends_a_text(tmp_path, bpe):
     for said, ends in ((7, [7]), ([7, 9], [7, 9]), (None, [bpe.eos_id]), (0, [0])):
         file.write_text(json.dumps({"eos_token_id": said}))
         assert end_tokens(source, own[""]) == ends
+    config = json.loads((tmp_path / "config.json").read_text())
+    for said, ends in (([7, 9], [7, 9]), (5, [5]), (None, [bpe.eos_id])):  # with none there, config.json's count
+        (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": said}))
+        for file_says in ({}, {"eos_token_id": 3}):
+            file.write_text(json.dumps(file_says))
+            assert end_tokens(source, own[""]) == ([3] if file_says else ends)
     for wrong in (280, -1, "</s>", True, [3, 280], 1.0):
         file.write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(UserError, match="eos_token_id: expected an id below 280 or a list of them"):

@@ -482,6 +482,7 @@ def test_options_without_effect_and_models_without_a_head(tmp_path, capsys):
 def classifier(tmp_path):
     torch.manual_seed(5)
     tokenizer = tokenizers.ByteTokenizer()
+    tokenizer.around(tokenizer.bos_id, tokenizer.eos_id)
     config = BertConfig(**TINY, vocab_size=tokenizer.vocab_size, seq_len=32, head="classification", n_classes=2)
     models.save(shake(models.build(config)), tmp_path / "model")
     tokenizer.save(tmp_path / "model")

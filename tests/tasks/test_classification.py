@@ -44,7 +44,7 @@ def test_a_text_stands_between_its_first_and_last_token(tmp_path):
     batch = task.collate([data[i] for i in range(3)])
     for i, row in enumerate(batch["ids"].tolist()):
         ids = t.encode(TEXTS[task.classes[batch["labels"][i]]])[:10]
-        assert row == [task.cls, *ids, task.sep] + [t.pad_id] * (12 - 2 - len(ids)), "cut to data.max_len, padded to the longest"
+        assert row == [*task.before, *ids, *task.after] + [t.pad_id] * (12 - 2 - len(ids)), "cut to data.max_len, padded to the longest"
         assert batch["keep"][i].tolist() == [True] * (len(ids) + 2) + [False] * (10 - len(ids))
     assert batch["n_tokens"] == int(batch["keep"].sum()) and batch["counts"] == {"samples": 3}
     assert "keep" not in task.collate([data[0]]), "nothing is padded"

@@ -49,7 +49,7 @@ def whole(sample: dict) -> list[int]:
 def test_an_evaluation_sees_no_training_text(tmp_path):
     task = opened(tmp_path)
     samples = evaluated(task)
-    valid = {i for row in range(24) for i in task.splits["valid"][row]["ids"].tolist()} | {task.cls, task.sep}
+    valid = {i for row in range(24) for i in task.splits["valid"][row]["ids"].tolist()} | {*task.before, *task.after}
     wrong = [s for s in samples if s["follows"]]
     assert len(samples) == 24 and 4 < len(wrong) < 20, "about half of them"
     assert all(set(whole(s)) <= valid for s in samples)

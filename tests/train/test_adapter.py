@@ -22,7 +22,7 @@ from gradus import models, tasks  # noqa: E402
 from gradus import recipe as recipes  # noqa: E402
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, train_bpe  # noqa: E402
 from gradus.errors import UserError  # noqa: E402
-from gradus.infer import find  # noqa: E402
+from gradus.infer import encode, find  # noqa: E402
 from gradus.infer.export import export  # noqa: E402
 from gradus.infer.generate import Continuation  # noqa: E402
 from gradus.models.decoding import greedy  # noqa: E402
@@ -185,6 +185,31 @@ def test_what_is_trained_further_stops_where_it_did_and_is_spoken_to_as_before(k
     ids = torch.tensor([ours.before[0]])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).generate(ids, do_sample=False, max_new_tokens=24)[0].tolist()
     assert len(theirs) < ids.shape[1] + 24 and (theirs[:-1], theirs[-1] % 2) == (ours.rows[0], 0)
+
+
+def test_what_config_json_alone_says_of_the_end_goes_with_a_run(spoken):
+    base, words = spoken("byte", "chat_template.jinja")
+    (base / "generation_config.json").unlink()
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | {"eos_token_id": [3, 5]}))
+    session = open_session(recipes.load("shakespeare-char-gpt", [*words, "tokenizer.kind=file"]))
+    assert json.loads(session.task.tokenizer.beside["generation_config.json"]) == {"eos_token_id": [3, 5]}
+
+
+def test_rows_begin_and_end_as_the_starts_tokenizer_says(spoken, tmp_path):
+    """As its weights read texts: rows of a table; running text has no place where one begins."""
+    base, words = spoken("bpe", "chat_template.jinja")
+    bpe = MADE["bpe"]()
+    bpe.around(bpe.bos_id, None)
+    bpe.save(base)
+    rows = ["to be", "or not to be", "to"] * 40
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    whole = [i for row in rows for i in (bpe.bos_id, *bpe.encode(row), bpe.eos_id)]
+    for name, begins in (("t.jsonl", True), ("t.txt", False)):
+        session = open_session(recipes.load("shakespeare-char-gpt", [*words, "tokenizer.kind=file", f"data.path={tmp_path / name}", "data.limit=null"]))
+        ids = session.task.splits["train"].tokens.ids.tolist()
+        assert ids == whole[: len(ids)] if begins else bpe.bos_id not in ids
+    source = find(str(base))
+    assert encode(source, source.tokenizers(), ["to be"]).prompts == [whole[: 1 + len(bpe.encode("to be"))]], "and so does a prompt"
 
 
 def test_what_belongs_to_another_tokenizer_is_left_out_and_told(spoken, tmp_path, capsys):

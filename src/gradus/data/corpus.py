@@ -252,28 +252,31 @@ class TokenFile:
     @classmethod
     def of(
         cls, corpus: Corpus, tokenizer: Tokenizer, eos: bool = False, cache: str | Path | None = None,
-        extra: Callable[[], dict[str, Any]] = dict,
+        extra: Callable[[], dict[str, Any]] = dict, begin: Sequence[int] = (),
     ) -> TokenFile:  # fmt: skip
         """Tokenise texts in a stream into the cache, or open what is there under (their key, tokenizer, eos): then they
         are not read.
 
-        eos: an end-of-text token after each text. extra: called after the last text for more to keep in `about`.
+        eos: an end-of-text token after each text. extra: called after the last text for more to keep in `about`. begin:
+        tokens before each text.
         Raises UserError where there is no text, no end-of-text token, or no room.
         """
         if eos and tokenizer.eos_id is None:
             lacks = "The tokenizer has no end-of-text token, which must separate documents"
             raise UserError(f"{lacks}. Use another, such as tokenizer.kind=bpe.")
-        folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, eos)
+        folder = files.cache_dir(cache) / "tokens" / digest(1, corpus.key, tokenizer.fingerprint, *begin, eos)
         end = [tokenizer.eos_id] if eos else []
-        tokens = cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, end, extra)))
+        tokens = cls(keep(folder, lambda aside: _write(aside, corpus, tokenizer, [*begin], end, extra)))
         tokens.content = corpus.content
         return tokens
 
 
-def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], extra: Callable) -> None:
+def _write(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, begin: list[int], end: list[int], extra: Callable
+) -> None:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     about = dict.fromkeys(("n_tokens", "n_texts", "n_bytes", "n_words", "n_lines"), 0)
-    shown = time.monotonic()
+    shown, starts = time.monotonic(), True
     with open(folder / "ids.bin", "wb") as ids, open(folder / "offsets.bin", "wb") as offsets:
         offsets.write(np.zeros(1, "<i8").tobytes())
         for batch in _batches(corpus):
@@ -283,7 +286,8 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, end: list[int], e
             except UnicodeEncodeError as e:
                 where = f"one of the texts {about['n_texts'] + 1} to {about['n_texts'] + len(batch)}"
                 raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Fix it.") from None
-            rows = [row + end if is_last else row for row, is_last in zip(tokenizer.encode_batch(texts), last)]
+            first, starts = (starts, *last[:-1]), last[-1]
+            rows = [begin * a + row + end * b for a, row, b in zip(first, tokenizer.encode_batch(texts), last)]
             ends = np.cumsum([len(row) for row in rows], dtype="<i8") + about["n_tokens"]
             ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype).tobytes())
             offsets.write(ends[list(last)].tobytes())

@@ -2,69 +2,105 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradus import files
-from gradus.data.tokenizers import Tokenizer
+from gradus.data.tokenizers import ROLES, Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Wraps a SentencePiece `.model` (its bytes). `extra_ids` sentinels follow the pieces, the first of them last, as
-    T5 has it. Raises RuntimeError or ValueError for a model that the package cannot read."""
+    """Wraps a SentencePiece `.model` (its bytes).
 
-    def __init__(self, model: bytes, extra_ids: int = 0):
+    config: what tokenizer_config.json holds. Of it count `extra_ids`, the sentinels that follow the pieces, the first
+    of them last, as T5 has it; `added_tokens_decoder`, tokens beside the pieces, each of which is one token in a text;
+    and which tokens are special (`split_special_tokens`: but not in a text). Raises RuntimeError or ValueError for a
+    model that the package cannot read.
+    """
+
+    def __init__(self, model: bytes, config: Mapping[str, Any] | None = None):
         from sentencepiece import SentencePieceProcessor
 
-        self.model, self.extra_ids = model, extra_ids
-        self.sp = SentencePieceProcessor(model_proto=model)
-        self.n_pieces = self.sp.get_piece_size()
-        self.vocab_size = self.n_pieces + extra_ids
-        for role in ("pad", "bos", "eos", "unk"):
-            i = getattr(self.sp, f"{role}_id")()
+        self.model, self.config = model, dict(config or {})
+        self.sp = sp = SentencePieceProcessor(model_proto=model)
+        self.n_pieces = sp.get_piece_size()
+        # T5's files (padding 0, end 1, no begin) lack the 100 sentinels that its tokenizer puts after the pieces
+        self.like_t5 = (sp.pad_id(), sp.eos_id(), sp.bos_id()) == (0, 1, -1)
+        n = self.config["extra_ids"] = self.config.get("extra_ids", 100 if self.like_t5 else 0) or 0
+        added = {self.n_pieces + i: {"content": f"<extra_id_{n - 1 - i}>", "special": True} for i in range(n)}
+        if not self.config.get("split_special_tokens"):
+            own = (i for i in range(self.n_pieces) if sp.is_control(i) or sp.is_unknown(i))
+            added |= {i: {"content": sp.id_to_piece(i), "special": True} for i in own}
+        added |= {int(i): token for i, token in self.config.get("added_tokens_decoder", {}).items()}
+        self.added, self.names = added, {token["content"]: i for i, token in added.items()}
+        self.vocab_size = max(self.n_pieces - 1, *added, -1) + 1
+        for role in ROLES:
+            name = self.config.get(f"{role}_token")
+            name = str((name.get("content") if isinstance(name, dict) else name) or "")
+            i = self.names.get(name, sp.piece_to_id(name))
+            i = getattr(sp, f"{role}_id", lambda: -1)() if i == sp.unk_id() else i
             setattr(self, f"{role}_id", None if i < 0 else i)
+        longest_first = sorted(added.values(), key=lambda token: -len(token["content"]))
+        space = lambda token, side: r"\s*" * token.get(side, False)  # noqa: E731
+        forms = (space(t, "lstrip") + re.escape(t["content"]) + space(t, "rstrip") for t in longest_first)
+        self.split = re.compile(f"({'|'.join(forms) or '(?!)'})")
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self.extra_ids and any("<extra_id_" in text for text in texts):
-            return [self._with_sentinels(text) for text in texts]
-        return self.sp.encode(list(texts))
-
-    def _with_sentinels(self, text: str) -> list[int]:
-        parts = re.split(r"<extra_id_(\d+)>", text)
-        ids = self.sp.encode(parts[0])
-        for number, part in zip(parts[1::2], parts[2::2]):
-            ids += [self.sentinel(int(number)), *self.sp.encode(part)]
+        first, *others = self.split.split(text)
+        ids = self.sp.encode(first)
+        for name, part in zip(others[::2], others[1::2]):
+            ids.append(self.names[name if name in self.names else name.strip()])
+            ids += self._rest(part)
         return ids
 
+    def _rest(self, text: str) -> list[int]:
+        """The ids of what follows an added token: another word; with transformers' legacy=false the same, if any."""
+        if self.like_t5 or self.config.get("legacy"):
+            return self.sp.encode(text.removeprefix(" "))
+        start = "\ue000"  # in no piece
+        return self.sp.encode(start + text)[len(self.sp.encode(start)) :]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if any(map(self.split.search, texts)):
+            return [self.encode(text) for text in texts]
+        return self.sp.encode(list(texts))
+
     def decode(self, ids: Iterable[int]) -> str:
-        known = [int(i) for i in ids if 0 <= i < self.n_pieces and i != self.unk_id]
-        return self.sp.decode([i for i in known if not self.sp.is_control(i)])
+        text, known = "", (int(i) for i in ids if i in self.added or (0 <= i < self.n_pieces and i != self.unk_id))
+        for is_added, group in itertools.groupby(known, self.added.__contains__):
+            run = list(group)
+            if is_added:
+                text += "".join(self.token(i) for i in run if not self.added[i].get("special"))
+            else:
+                run = [i for i in run if not self.sp.is_control(i)]
+                text += " " * bool(text and run and self.token(run[0])[0] == "▁") + self.sp.decode(run)
+        return text
 
     def token(self, i: int) -> str:
-        if self.n_pieces <= i < self.vocab_size:
-            return f"<extra_id_{self.vocab_size - 1 - i}>"
+        if i in self.added:
+            return self.added[int(i)]["content"]
         return self.sp.id_to_piece(int(i)) if 0 <= i < self.n_pieces else f"<{i}>"
 
     def sentinel(self, i: int) -> int:
-        return self.vocab_size - 1 - i if 0 <= i < self.extra_ids else super().sentinel(i)
+        return self.names.get(f"<extra_id_{i}>") or super().sentinel(i)
 
     def _content(self) -> bytes:
-        return self.model + str(self.extra_ids).encode()
+        return self.model + json.dumps([self.names, self.config.get("legacy")]).encode()
 
     def save(self, folder: str | Path) -> None:
         """Write the model under the name that Hugging Face's T5 or Llama tokenizer looks for, and its settings."""
         super().save(folder)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        name, kind = ("spiece.model", "T5Tokenizer") if self.extra_ids else ("tokenizer.model", "LlamaTokenizer")
+        name, kind = ("spiece.model", "T5Tokenizer") if self.like_t5 else ("tokenizer.model", "LlamaTokenizer")
         (folder / name).write_bytes(self.model)
-        config: dict[str, Any] = {"tokenizer_class": kind, "extra_ids": self.extra_ids}
-        for role in ("pad", "bos", "eos", "unk"):
+        config: dict[str, Any] = {"tokenizer_class": kind, **self.config}
+        config |= {"add_bos_token": bool(self.before), "add_eos_token": bool(self.after)}
+        for role in ROLES:
             i = getattr(self, f"{role}_id")
             config[f"{role}_token"] = None if i is None else self.token(i)
         files.write_json(folder / "tokenizer_config.json", config)

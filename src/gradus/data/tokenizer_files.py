@@ -16,6 +16,7 @@ from gradus.data.sentencepiece import SentencePieceTokenizer, whole_model
 from gradus.data.tokenizers import (
     MORE_TEMPLATES,
     OURS,
+    ROLES,
     TEMPLATE,
     USUAL,
     ByteTokenizer,
@@ -26,6 +27,18 @@ from gradus.data.tokenizers import (
     package_tokenizers,
 )
 from gradus.errors import DataError, UserError
+
+# Of the classes of transformers whose files are read here: what the files are, and the roles of the tokens before and
+# after a text; where there is none add_bos_token and add_eos_token decide
+CLASSES = {
+    "berttokenizer": ("WordPiece", "cls", "sep"), "distilberttokenizer": ("WordPiece", "cls", "sep"),
+    "gpt2tokenizer": ("byte-level BPE", "", ""), "robertatokenizer": ("byte-level BPE", "bos", "eos"),
+    "t5tokenizer": ("SentencePiece", "", "eos"), "llamatokenizer": ("SentencePiece", "", ""),
+}  # fmt: skip
+ANY_CLASS = ("pretrainedtokenizer", "tokenizersbackend")
+OTHERS = ("mariantokenizer", "pegasustokenizer", "qwen2tokenizer")  # refused where a model's type alone names them
+BYTE_BPE = ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt")
+KIND_OF = {".txt": "WordPiece", ".model": "SentencePiece", **dict.fromkeys(BYTE_BPE, "byte-level BPE")}
 
 # looked for in a folder, in this order
 FILES = (OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model",
@@ -49,14 +62,35 @@ def load(path: str | Path) -> Tokenizer:
     read = READERS.get(file.name, READERS.get(file.suffix))
     if read is None or file.name == "tokenizer_config.json":
         raise UserError(f"{file}: unknown tokenizer format. Give a folder, or {KINDS}.")
+    kind = KIND_OF.get(file.name, KIND_OF.get(file.suffix, ""))
+    name = _class(file.parent, kind)
     try:
-        tokenizer = read(limits.regular(file, limits.TOKENIZER_FILE))
+        tokenizer: Any = read(limits.regular(file, limits.TOKENIZER_FILE))
     except OSError as e:
         raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
     except _Damaged as e:
         raise UserError(f"{file}: truncated, corrupt or of another kind ({e}). Get the file again.") from None
-    tokenizer.beside = chat_templates(file.parent)
+    tokenizer.beside, ids = chat_templates(file.parent), []
+    for role, own in zip(CLASSES.get(name, ("", "", ""))[1:], ("bos", "eos")):
+        role = own if not role and kind and tokenizer.config.get(f"add_{own}_token") else role
+        ids.append(getattr(tokenizer, f"{role}_id", None))
+    tokenizer.around(*ids)
     return tokenizer
+
+
+def _class(folder: Path, kind: str) -> str:
+    """The name in CLASSES of the class that a folder's files are for, else of its model's type; "" for none. Raises
+    UserError for a class that reads files of this kind in another way."""
+    stated, file = _config(folder).get("tokenizer_class"), folder / "config.json"
+    model = limits.read_object(file).get("model_type") if file.is_file() else None
+    model = "Marian" if (folder / "source.spm").is_file() else model
+    name = re.sub("fast$|[-_]", "", (whose := str(stated or f"{model}Tokenizer")).lower())
+    known = CLASSES.get(name, ("",))[0]
+    if kind and kind != known and name not in ANY_CLASS and (stated or name in OTHERS):
+        own = f"its tokenizer is a {whose:.40}, which reads these files in another way than plain {kind}"
+        made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
+    return name if kind in ("", known) else ""
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -119,11 +153,36 @@ def _config(folder: Path) -> dict[str, Any]:
     extra = config.get("extra_ids") or 0
     if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
         raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
-    more = config.get("additional_special_tokens") or []
+    more = config.get("additional_special_tokens") or config.pop("extra_special_tokens", None) or []
+    more = list(more.values()) if isinstance(more, dict) else more
     names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
     if not all(isinstance(name, str) for name in names):
         raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
-    return config | ({"additional_special_tokens": names} if names else {})
+    added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
+    if added is None and file.is_file():
+        special = {*names, *(str(config.get(f"{role}_token")) for role in ROLES)}
+        tokens = _json(file).items()
+        added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in tokens}
+    try:
+        added = {int(i): package_tokenizers().AddedToken(**token) for i, token in (added or {}).items()}
+        if not all(0 <= i <= limits.TOKEN_IDS and token.content for i, token in added.items()):
+            raise ValueError("an id out of range, or an empty token")
+    except (TypeError, ValueError, AttributeError) as e:
+        raise UserError(f"{folder}: its added tokens are not a table of ids and tokens ({e}). Get it again.") from None
+    states = {i: added[i].__getstate__() for i in sorted(added)}
+    return config | {"additional_special_tokens": names, "added_tokens_decoder": states}
+
+
+def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
+    """The tokenizer with the tokens that were added to its vocabulary."""
+    for i, state in config["added_tokens_decoder"].items():
+        add = rust.add_special_tokens if state["special"] else rust.add_tokens
+        add([package_tokenizers().AddedToken(**state)])
+        if (own := rust.token_to_id(state["content"])) != i:
+            wrong = f"the added token {state['content']!r:.40} has id {i}, and {own} follows the vocabulary"
+            raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
+    rust.add_special_tokens([t for t in config["additional_special_tokens"] if rust.token_to_id(t) is None])
+    return FastTokenizer(rust, config, folder)
 
 
 def _read_ours(file: Path) -> Tokenizer:
@@ -133,18 +192,23 @@ def _read_ours(file: Path) -> Tokenizer:
         if not all(isinstance(x, list) and all(isinstance(t, str) for t in x) for x in (specials, tokens)):
             raise TypeError("a list of texts")
         tokens = tokens[len(specials) :]
-        if state["kind"] == "char":
-            return CharTokenizer(tokens, specials)
-        if state["kind"] == "word":
-            return WordTokenizer(tokens, state["lowercase"], specials)
-        if state["kind"] == "byte":
-            return ByteTokenizer(specials)
-        raise TypeError(f"kind {state['kind']!r}")
+        kinds: dict[str, Callable[[], FastTokenizer]] = {
+            "char": lambda: CharTokenizer(tokens, specials), "byte": lambda: ByteTokenizer(specials),
+            "word": lambda: WordTokenizer(tokens, state["lowercase"], specials),
+        }  # fmt: skip
+        tokenizer = kinds[state["kind"]]()
     except (KeyError, TypeError) as e:
         raise _Damaged(f"{e} is missing or of the wrong type") from None
+    if (whole := file.with_name("tokenizer.json")).is_file():
+        tokenizer.follow(_rust(whole).post_processor)
+    return tokenizer
 
 
 def _read_json(file: Path) -> Tokenizer:
+    return _with_added(_rust(file), _config(file.parent), file.parent)
+
+
+def _rust(file: Path) -> Any:
     state = _json(file)
     if "model" not in state:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
@@ -157,7 +221,7 @@ def _read_json(file: Path) -> Tokenizer:
         raise
     except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
         raise _Damaged(f"not a readable tokenizer.json: {_first_line(e)}") from None
-    return FastTokenizer(rust, _config(file.parent), file.parent)
+    return rust
 
 
 def _numbers_one_could_mean(state: Any) -> None:
@@ -201,7 +265,7 @@ def _read_wordpiece(file: Path) -> Tokenizer:
     )
     rust = package_tokenizers().Tokenizer.from_str(wordpiece.to_str())
     rust.add_special_tokens(special)
-    return FastTokenizer(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
+    return _with_added(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
 
 def _read_byte_bpe(file: Path) -> Tokenizer:
@@ -228,25 +292,30 @@ def _read_byte_bpe(file: Path) -> Tokenizer:
     config = _config(file.parent)
     rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
     rust.decoder = package.decoders.ByteLevel()
-    special = [*(config.get("additional_special_tokens") or []), *(s for names in USUAL.values() for s in names)]
+    special = [*config["additional_special_tokens"], *(s for names in USUAL.values() for s in names)]
     rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
     if "unk_token" not in config and "<|endoftext|>" in vocab:
         config["unk_token"] = "<|endoftext|>"
-    return FastTokenizer(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
+    return _with_added(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
 
 
 def _read_sentencepiece(file: Path) -> Tokenizer:
-    data = file.read_bytes()
+    data, config = file.read_bytes(), _config(file.parent)
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
+        kind = "a vocabulary of tiktoken, as beside Llama 3's weights in Meta's layout, which is not read"
+        raise UserError(f"{file}: {kind}. Get the model in Hugging Face's layout, with tokenizer.json.")
     if not whole_model(data):
         raise _Damaged("not a whole SentencePiece model")
     try:
-        tokenizer = SentencePieceTokenizer(data)
+        if "tokenizer_class" not in config:  # as Meta's own code does
+            alone = not file.with_name("config.json").is_file()
+            config = {"add_bos_token": True, "split_special_tokens": alone, **config}
+        tokenizer = SentencePieceTokenizer(data, config)
     except (RuntimeError, ValueError) as e:
         raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
-    # T5's files (padding 0, end 1, no begin) do not hold the 100 sentinels that its tokenizer puts after the pieces.
-    like_t5 = (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, None)
-    extra_ids = _config(file.parent).get("extra_ids", 100 if like_t5 else 0)
-    return SentencePieceTokenizer(data, extra_ids) if extra_ids else tokenizer
+    if tokenizer.like_t5:
+        tokenizer.around(None, tokenizer.eos_id)
+    return tokenizer
 
 
 def _read_llama2c(file: Path) -> Tokenizer:
@@ -282,10 +351,12 @@ def _read_llama2c(file: Path) -> Tokenizer:
     steps = package.decoders
     rust.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
     rust.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return FastTokenizer(rust, {"split_special_tokens": True}, file.parent)
+    tokenizer = FastTokenizer(rust, {"split_special_tokens": True}, file.parent)
+    tokenizer.around(tokenizer.bos_id, None)
+    return tokenizer
 
 
 READERS: dict[str, Callable[[Path], Tokenizer]] = {
     OURS: _read_ours, ".json": _read_json, ".txt": _read_wordpiece, ".model": _read_sentencepiece,
-    ".bin": _read_llama2c, **dict.fromkeys(("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"), _read_byte_bpe),
+    ".bin": _read_llama2c, **dict.fromkeys(BYTE_BPE, _read_byte_bpe),
 }  # fmt: skip

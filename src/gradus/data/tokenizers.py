@@ -48,6 +48,9 @@ class Tokenizer:
     mask_id: int | None = None
     cls_id: int | None = None
     sep_id: int | None = None
+    # the ids that stand around a text as a model reads it, where the files say so: see `whole` and `around`
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
     # texts that are kept with it, by the names of their files: chat templates, and of a checkpoint's what ends a text
     beside: Mapping[str, str] = {}
 
@@ -58,6 +61,11 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts at once; the fast way."""
         return [self.encode(text) for text in texts]
+
+    def whole(self, ids: Iterable[int]) -> list[int]:
+        """The ids of a text with those that its model reads before and after it, as the tokenizer's own files say
+        (transformers' `AutoTokenizer(text)`)."""
+        return [*self.before, *ids, *self.after]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Special tokens, and ids that no token has, are left out."""
@@ -73,9 +81,11 @@ class Tokenizer:
         lacks = f"The tokenizer has no sentinel <extra_id_{i}>, which span corruption needs"
         raise UserError(f"{lacks}. Use T5's, or train one with sentinels.")
 
-    def around(self, first: int, last: int) -> None:
-        """Let other engines that read the saved files put these tokens around a text, as the model was trained, where
-        the files do not yet say."""
+    def around(self, first: int | None, last: int | None) -> None:
+        """Put these tokens around a text, here and in other engines that read the saved files, where the files say
+        none."""
+        if not (self.before or self.after):
+            self.before, self.after = ([i for i in [one] if i is not None] for one in (first, last))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -169,6 +179,16 @@ class FastTokenizer(Tokenizer):
                 raise UserError(f"{where}: {role}_token {name!r:.60} is not in the vocabulary.{meant}")
             setattr(self, f"{role}_id", vocab.get(name))
             self.config[f"{role}_token"] = name
+        self.follow(tokenizer.post_processor)
+
+    def follow(self, post_processor: Any) -> None:
+        """Put around a text what a post-processor of the package puts there."""
+        self.rust.post_processor = post_processor
+        for probe in ("a", *self.rust.get_vocab()) if post_processor else ():
+            encoding = self.rust.encode(probe)
+            if inside := [i for i, text in enumerate(encoding.sequence_ids) if text is not None]:
+                self.before, self.after = encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
+                break
 
     def encode(self, text: str) -> list[int]:
         return self.rust.encode(text, add_special_tokens=False).ids
@@ -186,12 +206,15 @@ class FastTokenizer(Tokenizer):
         place = self.rust.token_to_id(f"<extra_id_{i}>")
         return super().sentinel(i) if place is None else place
 
-    def around(self, first: int, last: int) -> None:
-        if self.rust.post_processor is None:
-            a, b = self.token(first), self.token(last)
-            self.rust.post_processor = package_tokenizers().processors.TemplateProcessing(
-                single=f"{a} $A {b}", pair=f"{a} $A {b} $B:1 {b}:1", special_tokens=[(a, first), (b, last)]
-            )
+    def around(self, first: int | None, last: int | None) -> None:
+        if self.before or self.after or first is last is None:
+            return
+        super().around(first, last)
+        a, b = ([self.token(i) for i in ids] for ids in (self.before, self.after))
+        self.rust.post_processor = package_tokenizers().processors.TemplateProcessing(
+            single=[*a, "$A", *b], pair=[*a, "$A", *b, "$B:1", *(f"{name}:1" for name in b)],
+            special_tokens=[(self.token(i), i) for i in {*self.before, *self.after}],
+        )  # fmt: skip
 
     def _content(self) -> bytes:
         return self.rust.to_str().encode() + b" split" * self.rust.encode_special_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,21 @@ from gradus.data import tokenizer_files
 from gradus.data.cache import identity
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
-from gradus.limits import CONFIG_FILE, TOKEN, read_json
+from gradus.limits import CONFIG_FILE, TOKEN, read_json, read_object
 from gradus.models.finite import not_finite, weights_not_finite
 from gradus.models.weights import checksums, peft
 from gradus.parallel.device import pick_device
 from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks import GENERATION
+from gradus.tasks.sources import in_documents
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
+# keys of generation_config.json, and of an older config.json, that change answers in transformers
+UNAPPLIED = re.compile(
+    "penalty|ngram|do_sample|temperature|^top_[kp]|^min_|typical|beams|forced_bos|words_ids|suppress|sequence_bias"
+)
 
 
 @dataclasses.dataclass
@@ -210,27 +216,35 @@ class Encoded:
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end a text: those of generation_config.json, else the tokenizer's. Raises UserError for ids that
-    the model does not have."""
+    """The tokens that end a text: those of generation_config.json, else of a published config.json, else the
+    tokenizer's. Raises UserError for ids that the model does not have."""
     usual = special(tokenizer, "bos" if source.path.is_file() else "eos", "sep")  # of llama2.c: the next one's begin
-    configured = None
-    for file in source.beside(GENERATION):
-        settings = read_json(file, CONFIG_FILE)
-        configured = settings.get("eos_token_id") if isinstance(settings, dict) else "?"
-    ends = [i for i in (configured if isinstance(configured, list) else [configured]) if i is not None]
     n = getattr(source.config, "target_vocab_size", None) or source.config.vocab_size
-    if not all(type(i) is int and 0 <= i < n for i in ends):
-        said = f"eos_token_id: expected an id below {n:,} or a list of them, got {configured!r:.60}"
-        raise UserError(f"{source.beside(GENERATION)[0]}: {said}.")
-    return ends or [i for i in [usual] if i is not None]
+    for file in source.beside(GENERATION, *(["config.json"] if source.recipe is None else [])):
+        configured = read_object(file).get("eos_token_id")
+        ends = [i for i in (configured if isinstance(configured, list) else [configured]) if i is not None]
+        if not all(type(i) is int and 0 <= i < n for i in ends):
+            said = f"eos_token_id: expected an id below {n:,} or a list of them, got {configured!r:.60}"
+            raise UserError(f"{file}: {said}.")
+        if ends:
+            return ends
+    return [i for i in [usual] if i is not None]
+
+
+def tell_unapplied(source: ModelSource) -> None:
+    """A note on what the files beside the weights ask of an answer, in transformers, and what is not done here."""
+    for file in source.beside(GENERATION, "config.json"):
+        asked = [(key, value) for key, value in read_object(file).items() if UNAPPLIED.search(key)]
+        if told := [f"{key}={v!s:.40}" for key, v in asked if v is True or v not in (None, 0, 1, [])]:
+            note(f"{file}: not applied: {', '.join(told)}. gradus generate --help has what of it can be set")
 
 
 def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
     """Texts as a generating model reads them. fit=False: they may be longer than the model.
 
-    A published decoder's texts start with the begin token where its family says so. A model that a recipe trained saw
-    none: its texts get no begin token, and an empty one starts with the token that preceded texts in training: the end
-    token after documents, else a line end. An encoder-decoder's sources end with the end token.
+    Around a text stands what the tokenizer's files put there; around running text that a recipe trained on from new
+    weights there was nothing. An empty text starts with the token that preceded texts in training: the end token after
+    documents, else a line end. A task's sources end with the end token where the tokenizer's files say nothing.
     Raises InputError for an empty text where there is nothing to start with, and for one longer than the model.
     """
     tokenizer, config, recipe, family = tokenizers[""], source.config, source.recipe, source.family
@@ -241,8 +255,9 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
     if family.attention == "cross":
         if not all(rows):
             raise InputError(f"an empty text: {config.family} needs one to read. Give it after the model's name.")
-        end = special(tokenizer, "eos", "sep")
-        sources = [row + ([] if end is None else [end]) for row in rows]
+        if recipe is not None:
+            tokenizer.around(None, special(tokenizer, "eos", "sep"))
+        sources = [tokenizer.whole(row) for row in rows]
         if fit:
             fits(texts, sources, config.longest)
         padding = family.decoder_start == "padding"
@@ -252,10 +267,10 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
             raise UserError(f"the tokenizer has no begin token. {own}")
         return Encoded([[start]] * len(rows), sources, ends)
 
-    if family.begin_token and recipe is None and tokenizer.bos_id is not None:
-        rows = [[tokenizer.bos_id, *row] for row in rows]
-    elif not all(rows):
-        documents = recipe is None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
+    if recipe is None or in_documents(recipe):
+        rows = [tokenizer.whole(row) for row in rows]
+    if not all(rows):
+        documents = recipe is None or in_documents(recipe)
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:

@@ -34,7 +34,7 @@ from gradus.infer import (
     note,
     read_export_info,
     readable,
-    special,
+    tell_unapplied,
     with_finite_weights,
 )
 from gradus.infer import sources as sources_of
@@ -230,19 +230,21 @@ def class_names(source: ModelSource) -> list[str]:
 
 
 def rows_of(source: ModelSource, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Texts as an encoder reads them, [CLS] text [SEP], cut to its length; a note names those that were cut."""
-    first, last = special(tokenizer, "cls", "bos"), special(tokenizer, "sep", "eos")
-    around = (first is not None) + (last is not None)
+    """Texts as an encoder reads them, with what its tokenizer puts around one, cut to its length; a note names those
+    that were cut."""
     longest = source.config.seq_len
     if source.recipe is not None:
         longest = min(longest, getattr(source.recipe.data, "max_len", None) or longest)
+    room = longest - len(tokenizer.whole([]))
     rows, heads = [], [text[: limits.TOKEN * longest] for text in texts]  # of a longer one the rest is not encoded
     for text, head, ids in zip(texts, heads, tokenizer.encode_batch(heads)):
-        if len(ids) + around > longest or head != text:
+        if len(ids) > room or head != text:
             more = "more than " if head != text else ""
-            n = min(longest - around, len(ids))
+            n = min(room, len(ids))
             note(f"cut to the first {n} of its {more}{len(ids)} tokens: {short(text, 40)}")
-        rows.append([i for i in (first, *ids[: longest - around], last) if i is not None])
+        rows.append(tokenizer.whole(ids[:room]))
+        if not rows[-1]:
+            raise InputError("an empty text, and the tokenizer puts nothing around it. Give one with a word.")
     return rows
 
 
@@ -278,7 +280,7 @@ def fill_masks(source: ModelSource, texts: list[str], top: int, model: LazyEngin
         ids: list[int] = []
         for i, part in enumerate(parts):
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
-        row = [i for i in (special(tokenizer, "cls", "bos"), *ids, special(tokenizer, "sep", "eos")) if i is not None]
+        row = tokenizer.whole(ids)
         fits([text], [row], source.config.seq_len)
         batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)
@@ -298,6 +300,7 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     if source.recipe is not None and source.recipe.task.name == "copy":
         yield from copies(source, texts, model)
         return
+    tell_unapplied(source)
     tokenizers = source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = source.recipe.evaluate.max_new if source.recipe is not None else None

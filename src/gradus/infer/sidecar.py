@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gradus import errors, files, tasks
 from gradus.data.preprocessor import FILE as PREPROCESSOR
@@ -53,13 +54,13 @@ def write(source: ModelSource, to: Path) -> bool:
     return bool(tokenizers)
 
 
-def generation(source: ModelSource, tokenizers: dict[str, Tokenizer]) -> dict[str, int]:
+def generation(source: ModelSource, tokenizers: dict[str, Tokenizer]) -> dict[str, int | list[int]]:
     """The settings by which `generate` of transformers and vLLM begin, end and pad as we do."""
     tokenizer = tokenizers.get("target", tokenizers[""])
-    end = next(iter(end_tokens(source, tokenizer)), None)
-    settings = {"bos_token_id": special(tokenizer, "bos", "cls"), "eos_token_id": end}
-    pad = special(tokenizer, "pad")
-    settings["pad_token_id"] = settings["eos_token_id"] if pad is None else pad
+    ends, pad = end_tokens(source, tokenizer), special(tokenizer, "pad")
+    settings: dict[str, Any] = {"bos_token_id": special(tokenizer, "bos", "cls")}
+    settings["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
+    settings["pad_token_id"] = next(iter(ends), None) if pad is None else pad
     if source.family.attention == "cross":
         start = (pad or 0) if source.family.decoder_start == "padding" else special(tokenizer, "bos", "cls", "pad")
         settings["decoder_start_token_id"] = start

@@ -73,7 +73,6 @@ class Family:
     entry: tuple[str, ...] = ()  # what gives the first block its input (a dropout: is given), where `tokens` do not
     tensor: Mapping[str, Literal["gather", "column", "row"]] = field(default_factory=dict)
     whole_sequence: str = ""  # why a process needs the whole sequence; layout.context is then refused
-    begin_token: bool = False  # published weights read texts that start with the tokenizer's begin token
     decoder_start: Literal["begin", "padding"] = "begin"  # the token that an encoder-decoder's answer starts from
     fine_tuning_rate: float = 5e-5  # the usual learning rate, for published sizes
 

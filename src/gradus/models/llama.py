@@ -105,5 +105,5 @@ class Llama(nn.Module):
 FAMILY = Family(
     config=LlamaConfig, model=Llama, weights=weights, attention="causal",
     stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",)),),
-    tokens=("token_embedding",), head="head", begin_token=True, fine_tuning_rate=2e-5,
+    tokens=("token_embedding",), head="head", fine_tuning_rate=2e-5,
 )  # fmt: skip

@@ -94,7 +94,8 @@ def task_without_data(recipe: Recipe, *, seq_len: int | None = None) -> Task:
         limit = f"model.seq_len={model.longest}"
         raise UserError(f"a sequence of {length} tokens is longer than {limit}: shorten it, or raise model.seq_len")
     vocabulary = _Vocabulary(model.vocab_size)
-    special, smoothing = {"cls": vocabulary.cls_id, "sep": vocabulary.sep_id}, getattr(config, "label_smoothing", 0.0)
+    special = {"before": [vocabulary.cls_id], "after": [vocabulary.sep_id]}
+    smoothing = getattr(config, "label_smoothing", 0.0)
 
     def ids(i: int, n: int) -> np.ndarray:
         low = min(4, model.vocab_size - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,16 @@ def load_tokenizers(checkpoint: Path) -> dict | None:
 
 
 def _beside(folder: Path) -> dict[str, str]:
-    """What says how the model of a folder is spoken to and where it stops, by the names of the files."""
+    """What says how the model of a folder is spoken to and where it stops, by the names of the files. Several end
+    tokens of a config.json alone are kept as generation_config.json has them."""
     from gradus.data import tokenizer_files
 
-    file, templates = folder / GENERATION, tokenizer_files.chat_templates(folder)
-    return templates | ({GENERATION: limits.read_text(file, limits.CONFIG_FILE)} if file.is_file() else {})
+    beside, file, config = tokenizer_files.chat_templates(folder), folder / GENERATION, folder / "config.json"
+    if file.is_file():
+        beside[GENERATION] = limits.read_text(file, limits.CONFIG_FILE)
+    elif config.is_file() and isinstance(ends := limits.read_object(config).get("eos_token_id"), list):
+        beside[GENERATION] = json.dumps({"eos_token_id": ends})
+    return beside
 
 
 def inherit(tokenizers: dict, folder: Path) -> list[str]:

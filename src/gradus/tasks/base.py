@@ -113,17 +113,22 @@ class Task:
         return []
 
 
-def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[int, int]:
-    """The tokens before and after a text, [CLS] and [SEP] or begin and end. Raises UserError where the tokenizer lacks
-    one of these, a padding token, or one of `more` (name → id), which `what` needs."""
+def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[int], list[int]]:
+    """The tokens before and after a text: the tokenizer's own, else [CLS] and [SEP], or begin and end. Raises UserError
+    where it has more than two, or lacks these, a padding token, or one of `more` (name → id), which `what` needs."""
     t = tokenizer
     first = t.cls_id if t.cls_id is not None else t.bos_id
     last = t.sep_id if t.sep_id is not None else t.eos_id
-    for name, token in {**more, "padding": t.pad_id, "class or begin": first, "separator or end": last}.items():
+    needed = {**more, "padding": t.pad_id}
+    if not t.whole([]):
+        needed |= {"class or begin": first, "separator or end": last}
+    for name, token in needed.items():
         if token is None:
             raise UserError(f"tokenizer: no {name} token, which {what} needs. Use BERT's, or tokenizer.kind=bpe.")
     t.around(first, last)
-    return first, last
+    if (n := len(t.whole([]))) > 2:
+        raise UserError(f"tokenizer: it puts {n} tokens around a text, and {what} takes two. Use another.")
+    return t.before, t.after
 
 
 def fit_vocabulary(model: ModelConfig, n: int, key: str = "vocab_size") -> ModelConfig:

@@ -125,13 +125,13 @@ class TextClassification(Classification):
         super().__init__(recipe)
         self.max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.tokenizers, self.splits, self.classes = open_labelled(recipe, tokenizers, self.max_len - 2)
-        self.cls, self.sep = around(self.tokenizer, "text classification")
+        self.before, self.after = around(self.tokenizer, "text classification")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         return super().complete(model.model_copy(update={"head": "classification", "pooler": True}))
 
     def row(self, ids: np.ndarray) -> np.ndarray:
-        return np.concatenate(([self.cls], ids[: self.max_len - 2], [self.sep]))
+        return np.concatenate((self.before, ids[: self.max_len - 2], self.after))
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         rows = [self.row(s["ids"]) for s in samples]

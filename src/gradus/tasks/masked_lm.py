@@ -41,7 +41,7 @@ class MaskedLM(Task):
         max_len = min(recipe.data.max_len or recipe.model.seq_len, recipe.model.seq_len)
         self.next_sentence = recipe.task.next_sentence
         self.tokenizers, self.splits = open_documents(recipe, tokenizers, max_len - (3 if self.next_sentence else 2))
-        self.cls, self.sep = around(self.tokenizer, "masked language modelling", mask=self.tokenizer.mask_id)
+        self.before, self.after = around(self.tokenizer, "masked language modelling", mask=self.tokenizer.mask_id)
         if not self.next_sentence:
             self.units = Task.units
             return
@@ -68,10 +68,10 @@ class MaskedLM(Task):
                 rows, mine = self.splits[sample["split"]], sample["at"]
                 other = rows[(mine + int(rng.integers(1, len(rows)))) % len(rows)]["ids"]
                 ids, follows = np.concatenate((ids[:split], other[: len(ids) - split])), 0
-        parts = [[self.cls], ids[:split], [self.sep]] + ([ids[split:], [self.sep]] if self.next_sentence else [])
+        parts = [self.before, ids[:split], self.after] + ([ids[split:], self.after] if self.next_sentence else [])
         row = np.concatenate(parts).astype(np.int64)
         types = (np.arange(len(row)) >= split + 2).astype(np.int64)
-        inner = np.flatnonzero(~np.isin(row, [self.cls, self.sep]))
+        inner = np.flatnonzero(~np.isin(row, [*self.before, *self.after]))
         n = max(1, round(self.recipe.task.mask_rate * len(inner)))
         chosen = np.sort(rng.choice(inner, size=min(n, len(inner)), replace=False))
         masked, roll = row.copy(), rng.random(len(chosen))
@@ -123,7 +123,7 @@ class MaskedLM(Task):
     def fill(self, model: nn.Module, ids: list[int], k: int = 5) -> list[list[tuple[str, float]]]:
         """For every masked place of ids (without [CLS] and [SEP]): the k likeliest tokens with their probabilities."""
         device = next(model.parameters()).device
-        row = torch.tensor([[self.cls, *ids, self.sep]], device=device)
+        row = torch.tensor([[*self.before, *ids, *self.after]], device=device)
         with torch.no_grad():
             out = model(row, select=row == self.tokenizer.mask_id)
         top = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(k)

@@ -64,6 +64,12 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
     return corpora
 
 
+def in_documents(recipe: Recipe) -> bool:
+    """Whether the texts that a language model learns begin and end as the tokenizer's files say: those of weights that
+    are trained on did, and so do documents."""
+    return recipe.model.init is not None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
+
+
 def open_running_text(
     recipe: Recipe, saved: Tokenizers | None, seq_len: int
 ) -> tuple[Tokenizers, dict[str, Any], dict[str, dict[str, int]]]:
@@ -77,7 +83,8 @@ def open_running_text(
     splits, sizes = {}, {}
     for split, corpus in corpora.items():
         end = corpus.separate and tokenizers[""].eos_id is not None
-        tokens = TokenFile.of(corpus, tokenizers[""], eos=end, cache=data.cache)
+        begin = tokenizers[""].before if corpus.separate and in_documents(recipe) else ()
+        tokens = TokenFile.of(corpus, tokenizers[""], end, data.cache, begin=begin)
         splits[split] = LMDataset(tokens, seq_len, recipe.train.seed, data.pack, shuffle_phase=split == "train")
         if split != "train" and not (split == "valid" and data.limit_valid):
             about, targets = tokens.about, splits[split].n_targets

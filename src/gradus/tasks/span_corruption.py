@@ -44,6 +44,7 @@ class SpanCorruption(SequenceToSequence):
         if t.eos_id is None or t.pad_id is None:
             raise UserError("tokenizer: it has no padding or end token. Use T5's or tokenizer.kind=bpe.")
         t.sentinel(0)  # raises where there are none
+        t.around(None, t.eos_id)
         self.pad_id = t.pad_id
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:

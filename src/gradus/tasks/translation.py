@@ -138,17 +138,18 @@ class Translation(SequenceToSequence):
             raise UserError("tokenizer: no end token, which translation needs. Use tokenizer.kind=bpe or another file.")
         padding = models.lookup(recipe.model.family).decoder_start == "padding"
         self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
-        ends = (self.start_id, self.eos_id, self.eos_id if source_eos is None else source_eos)
-        self.start, self.end, self.source_end = (np.array([i]) for i in ends)
+        self.start, self.end = (np.array([i]) for i in (self.start_id, self.eos_id))
+        self.tokenizer.around(None, self.eos_id if source_eos is None else source_eos)
+        self.source_room = self.room + 1 - len(self.tokenizer.whole([]))
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         sizes = self.tokenizer.vocab_size, self.target_tokenizer.vocab_size
         return _fit_vocabularies(model, *sizes, "target" in self.tokenizers)
 
     def sequences(self, sample):
-        source, target = sample["source"][: self.room], sample["target"][: self.room]
+        source, target = sample["source"][: self.source_room], sample["target"][: self.room]
         target_in, target_out = np.concatenate((self.start, target)), np.concatenate((target, self.end))
-        return np.concatenate((source, self.source_end)), target_in, target_out
+        return np.array(self.tokenizer.whole(source)), target_in, target_out
 
     def translate(self, model: nn.Module, sources: list[list[int]], max_new: int | None = None) -> list[str]:
         """Translations of source ids (with their end token): greedy, or with evaluate.beams. max_new: tokens of each
@@ -161,7 +162,7 @@ class Translation(SequenceToSequence):
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
         """Translations of texts."""
-        rows = [ids[: self.room] + self.source_end.tolist() for ids in self.tokenizer.encode_batch(texts)]
+        rows = [self.tokenizer.whole(ids[: self.source_room]) for ids in self.tokenizer.encode_batch(texts)]
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:

@@ -47,7 +47,7 @@ def config_to_hf(config: T5Config) -> dict:
         "feed_forward_proj": "gated-gelu" if config.gated else "relu",
         "tie_word_embeddings": config.tie_output,
         "pad_token_id": 0,
-        "eos_token_id": 1,
+        "eos_token_id": None,  # its tokenizer's, which need not be T5's
         "decoder_start_token_id": 0,
     }
 
