@@ -16,7 +16,7 @@ from run_parts import TINY, losses
 
 from gradus import models
 from gradus import recipe as recipes
-from gradus.errors import EnvironmentFault
+from gradus.errors import EnvironmentFault, UserError
 from gradus.models.weights import LoadReport
 from gradus.recipe.schema import BertConfig
 from gradus.train import machine
@@ -87,7 +87,10 @@ def test_a_head_of_another_size_starts_afresh_and_it_is_said(tmp_path):
         "new: classifier.weight, classifier.bias" in said
         and "a new head for 3 classes: that of the weights has 2" in said
     )
-    session = open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w3")}))
+    with pytest.raises(UserError, match=r"head has the classes up, down, still; the data has bad, fair, good\. .*task\.classes="):
+        open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w3")}))
+    own = {"task": {"classes": ["bad", "fair", "good"]}, "model": {"init": str(tmp_path / "w3")}}
+    session = open_session(recipe_of(tmp_path, path, **own))
     assert "its head was trained for up, down, still, and learns bad, fair, good" in weights_line(
         session.recipe, LoadReport(stored=models.config_of(tmp_path / "w3"))
     )

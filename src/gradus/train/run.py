@@ -232,6 +232,8 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
     """Print where its weights come from and, for a task that can show it, the result of an untrained model."""
     if report:
         print(weights_line(session.recipe, report), flush=True)
+    if matched := getattr(session.task, "matched", ""):
+        print(f"note: {matched}", flush=True)
     if new and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:", *session.task.untrained(), sep="\n  ", flush=True)
 
@@ -242,6 +244,8 @@ def weights_line(recipe: Recipe, report: LoadReport) -> str:
     new = [name for name in report.new if not (recipe.adapter and name.endswith((".a.weight", ".b.weight")))]
     for what, names in (("new", new), ("unused", report.unused), ("interpolated", report.resized)):
         line += f"; {what}: {', '.join(names)}" if names else ""
+    if report.dropouts:
+        line += f"; {', '.join(report.dropouts)} left out: training has one, model.dropout={recipe.model.dropout}"
     line += f"; an adapter of rank {recipe.adapter.rank} beside them" if recipe.adapter else ""
     ours = getattr(recipe.task, "classes", None)
     if report.reshaped:
