@@ -338,13 +338,12 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
         peft.refuse_edited(model, about, path)
         if lacks := list(peft.lacking_whole(config, about, adapter)):
             raise UserError(f"{path}: {weights.some(lacks)} {peft.MISSING}")
-    if getattr(config, "tie_output", None) != getattr(stored, "tie_output", None):
-        tied = build(stored, "meta")
-        head, there = tied.head.weight, weights.match(tied, tensors, False, base)[0]
-        named = dict(tied.named_parameters(remove_duplicate=False))
-        tensors = {"lm_head.weight": next(tensors[n] for n, r in there.items() if named.get(r.ours) is head)} | tensors
     used, _ = weights.match(model, tensors, False, base)
-    return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
+    kept = {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
+    if getattr(config, "tie_output", True) != getattr(stored, "tie_output", True):
+        embedding = f"{lookup(config.family).tokens[0]}.weight"
+        kept.setdefault("lm_head.weight", next(tensors[n] for n, rule in used.items() if rule.ours == embedding))
+    return config, kept
 
 
 def _of_peft(
@@ -634,8 +633,8 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
     fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
     _refuse_unfit(fitted.model, fitted.report, config.init)
     hf = limits.read_object(file) if (file := path / "config.json").is_file() else {}
-    dropouts = {n: x for n, x in hf.items() if n.endswith(("dropout", "dropout_prob", "pdrop"))}
-    fitted.report.dropouts = [f"{n}={x}" for n, x in dropouts.items() if x not in (None, config.dropout)]
+    other = [n for n in hf if n.endswith(("dropout", "_prob", "pdrop")) and hf[n] not in (None, config.dropout)]
+    fitted.report.unused += [f"{n}={hf[n]} (config.json)" for n in other]
     frozen = {name for name, p in fitted.model.named_parameters() if not p.requires_grad}
     if left := [name for name in fitted.report.new if name in frozen]:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in left))
@@ -651,13 +650,12 @@ def _refuse_unfit(model: nn.Module, report: weights.LoadReport, where: str) -> N
     """Raises UserError for a start that lacks more than the head of a classifier: what is random among trained weights
     spoils them."""
     config = model.config
-    heads = {name for stack in lookup(config.family).stacks for name in stack.heads}
-    heads = heads if getattr(config, "n_classes", None) else set()
-    adapter = (".a.weight", ".b.weight")
-    if new := [n for n in report.new if n.split(".")[0] not in heads and not n.endswith(adapter)]:
-        own = f", which has {weights.some(report.unused)} instead" if report.unused else ""
+    stacks = lookup(config.family).stacks if getattr(config, "n_classes", None) else ()
+    own, heads = (".a.weight", ".b.weight"), {name for stack in stacks for name in stack.heads}  # own: an adapter's
+    if new := [n for n in report.new if n.split(".")[0] not in heads and not n.endswith(own)]:
+        there = f", which has {weights.some(report.unused)} instead" if report.unused else ""
         raise UserError(
-            f"model.init={where}: {len(new)} of the model's {len(model.state_dict())} tensors are not in it{own}: "
+            f"model.init={where}: {len(new)} of the model's {len(model.state_dict())} tensors are not in it{there}: "
             f"{weights.some(new)} would start from random values. Give weights of the whole model, with the head that "
             "the task needs, under Hugging Face's names."
         )

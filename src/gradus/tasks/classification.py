@@ -46,9 +46,7 @@ class Classification(Task):
                     f"task.classes={', '.join(named[:10])}: {len(named)} names; the data has {n} classes: {shown}. "
                     "Name each once, in this order, or leave task.classes out."
                 )
-            if set(named) == set(self.classes):
-                self._reorder(named, [named.index(name) for name in self.classes])
-            self.classes = named
+            self._reorder(named, by_name(self.classes, named) or range(n))
         self._follow(model)
         if model.n_classes not in (None, n):
             raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out.")
@@ -67,8 +65,8 @@ class Classification(Task):
             raise UserError(f"the head gives {what} (problem_type, num_labels), and this task is one class of each.")
         if not theirs:
             return
-        if (order := by_name(ours, theirs)) is not None:
-            if not {*ours} <= {*theirs}:
+        if order := by_name(ours, theirs):
+            if set(ours) != set(theirs):
                 self.matched = f"the data's {_shown(ours)} are the head's {_shown([theirs[i] for i in order])}"
             self._reorder(theirs, order)
         elif not trained or (len(theirs) == len(ours) and self.recipe.task.classes is None):
@@ -132,10 +130,10 @@ def by_name(ours: list[str], theirs: list[str]) -> list[int] | None:
     nothing, are places among names that are no numbers. None where one is not, or theirs are more."""
     for key in (str, str.casefold):
         place = {key(name): i for i, name in enumerate(theirs)}
-        if len(place) == len(theirs) and place.keys() == {key(name) for name in ours}:
+        if len(place) == len(theirs) and place.keys() == set(map(key, ours)):
             return [place[key(name)] for name in ours]
-    numbers = [str(i) for i in range(len(theirs))]
-    return list(range(len(theirs))) if ours == numbers and not any(map(str.isdecimal, theirs)) else None
+    counted = ours == [str(i) for i in range(len(theirs))] and not any(map(str.isdecimal, theirs))
+    return list(range(len(theirs))) if counted else None
 
 
 def _shown(names: list[str]) -> str:

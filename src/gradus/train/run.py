@@ -244,8 +244,6 @@ def weights_line(recipe: Recipe, report: LoadReport) -> str:
     new = [name for name in report.new if not (recipe.adapter and name.endswith((".a.weight", ".b.weight")))]
     for what, names in (("new", new), ("unused", report.unused), ("interpolated", report.resized)):
         line += f"; {what}: {', '.join(names)}" if names else ""
-    if report.dropouts:
-        line += f"; {', '.join(report.dropouts)} left out: training has one, model.dropout={recipe.model.dropout}"
     line += f"; an adapter of rank {recipe.adapter.rank} beside them" if recipe.adapter else ""
     ours = getattr(recipe.task, "classes", None)
     if report.reshaped:

@@ -89,15 +89,14 @@ class Rule:
 @dataclass
 class LoadReport:
     """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused`
-    tensors of the file that the model has no place for, `reshaped` tensors of the head whose size differs (also in
-    `new`). `resized`: what was made to fit, in words; `dropouts`: those of the file that training has not. `stored`:
-    the configuration beside the weights."""
+    tensors of the file that the model has no place for, and dropouts that it has not, `reshaped` tensors of the head
+    whose size differs (also in `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside the
+    weights."""
 
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
-    dropouts: list[str] = field(default_factory=list)
     stored: ModelConfig | None = field(default=None, compare=False)
 
 
