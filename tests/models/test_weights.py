@@ -654,7 +654,10 @@ HARMLESS = {
     "Marian": {"attention_dropout": 0.5, "normalize_before": True, "static_position_embeddings": True, "num_beams": 4},
 }  # fmt: skip
 SMALL = {
-    **dict.fromkeys(("Bert", "Llama", "Mixtral", "ViT"), {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}),
+    **{
+        kind: {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        for kind in ("Bert", "Llama", "Mixtral", "ViT")
+    },
     "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2}, "T5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
     "Marian": {"d_model": 16, "pad_token_id": 29, "decoder_start_token_id": 29, "decoder_vocab_size": 30, "scale_embedding": True} | {
         f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()

@@ -90,8 +90,8 @@ class Rule:
 class LoadReport:
     """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused`
     tensors of the file that the model has no place for, and dropouts that it has not, `reshaped` tensors of the head
-    whose size differs (also in `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside the
-    weights."""
+    whose size differs (also in `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside
+    the weights."""
 
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
