@@ -436,7 +436,7 @@ def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
         config = table.config_from_hf(known)
         fields.refuse_unknown(known, getattr(table, "WITHOUT_EFFECT", ()), f"model_type={hf.get('model_type')}")
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
-        outputs = fields.outputs(hf, n) if (n := getattr(config, "n_classes", None)) else "softmax"
+        outputs = fields.outputs(config.family, hf, n) if (n := getattr(config, "n_classes", None)) else "softmax"
         adapter = schema.Adapter(**ours["adapter"]) if "adapter" in ours else None
         freeze = ours.get("freeze", ())
         if not all(isinstance(pattern, str) for pattern in freeze):

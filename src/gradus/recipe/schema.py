@@ -128,7 +128,7 @@ class ModelConfig(Section):
         return self._classes if len(self._classes) == getattr(self, "n_classes", None) else ()
 
     @property
-    def outputs(self) -> Literal["softmax", "sigmoid", "none"]:
+    def outputs(self) -> str:
         """What makes answers of a classifier's outputs. softmax: a probability of each class; sigmoid: of each label by
         itself, of which several may hold; none: they are scores, as one output is where nothing else is said."""
         return "none" if self._outputs == "softmax" and getattr(self, "n_classes", None) == 1 else self._outputs

@@ -78,13 +78,13 @@ def blocks(n: int, ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str
 PROBLEMS = {"none": "regression", "sigmoid": "multi_label_classification"}  # ModelConfig.outputs → problem_type
 
 
-def outputs(hf: Mapping[str, Any], n_classes: int) -> str:
+def outputs(family: str, hf: Mapping[str, Any], n_classes: int) -> str:
     """What makes answers of a classifier's outputs, as ModelConfig.outputs has it: by `problem_type`, or for one
     output, a score, by the activation that sentence-transformers keeps. Raises UserError for one that is not known."""
     own = (hf.get("sentence_transformers") or hf).get("activation_fn", hf.get("sbert_ce_default_activation_function"))
     name, value = ("activation_fn", own) if n_classes == 1 and own else ("problem_type", hf.get("problem_type"))
     known = names()["classifier"][name]
-    return known[one_of("classifier", name, value, known)]
+    return known[one_of(family, name, value, known)]
 
 
 # ---------------------------------------------------------------- what a family does not have
