@@ -96,6 +96,78 @@ def test_labels_and_probabilities_of_a_hugging_face_folder(tmp_path):
     assert all(len(line.split(",")) == 1 for line in run(tmp_path, *TEXTS, "--top", "1"))
 
 
+SIGMOID, IDENTITY = (f"torch.nn.modules.{name}" for name in ("activation.Sigmoid", "linear.Identity"))
+
+
+@pytest.mark.parametrize(
+    ("about", "n", "made"),
+    [
+        ({"problem_type": "regression"}, 1, None),
+        ({}, 1, None),
+        ({"sbert_ce_default_activation_function": IDENTITY}, 1, None),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}}, 1, torch.sigmoid),
+        ({"problem_type": "multi_label_classification"}, 3, torch.sigmoid),
+        ({"problem_type": "regression"}, 3, None),
+        ({"problem_type": "single_label_classification", "classifier_dropout": 0.4}, 3, lambda x: x.softmax(-1)),
+    ],
+)
+def test_outputs_are_scores_labels_or_classes_as_the_published_files_say(about, n, made, tmp_path):
+    names = dict(enumerate(("toxic", "rude", "kind")[:n]))
+    model = theirs("BertForSequenceClassification", tmp_path, id2label=names, label2id={name: i for i, name in names.items()}, **about)
+    with torch.no_grad():
+        expected = model(rows(TEXTS[0])).logits[0]
+    expected = dict(zip(names.values(), (expected if made is None else made(expected)).tolist()))
+    for folder in (tmp_path, tmp_path / "again"):
+        line = run(folder, TEXTS[0], "--to", tmp_path / "out.jsonl")[0]
+        record = json.loads((tmp_path / "out.jsonl").read_text())
+        found = record["scores"] if made is None else {guess["label"]: guess["probability"] for guess in record["top"]}
+        assert found == pytest.approx(expected, abs=1e-5) and ("top" in record) == (made is not None)
+        assert all(name in line for name in names.values())
+        models.save(models.load(tmp_path), tmp_path / "again")
+        shutil.copy(tmp_path / "vocab.txt", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "activation_fn=torch.nn.modules.activation.Tanh is not"),
+        ({"problem_type": "ranking"}, "problem_type=ranking is not supported"),
+        ({"id2label": {"1": "bad", "2": "good"}}, "id2label names the outputs 1, 2, which count from 0"),
+    ],
+)
+def test_what_is_not_known_of_outputs_is_refused(about, said, tmp_path, capsys):
+    theirs("BertForSequenceClassification", tmp_path, num_labels=1)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf | about))
+    assert said in fails("predict", tmp_path, "a film", capsys=capsys)
+
+
+@pytest.mark.parametrize("order", [("happy", "sad"), ("SAD", "Happy")])
+def test_an_evaluation_goes_by_the_names_of_the_head(order, tmp_path, capsys):
+    """The same weights with their outputs in another order, under the same names, are as good."""
+    table = "".join(json.dumps({"text": f"a {('bad', 'good')[i % 2]} film", "label": ("sad", "happy")[i % 2]}) + "\n" for i in range(40))
+    (tmp_path / "t.jsonl").write_text(table)
+    model = theirs("BertForSequenceClassification", tmp_path, id2label=dict(enumerate(order)), label2id={order[0]: 0, order[1]: 1})
+    said = ["model.preset=null", "model.init=null", "model.family=bert", *(f"model.{k}={v}" for k, v in TINY.items()), "model.n_classes=null"]
+    said += ["task.classes=null", f"tokenizer.path={tmp_path}", f"data.path={tmp_path / 't.jsonl'}", f"data.cache={tmp_path / 'cache'}", "layout.device=cpu"]
+    found = evaluate("sst2-bert", said, "valid", str(tmp_path))
+    truth = {name.lower(): i for i, name in enumerate(order)}
+    with torch.no_grad():
+        logits = torch.cat([model(rows(f"a {word} film")).logits for word in ("bad", "good")])
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor([truth["sad"], truth["happy"]]))
+    assert found["valid/loss"] == pytest.approx(float(expected), abs=1e-4)
+    assert ("note: classes: the data's happy, sad are the head's" in capsys.readouterr().err) == (order[0] == "SAD")
+    hf = json.loads((tmp_path / "config.json").read_text())
+    for names, said_of in ((("good", "bad"), r"the weights' head has the classes good, bad; the data has happy, sad"), (("LABEL_0", "LABEL_1"), "have no names")):
+        (tmp_path / "config.json").write_text(json.dumps(hf | {"id2label": dict(enumerate(names))}))
+        if names[0] == "good":
+            with pytest.raises(UserError, match=said_of):
+                evaluate("sst2-bert", said, "valid", str(tmp_path))
+        else:
+            evaluate("sst2-bert", said, "valid", str(tmp_path))
+            assert said_of in capsys.readouterr().err
+
+
 def test_texts_from_standard_input(tmp_path, monkeypatch):
     theirs("BertForSequenceClassification", tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("a good film\n\nbad\n"))

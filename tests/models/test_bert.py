@@ -230,7 +230,6 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
         {"is_decoder": True},
         {"position_embedding_type": "relative_key"},
         {"architectures": ["BertForQuestionAnswering"]},
-        {"attention_probs_dropout_prob": 0.3},
         {"tie_word_embeddings": False, "architectures": ["BertForMaskedLM"]},
     ],
 )

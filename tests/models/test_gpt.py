@@ -126,7 +126,6 @@ def test_configuration_there_and_back():
     [
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ("activation_function", "gelu_nw", "activation_function=gelu_nw.*Did you mean gelu_new"),
-        ("attn_pdrop", 0.5, "attn_pdrop=0.5 but resid_pdrop=0.1"),
         ("architectures", ["GPT2ForSequenceClassification"], "architectures=GPT2ForSequenceClassification is not supported"),
     ],
 )

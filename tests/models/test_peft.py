@@ -370,6 +370,31 @@ def test_pickled_weights_and_a_base_beside_the_adapter(bases, tmp_path):
     compare("llama", models.load(tmp_path / "adapter"), theirs)
 
 
+@pytest.mark.parametrize(("family", "saved"), [("gpt", ["wte"]), ("llama", ["embed_tokens"]), ("llama", ["lm_head"]), ("llama", ["lm_head", "embed_tokens"])])
+def test_a_saved_embedding_leaves_the_tied_other_to_the_base(family, saved, tmp_path):
+    """transformers ties the base's two; PEFT copies the one that it saves."""
+    config = CONFIGS[family].model_copy(update={"tie_output": True})
+    models.save(shaken(models.build(config, seed=1)), tmp_path / "base")
+    targets = {"gpt": ["c_attn"], "llama": ["q_proj"]}[family]
+    about = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=saved, fan_in_fan_out=family == "gpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = shaken_adapter(peft.get_peft_model(their_base(family, tmp_path / "base"), about))
+        theirs.save_pretrained(tmp_path / "adapter")
+        theirs = peft.PeftModel.from_pretrained(their_base(family, tmp_path / "base"), tmp_path / "adapter").eval()
+    args, kwargs = INPUTS[family]
+    with torch.no_grad():
+        expected = theirs(**kwargs).logits
+        for model in (models.load(tmp_path / "adapter"), models.load_plain(tmp_path / "adapter")):
+            assert far(model.eval()(*args), expected) < 1e-5 and not model.config.tie_output
+
+
+def test_a_saved_embedding_that_cannot_be_parted_is_refused(bases, tmp_path):
+    peft.get_peft_model(their_base("t5", bases["t5"]), peft.LoraConfig(r=4, target_modules=["q"], modules_to_save=["shared"])).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"modules_to_save: shared\.weight: shared in the model"):
+        models.load(tmp_path)
+
+
 def test_names_of_an_older_transformers(bases, tmp_path):
     theirs = written_by_peft("vit", bases["vit"], tmp_path)
     older = (("layers.", "encoder.layer."), ("attention.q_proj", "attention.attention.query"), ("attention.v_proj", "attention.attention.value"))

@@ -202,12 +202,6 @@ def test_unsupported_fields_are_named(change, named):
         config_from_hf({**hf, **change})
 
 
-def test_other_dropouts_are_told():
-    with pytest.warns(UserWarning, match="attention_dropout=0.0, activation_dropout=0.3, but dropout=0.1"):
-        config = config_from_hf({"model_type": "marian", **HF_TINY, "dropout": 0.1, "activation_dropout": 0.3})
-    assert config.dropout == 0.1
-
-
 # ---------------------------------------------------------------- torch.nn
 
 

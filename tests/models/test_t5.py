@@ -116,13 +116,27 @@ def test_ours_to_theirs(version, tmp_path):
     torch.testing.assert_close(run_ours(again, batch), run_ours(model, batch))
 
 
-def test_a_tied_but_unscaled_head_is_refused(tmp_path):
-    """What transformers 5.23 builds from a fresh v1.1 configuration is no published T5: its file has no head."""
-    transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**HF_TINY, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    ).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"missing.*lm_head\.weight"):
-        load(tmp_path)
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_scaling_and_tying_are_two_fields(tied, scaled, tmp_path):
+    """transformers 5 ties by the file: a head of its own lies in it or does not, whatever the configuration says."""
+    config = transformers.T5Config(**HF_TINY, feed_forward_proj="gated-gelu", tie_word_embeddings=scaled)
+    hf = shake(transformers.T5ForConditionalGeneration(config))
+    if not tied:
+        hf.lm_head.weight = torch.nn.Parameter(torch.randn_like(hf.lm_head.weight))
+    hf.save_pretrained(tmp_path / "theirs")
+    batch = padded_batch()
+    if tied or not scaled:  # its own head, scaled: no configuration that transformers writes says so
+        model = load(tmp_path / "theirs").eval()
+    else:
+        file = tmp_path / "theirs" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+        model = load(tmp_path / "theirs").eval()
+    assert (model.config.tie_output, model.config.scale_output) == (tied, None if tied == scaled else scaled)
+    torch.testing.assert_close(run_ours(model, batch), run_theirs(hf.eval(), batch), rtol=1e-4, atol=1e-4)
+    save(model, tmp_path / "ours")
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(run_theirs(again, batch), run_ours(model, batch), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

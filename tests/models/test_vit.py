@@ -225,7 +225,6 @@ def test_an_image_of_another_size_is_told(shape):
     [
         ({"hidden_act": "relu"}, "hidden_act=relu"),
         ({"qkv_bias": False}, "qkv_bias=False"),
-        ({"attention_probs_dropout_prob": 0.1}, "attention_probs_dropout_prob=0.1"),
         ({"image_size": [8, 16]}, "image_size"),
         ({"architectures": ["ViTForMaskedImageModeling"]}, "architectures=ViTForMaskedImageModeling"),
     ],

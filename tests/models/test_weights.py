@@ -664,3 +664,105 @@ def test_llama2c_mistakes(tmp_path):
     torch.save({"a": torch.ones(2)}, file)
     with pytest.raises(UserError, match="give the folder that also holds"):
         models.load(file)
+
+
+# ---------------------------------------------------------------- fields of config.json
+
+PUBLISHED = {
+    "Bert": ("BertForMaskedLM", "BertForSequenceClassification", "BertModel", "BertForPreTraining"), "GPT2": ("GPT2LMHeadModel",),
+    "T5": ("T5ForConditionalGeneration",), "Llama": ("LlamaForCausalLM",), "Mistral": ("MistralForCausalLM",), "Mixtral": ("MixtralForCausalLM",),
+    "Qwen2": ("Qwen2ForCausalLM",), "ViT": ("ViTForImageClassification",), "IJepa": ("IJepaModel",), "Marian": ("MarianMTModel",),
+    "Pegasus": ("PegasusForConditionalGeneration",),
+}  # fmt: skip
+NEEDED = {"Mistral": {"sliding_window": None}, "Marian": {"scale_embedding": True}, "Pegasus": {"scale_embedding": True}}  # what ours is
+
+
+def written(folder: Path, hf: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(hf, default=str))
+    return folder
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_every_field_of_a_published_configuration_is_known_and_an_invented_one_is_refused(kind, tmp_path):
+    usual = getattr(transformers, f"{kind}Config")(**NEEDED.get(kind, {})).to_dict()
+    for architecture in PUBLISHED[kind]:
+        hf = usual | {"architectures": [architecture]}
+        config = models.config_of(written(tmp_path, hf))
+        assert config == models.config_of(written(tmp_path, hf | {"invented": None, "_of_a_library": 3, "pruned_heads": {}}))
+        for name, value in (("invented", 0.5), ("quantization_config", {"quant_method": "gptq", "bits": 4}), ("auto_map", {"AutoModel": "m.M"})):
+            with pytest.raises(UserError, match=rf"{name}=.*: not known for model_type={usual['model_type']}"):
+                models.config_of(written(tmp_path, hf | {name: value}))
+
+
+def test_an_unknown_field_of_rotary_positions_is_refused(tmp_path):
+    hf = transformers.LlamaConfig().to_dict()
+    with pytest.raises(UserError, match=r"attention_factor=0\.5: not known for rope_parameters"):
+        models.config_of(written(tmp_path, hf | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "attention_factor": 0.5}}))
+    with pytest.raises(UserError, match="layer_types"):
+        models.config_of(written(tmp_path, transformers.Qwen2Config().to_dict() | {"layer_types": ["full_attention", "sliding_attention"]}))
+
+
+# theirs, of which each is said to change nothing of what a model computes; another value than the usual one
+HARMLESS = {
+    "Bert": {"classifier_dropout": 0.4, "attention_probs_dropout_prob": 0.5, "initializer_range": 3.0, "directionality": "left", "use_cache": False},
+    "GPT2": {"n_ctx": 4, "reorder_and_upcast_attn": True, "summary_type": "mean", "embd_pdrop": 0.7, "is_decoder": True, "top_k": 3},
+    "T5": {"n_positions": 3, "classifier_dropout": 0.4, "initializer_factor": 5.0, "is_decoder": True, "max_length": 3},
+    "Llama": {"pretraining_tp": 2, "attention_dropout": 0.5, "add_cross_attention": True, "is_encoder_decoder": True},
+    "Mixtral": {"router_aux_loss_coef": 0.9, "output_router_logits": True},
+    "ViT": {"encoder_stride": 3, "pooler_act": "relu", "attention_probs_dropout_prob": 0.5},
+    "Marian": {"attention_dropout": 0.5, "normalize_before": True, "static_position_embeddings": True, "num_beams": 4},
+}  # fmt: skip
+SMALL = {
+    **{
+        kind: {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        for kind in ("Bert", "Llama", "Mixtral", "ViT")
+    },
+    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2}, "T5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+    "Marian": {"d_model": 16, "pad_token_id": 29, "decoder_start_token_id": 29, "decoder_vocab_size": 30, "scale_embedding": True} | {
+        f"{side}_{size}": n for side in ("encoder", "decoder") for size, n in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_a_field_said_to_be_without_effect_changes_no_output_of_theirs_or_ours(kind, tmp_path):
+    size = SMALL[kind] | ({"image_size": 8, "patch_size": 4} if kind == "ViT" else {"vocab_size": 30})
+    size |= {"num_key_value_heads": 2} if kind in ("Llama", "Mixtral") else {}
+    make = getattr(transformers, PUBLISHED[kind][0])
+    theirs = make(getattr(transformers, f"{kind}Config")(**size)).eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.randint(1, 29, (2, 5), generator=torch.Generator().manual_seed(0))
+    inputs = {"pixel_values": torch.ones(2, 3, 8, 8)} if kind == "ViT" else {"input_ids": ids}
+    inputs |= {"decoder_input_ids": ids} if kind in ("T5", "Marian") else {}
+    with torch.no_grad():
+        expected, ours = theirs(**inputs).logits, models.load(tmp_path).eval()(*inputs.values())
+        hf = json.loads((tmp_path / "config.json").read_text())
+        for name, value in HARMLESS[kind].items():
+            written(tmp_path, hf | {name: value})
+            torch.testing.assert_close(make.from_pretrained(tmp_path).eval()(**inputs).logits, expected, msg=name)
+            assert models.load(tmp_path).eval()(*inputs.values()).equal(ours), name
+
+
+# ---------------------------------------------------------------- what training starts from
+
+
+def test_a_start_that_lacks_more_than_a_classifiers_head_is_refused(tmp_path):
+    hf_llama(tmp_path / "whole")
+    config = models.config_of(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    faults = {
+        "twice": ({f"model.{name}": tensor for name, tensor in tensors.items()}, r"20 of the model's 21 tensors are not in it, which has model\.model"),
+        "headless": ({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, r"head\.weight would start from random values"),
+    }
+    for name, (stored, said) in faults.items():
+        (tmp_path / name).mkdir()
+        save_file(stored, tmp_path / name / "model.safetensors")
+        written(tmp_path / name, json.loads((tmp_path / "whole" / "config.json").read_text()))
+        with pytest.raises(UserError, match=said):
+            models.load_start(config.model_copy(update={"init": str(tmp_path / name)}), seed=0)
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 20}
+    transformers.BertForMaskedLM(transformers.BertConfig(**small, attention_probs_dropout_prob=0.3)).save_pretrained(tmp_path / "bert")
+    start = models.config_of(tmp_path / "bert").model_copy(update={"init": str(tmp_path / "bert"), "head": "classification", "n_classes": 2})
+    report = models.load_start(start, seed=0).report
+    assert report.new == ["pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"]
+    assert report.unused[-1] == "attention_probs_dropout_prob=0.3 (config.json)", "which training has not"

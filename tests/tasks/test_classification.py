@@ -13,6 +13,8 @@ from gradus import tasks
 from gradus.data.splits import Part
 from gradus.data.tokenizers import train_bpe
 from gradus.errors import UserError
+from gradus.recipe.schema import BertConfig
+from gradus.tasks.classification import by_name
 from gradus.train.evaluation import _add, _on_host
 
 TEXTS = {"good": "a good film", "bad": "a bad film, far too long for what it is", "fair": "fair"}
@@ -72,6 +74,35 @@ def test_classes_that_the_data_do_not_have(tmp_path, more, says):
     with pytest.raises(UserError, match=says):
         task = of_texts(tmp_path, more)
         task.complete(task.recipe.model)
+
+
+def test_classes_are_found_by_name_then_whatever_the_case_and_numbers_by_place():
+    assert by_name(["bad", "good"], ["good", "bad"]) == [1, 0]
+    assert by_name(["bad", "good"], ["GOOD", "Bad"]) == [1, 0]
+    assert by_name(["a", "A"], ["A", "a"]) == [1, 0] and by_name(["a", "b"], ["A", "a"]) is None
+    assert by_name(["0", "1"], ["1", "0"]) == [1, 0], "numbers can be names"
+    assert by_name(["0", "1"], ["bad", "good"]) == [0, 1] and by_name(["1", "2"], ["bad", "good"]) is None
+    assert by_name(["bad", "good"], ["bad", "good", "fair"]) is None and by_name(["0", "1"], ["1", "2"]) is None
+
+
+def test_labels_are_numbered_as_the_heads(tmp_path):
+    task = of_texts(tmp_path)
+    named = [[task.classes[i] for i in data.labels] for data in task.splits.values()]
+    head = BertConfig(vocab_size=270, n_layers=1, d_model=16, n_heads=2, d_ff=32, head="classification", n_classes=3)
+    for names in (["good", "fair", "bad"], ["FAIR", "BAD", "GOOD"]):
+        task.complete(head.named(names))
+        assert task.classes == names
+        for data, before in zip(task.splits.values(), named):
+            assert [names[i].lower() for i in data.labels] == before
+            assert [names[data[i]["label"]].lower() for i in range(len(data))] == before
+    for config, says in (
+        (head.named(["good", "fair", "poor"]), "head has the classes good, fair, poor; the data has FAIR, BAD, GOOD"),
+        (head.model_copy(update={"n_classes": 4}).named(["good", "fair", "bad", "poor"]), "good, fair, bad, poor; the data has FAIR, BAD, GOOD"),
+        (head.named([], "sigmoid"), "the head gives several labels of each sample"),
+        (head.named([], "none"), "the head gives scores"),
+    ):
+        with pytest.raises(UserError, match=says):
+            task.complete(config)
 
 
 def test_one_class_is_nothing_to_learn(tmp_path):

@@ -16,9 +16,9 @@ from run_parts import TINY, losses
 
 from gradus import models
 from gradus import recipe as recipes
-from gradus.errors import EnvironmentFault
+from gradus.errors import EnvironmentFault, UserError
 from gradus.models.weights import LoadReport
-from gradus.recipe.schema import BertConfig
+from gradus.recipe.schema import BertConfig, ViTConfig
 from gradus.train import machine
 from gradus.train.run import emulated, train, weights_line
 from gradus.train.session import open_session
@@ -87,10 +87,35 @@ def test_a_head_of_another_size_starts_afresh_and_it_is_said(tmp_path):
         "new: classifier.weight, classifier.bias" in said
         and "a new head for 3 classes: that of the weights has 2" in said
     )
-    session = open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w3")}))
+    with pytest.raises(UserError, match=r"head has the classes up, down, still; the data has bad, fair, good\. .*task\.classes="):
+        open_session(recipe_of(tmp_path, path, model={"init": str(tmp_path / "w3")}))
+    own = {"task": {"classes": ["bad", "fair", "good"]}, "model": {"init": str(tmp_path / "w3")}}
+    session = open_session(recipe_of(tmp_path, path, **own))
     assert "its head was trained for up, down, still, and learns bad, fair, good" in weights_line(
         session.recipe, LoadReport(stored=models.config_of(tmp_path / "w3"))
     )
+
+
+@pytest.mark.parametrize("kind", ["folders", "declared", "numbers"])
+def test_pictures_are_numbered_as_the_head_that_they_start_from(kind, tmp_path):
+    datasets, names = pytest.importorskip("datasets"), ["cat", "ant", "bee"]
+    config = ViTConfig(**new_parts.TINY, image_size=8, patch_size=4, n_classes=3).named(names)
+    models.save(models.build(config), tmp_path / "w")
+    folder, numbered = new_parts.pictures(tmp_path / "p"), names if kind == "numbers" else ["ant", "bee", "cat"]
+    if kind != "folders":
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64") if kind == "numbers" else datasets.ClassLabel(names=numbered)})
+        files = sorted(folder.glob("*/*.png"))
+        table = {"image": list(map(str, files)), "label": [numbered.index(file.parent.name) for file in files]}
+        folder = tmp_path / "t"
+        folder.mkdir()
+        datasets.Dataset.from_dict(table, features=features).to_parquet(folder / "train.parquet")
+    data = {"kind": "images", "path": str(folder)}
+    session = open_session(recipe_of(tmp_path, folder, model={"init": str(tmp_path / "w")}, data=data, tokenizer=None))
+    task = session.task
+    assert task.classes == names == list(session.build().config.classes) == session.recipe.task.classes
+    assert bool(task.matched) == (kind == "numbers")
+    first = {split: [names[data[i]["label"]] for i in range(len(data))] for split, data in task.splits.items()}
+    assert first == {"train": sorted(11 * names), "valid": sorted(names)}
 
 
 @pytest.mark.slow

@@ -167,6 +167,9 @@ def line_of(record: Record) -> str:
         wrong = "" if record.get("right", True) else f"wrong: it is {record['truth']}"
         verdict = f"  ({wrong or 'right'})" if "right" in record else ""
         return f"{guesses(record['top'], ', ')}{verdict}  ←  {short(record['input'])}"
+    if "scores" in record:
+        scores = (f"{name} {x:.{2 if abs(x) >= 0.1 else 4}f}" for name, x in record["scores"].items())
+        return f"{', '.join(scores)}  ←  {short(record['input'])}"
     if "masks" in record:
         masks = (f"  [MASK] {i}: {guesses(mask, '; ')}" for i, mask in enumerate(record["masks"], 1))
         return "\n".join([record["filled"], *masks])
@@ -206,10 +209,15 @@ def batches(items: list[Any]) -> Iterator[list[Any]]:
 def labels(
     source: ModelSource, names: list[str], items: list[Any], logits: Callable[[list[Any]], Tensor], top: int
 ) -> Iterator[Record]:
-    """The classes of items by their probability. names: as records call them. logits: (batch, n_classes) of some."""
-    classes = class_names(source)
+    """The classes of items by their probability, or their scores. names: as records call them. logits:
+    (batch, n_classes) of some."""
+    classes, outputs = class_names(source), source.config.outputs
     for part in batches(list(zip(names, items))):
-        values, ids = logits([item for _, item in part]).float().softmax(-1).topk(min(top, len(classes)))
+        values = logits([item for _, item in part]).float()
+        if outputs == "none":
+            yield from ({"input": n, "scores": dict(zip(classes, row))} for (n, _), row in zip(part, values.tolist()))
+            continue
+        values, ids = (values.sigmoid() if outputs == "sigmoid" else values.softmax(-1)).topk(min(top, len(classes)))
         for (name, _), chosen, probabilities in zip(part, ids.tolist(), values.tolist()):
             best = ranked([classes[i] for i in chosen], probabilities)
             yield {"input": name, **best[0], "top": best}
@@ -220,10 +228,10 @@ def ranked(names: list[str], probabilities: list[float]) -> list[dict[str, Any]]
 
 
 def class_names(source: ModelSource) -> list[str]:
-    """The names in the run's recipe, else those in config.json, else numbers."""
+    """The names in the run's recipe, else those in config.json, else numbers, or of one score its own."""
     n = source.config.n_classes
     names = getattr(source.recipe and source.recipe.task, "classes", None) or source.config.classes
-    return list(names) if len(names) == n else [f"class {i}" for i in range(n)]
+    return list(names) if len(names) == n else [f"class {i}" for i in range(n)] if n > 1 else ["score"]
 
 
 # ---------------------------------------------------------------- texts
@@ -392,6 +400,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
     if source.recipe is None:
         raise UserError(f"--split={args.split}: {source.name} belongs to no run. Give inputs, or a run folder.")
     task = tasks.open_task(asking_for(source.recipe, args.split), tasks.load_tokenizers(source.path))
+    task.complete(source.config)  # labels are numbered as the head's
     data = split_of(task, args.split, source.run)
     chosen = range(min(args.n, len(data)))
     if isinstance(task, Classification):
@@ -402,7 +411,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
         def logits(part: list[Any]) -> Tensor:
             return task.logits(model, task.to_device(task.collate(part), model.device))
 
-        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):
+        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # no score: of a run
             truth = class_names(source)[int(sample["label"])]
             yield {**record, "truth": truth, "right": record["label"] == truth}
     elif isinstance(task, Copy):
@@ -509,4 +518,7 @@ def open_evaluation(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
+    if isinstance(task := session.task, Classification) and (not config.classes or task.matched):
+        unnamed = f"the head's have no names (id2label): taken in the order of {', '.join(task.classes[:10])}"
+        note(f"classes: {task.matched or unnamed}")
     return source, session

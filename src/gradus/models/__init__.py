@@ -18,7 +18,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.models import weights
 from gradus.models.family import Family, Stack, families, lookup, register
 from gradus.models.finite import finite, not_finite, weights_not_finite
-from gradus.models.weights import checksums, peft
+from gradus.models.weights import checksums, fields, peft
 from gradus.patch import replaced
 from gradus.recipe import schema
 
@@ -252,6 +252,8 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
                 return gpt.from_nanogpt(path)
             return vit_names.read(weights.read_tensors(path), path)
     config = _from_config_json(hf, path / "config.json")
+    if (with_tensors := getattr(weights.rules_of(config.family), "with_tensors", None)) and weights.files_of(path):
+        config = with_tensors(config, weights.read_tensors(path))
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
         from gradus.models.weights import sharded
 
@@ -345,7 +347,11 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
         if lacks := list(peft.lacking_whole(config, about, adapter)):
             raise UserError(f"{path}: {weights.some(lacks)} {peft.MISSING}")
     used, _ = weights.match(model, tensors, False, base)
-    return config, {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
+    kept = {n: t for n, t in tensors.items() if n in used and bare(n) not in taken} | adapter
+    if getattr(config, "tie_output", True) != getattr(stored, "tie_output", True):
+        embedding = f"{lookup(config.family).tokens[0]}.weight"
+        kept.setdefault("lm_head.weight", next(tensors[n] for n, rule in used.items() if rule.ours == embedding))
+    return config, kept
 
 
 def _of_peft(
@@ -357,7 +363,10 @@ def _of_peft(
     config = base
     if heads and hasattr(base, "n_classes"):
         head = {"head": "classification", "pooler": True} if hasattr(base, "head") else {}
-        config = type(base)(**{**base.model_dump(), **head, "n_classes": heads[0].shape[0]}).named(base.classes)
+        config = type(base)(**{**base.model_dump(), **head, "n_classes": heads[0].shape[0]})
+        config = config.named(base.classes, base._outputs)
+    if not about.get("ensure_weight_tying"):
+        config = _parted(config, whole)
     model, table = build(config, "meta"), weights.rules_of(config.family).rules(config)
     targets, tensors = peft.targets(model, about, tensors)
     adapter = schema.Adapter(
@@ -367,6 +376,20 @@ def _of_peft(
     saved = {name for rule in table if rule.theirs in whole for name in rule.names}
     names = sorted({name.rpartition(".")[0] for name in saved if not weights.in_head(name)})
     return config.trained(adapter, [f"-{name}" for name in names]), tensors
+
+
+def _parted(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfig:
+    """The base's configuration where some of its tensors are saved beside an adapter. Of two that are tied PEFT copies
+    the saved one, and the other keeps the base's values. Raises UserError where ours cannot be untied."""
+    config = base
+    if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
+        config = type(base)(**{**base.model_dump(), "tie_output": False}).named(base.classes, base._outputs)
+    if parted := weights.shared(build(config, "meta"), saved):
+        raise UserError(
+            f"modules_to_save: {weights.some(parted)}: shared in the model, and PEFT parts it. Merge it with PEFT "
+            "(merge_and_unload) and give that"
+        )
+    return config
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -417,20 +440,25 @@ def _ours(hf: dict[str, Any], file: Path | None) -> dict[str, Any]:
 def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
     ours = _ours(hf, file)
     with one_line(file):
-        config = weights.rules_of(weights.family_of(hf, file)).config_from_hf(hf)
+        table, known = weights.rules_of(weights.family_of(hf, file)), fields.Fields(hf)
+        config = table.config_from_hf(known)
+        fields.refuse_unknown(known, getattr(table, "WITHOUT_EFFECT", ()), f"model_type={hf.get('model_type')}")
         names = {int(i): str(name) for i, name in (hf.get("id2label") or {}).items()}
+        outputs = fields.outputs(config.family, hf, n) if (n := getattr(config, "n_classes", None)) else "softmax"
         adapter = schema.Adapter(**ours["adapter"]) if "adapter" in ours else None
         freeze = ours.get("freeze", ())
         if not all(isinstance(pattern, str) for pattern in freeze):
             raise ValueError(f"gradus.freeze={freeze!r:.40}")
-        if fields := {key: value for key, value in ours.items() if key not in ABOUT_ADAPTER}:
-            config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **fields})
+        if own := {key: value for key, value in ours.items() if key not in ABOUT_ADAPTER}:
+            config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **own})
         config = config.trained(adapter, freeze)
         if config.reads == "text" and config.vocab_size is None:
             raise KeyError("vocab_size")
-    if any(name != f"LABEL_{i}" for i, name in names.items()):  # transformers writes LABEL_i where nobody named a class
-        config = config.named([names[i] for i in sorted(names)])
-    return config
+        if outputs != "none" and sorted(names) != list(range(len(names))):
+            raise ValueError(f"id2label names the outputs {', '.join(map(str, names))}, which count from 0")
+    # transformers writes LABEL_i where nobody named a class
+    unnamed = all(name == f"LABEL_{i}" for i, name in names.items())
+    return config.named([] if unnamed else [names[i] for i in sorted(names)], outputs)
 
 
 def _write_config(config: schema.ModelConfig) -> dict:
@@ -446,6 +474,8 @@ def _write_config(config: schema.ModelConfig) -> dict:
             "id2label": {str(i): name for i, name in enumerate(config.classes)},
             "label2id": {name: i for i, name in enumerate(config.classes)},
         }
+    if config.outputs != "softmax":
+        hf["problem_type"] = fields.PROBLEMS[config.outputs]
     return {**hf, "gradus": extra} if extra else hf
 
 
@@ -486,7 +516,7 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
             raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
-        changed = type(config)(**{**config.model_dump(), **fields}).named(config.classes)
+        changed = type(config)(**{**config.model_dump(), **fields}).named(config.classes, config._outputs)
     return changed.trained(config.adapter, config.freeze)
 
 
@@ -609,6 +639,10 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
         )
     start = {"preset": None, "init": str(path.absolute()) if config.adapter else None}
     fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
+    _refuse_unfit(fitted.model, fitted.report, config.init)
+    hf = limits.read_object(file) if (file := path / "config.json").is_file() else {}
+    other = [n for n in hf if n.endswith(("dropout", "_prob", "pdrop")) and hf[n] not in (None, config.dropout)]
+    fitted.report.unused += [f"{n}={hf[n]} (config.json)" for n in other]
     frozen = {name for name, p in fitted.model.named_parameters() if not p.requires_grad}
     if left := [name for name in fitted.report.new if name in frozen]:
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in left))
@@ -618,6 +652,21 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
         )
     adapter_config(fitted.model)  # raises for what could not be kept
     return fitted
+
+
+def _refuse_unfit(model: nn.Module, report: weights.LoadReport, where: str) -> None:
+    """Raises UserError for a start that lacks more than the head of a classifier: what is random among trained weights
+    spoils them."""
+    config = model.config
+    stacks = lookup(config.family).stacks if getattr(config, "n_classes", None) else ()
+    own, heads = (".a.weight", ".b.weight"), {name for stack in stacks for name in stack.heads}  # own: an adapter's
+    if new := [n for n in report.new if n.split(".")[0] not in heads and not n.endswith(own)]:
+        there = f", which has {weights.some(report.unused)} instead" if report.unused else ""
+        raise UserError(
+            f"model.init={where}: {len(new)} of the model's {len(model.state_dict())} tensors are not in it{there}: "
+            f"{weights.some(new)} would start from random values. Give weights of the whole model, with the head that "
+            "the task needs, under Hugging Face's names."
+        )
 
 
 def _fitted(

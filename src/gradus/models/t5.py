@@ -83,9 +83,9 @@ class Stack(nn.Module):
 
 
 class T5(nn.Module):
-    """Encoder, decoder, one embedding for both. With `config.tie_output` the head is the embedding, and the decoder's
-    output is multiplied by d_model^-0.5 before it; otherwise the head is a matrix of its own, and nothing is
-    multiplied.
+    """Encoder, decoder, one embedding for both. With `config.tie_output` the head is the embedding, otherwise a matrix
+    of its own. With `config.scale_output` (not given: as tie_output) the decoder's output is multiplied by d_model^-0.5
+    before it.
 
     The decoder starts from the padding id (0 by convention); whoever makes the targets shifts them.
     """
@@ -163,7 +163,8 @@ class T5(nn.Module):
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         if select is not None:
             x = x[select]
-        if self.config.tie_output:
+        scaled = self.config.tie_output if self.config.scale_output is None else self.config.scale_output
+        if scaled:
             x = x * self.config.d_model**-0.5
         return self.head(x)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,8 +50,7 @@ def read_hf(name: str) -> Read:
         raise UserError(f"{name}: model_type={kind!r:.60}: expected text")
     if kind not in others.planned():
         raise UserError(f"{name}: {others.refused(kind, others.planned())}")
-    with models.one_line(name), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # several dropouts: they are no matter of size
+    with models.one_line(name):
         try:
             return _map(dict(hf), kind)
         except UserError as e:
@@ -62,6 +60,8 @@ def read_hf(name: str) -> Read:
 def _map(hf: dict[str, Any], kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
+    for field in ("layer_types", "dense_act_fn"):  # which repeat what others say
+        hf.pop(field, None)
     _check_fields(hf, entry)
     notes += _replaced(hf, entry)
     heads = entry.get("heads", {})

@@ -109,6 +109,7 @@ class ModelConfig(Section):
     n_heads: Heads  # attention heads per layer
     dropout: Fraction = 0.0  # share of numbers set to 0 in training
     _classes: tuple[str, ...] = PrivateAttr(())
+    _outputs: str = PrivateAttr("softmax")
     _adapter: Adapter | None = PrivateAttr(None)
     _freeze: tuple[str, ...] = PrivateAttr(())
 
@@ -127,10 +128,16 @@ class ModelConfig(Section):
         them in task.classes."""
         return self._classes if len(self._classes) == getattr(self, "n_classes", None) else ()
 
-    def named(self, classes: Sequence[str] | None) -> Self:
-        """The same configuration with these names."""
+    @property
+    def outputs(self) -> str:
+        """What makes answers of a classifier's outputs. softmax: a probability of each class; sigmoid: of each label by
+        itself, of which several may hold; none: they are scores, as one output is where nothing else is said."""
+        return "none" if self._outputs == "softmax" and getattr(self, "n_classes", None) == 1 else self._outputs
+
+    def named(self, classes: Sequence[str] | None, outputs: str = "softmax") -> Self:
+        """The same configuration with these names, and what makes answers of its outputs."""
         copy = self.model_copy()
-        copy._classes = tuple(classes or ())
+        copy._classes, copy._outputs = tuple(classes or ()), outputs
         return copy
 
     @property
@@ -266,6 +273,7 @@ class T5Config(ModelConfig):
     dropout: Fraction = 0.1
     gated: bool = False  # gated gelu (v1.1) in place of relu (v1.0)
     tie_output: bool = True  # output projection = token embedding
+    scale_output: bool | None = None  # the decoder's output times d_model^-0.5; None: where tie_output is true
     n_buckets: Annotated[Whole, upto(limits.HEADS, 4)] = 32  # distances that relative positions distinguish
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,12 @@ class Classification(Task):
     units = {"loss": "nats/sample", "accuracy": "", "macro_f1": ""}
     classes: list[str]
     weights: list[float] | None = None  # of each class in the loss
+    matched = ""  # which of the data's classes are which of the head's, where their names are not the same
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """Give the model as many outputs as the data has classes. Raises UserError for one class, and where the recipe
-        has another number, or repeats or reorders their names."""
+        """Give the model as many outputs as the data has classes, in the order of the head that it has or starts from,
+        by their names. Raises UserError for one class, where the recipe has another number or repeats their names, and
+        where the head has others."""
         n, named = len(self.classes), self.recipe.task.classes
         if n == 1:
             path, only = self.recipe.data.path, self.classes[0]
@@ -40,14 +43,15 @@ class Classification(Task):
             if self.recipe.data.kind != "images":
                 another = "Name another label column (data.label; of gradus new --label or --no-label)"
             raise UserError(f"{path}: every sample is of one class ({only}), so there is nothing to learn. {another}.")
-        shown = ", ".join(self.classes[:10]) + (", ..." if n > 10 else "")
+        shown = _shown(self.classes)
         if named is not None and named != self.classes:  # names in place of the data's
-            if set(named) == set(self.classes) or len(set(named)) != n or len(named) != n:
+            if len(set(named)) != n or len(named) != n:
                 raise UserError(
                     f"task.classes={', '.join(named[:10])}: {len(named)} names; the data has {n} classes: {shown}. "
                     "Name each once, in this order, or leave task.classes out."
                 )
-            self.classes = named
+            self._reorder(named, by_name(self.classes, named) or range(n))
+        self._follow(model)
         if model.n_classes not in (None, n):
             raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out.")
         weights = self.recipe.task.class_weights
@@ -58,6 +62,40 @@ class Classification(Task):
             raise UserError(f"task.class_weights: {len(weights)} numbers for {n} classes: {shown}. Give one for each.")
         self.weights = weights
         return super().complete(model.model_copy(update={"n_classes": n}))
+
+    def _follow(self, model: ModelConfig) -> None:
+        """Give the classes the order of the head. A start for other classes gets a new head, and where the recipe names
+        them it learns these from here on; the weights of an evaluation have to have them."""
+        head = model
+        if model.init is not None and not model.classes:
+            with contextlib.suppress(UserError):  # a run that is resumed does without them
+                head = models.config_of(model.init)
+        ours, theirs, trained = self.classes, list(head.classes), head is not model
+        if head.outputs != "softmax" and not (trained and head.n_classes != len(ours)):
+            what = "several labels of each sample" if head.outputs == "sigmoid" else "scores"
+            raise UserError(f"the head gives {what} (problem_type, num_labels), and this task is one class of each.")
+        if not theirs:
+            return
+        if order := by_name(ours, theirs):
+            if set(ours) != set(theirs):
+                self.matched = f"the data's {_shown(ours)} are the head's {_shown([theirs[i] for i in order])}"
+            self._reorder(theirs, order)
+        elif not trained or (len(theirs) == len(ours) and self.recipe.task.classes is None):
+            learn = f" To learn the data's in their place: task.classes=[{_shown(ours)}]." if trained else ""
+            raise UserError(
+                f"the weights' head has the classes {_shown(theirs)}; the data has {_shown(ours)}. If they are the "
+                f"same, name the data's so: task.classes=[{_shown(theirs)}].{learn}"
+            )
+
+    def _reorder(self, classes: list[str], order: Sequence[int]) -> None:
+        """Number the labels by these classes. order: of each of the data's, where it is among these."""
+        parts: dict[int, Any] = {}
+        for data in self.splits.values():
+            while data is not None:
+                parts[id(data)], data = data, getattr(data, "dataset", None)
+        for part in parts.values():
+            part.labels = np.asarray(order, np.int64)[part.labels]
+        self.classes = classes
 
     def resolved(self, recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"task": recipe.task.model_copy(update={"classes": self.classes})})
@@ -116,6 +154,21 @@ class Classification(Task):
             f"{self.classes[int(row.argmax())]} {row.max():.3f} (is {self.classes[s['label']]}){self.shown(s)}"
             for s, row in zip(chosen, p)
         ]
+
+
+def by_name(ours: list[str], theirs: list[str]) -> list[int] | None:
+    """Where each of our classes is among theirs, by its name, or by that in lower case; numbers from 0, which name
+    nothing, are places among names that are no numbers. None where one is not, or theirs are more."""
+    for key in (str, str.casefold):
+        place = {key(name): i for i, name in enumerate(theirs)}
+        if len(place) == len(theirs) and place.keys() == set(map(key, ours)):
+            return [place[key(name)] for name in ours]
+    counted = ours == [str(i) for i in range(len(theirs))] and not any(map(str.isdecimal, theirs))
+    return list(range(len(theirs))) if counted else None
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 
 class TextClassification(Classification):

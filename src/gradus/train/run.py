@@ -233,6 +233,8 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
     """Print where its weights come from and, for a task that can show it, the result of an untrained model."""
     if report:
         print(weights_line(session.recipe, report), flush=True)
+    if matched := getattr(session.task, "matched", ""):
+        print(f"note: {matched}", flush=True)
     if new and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:", *session.task.untrained(), sep="\n  ", flush=True)
 

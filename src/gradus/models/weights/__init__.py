@@ -8,6 +8,10 @@
     PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
                            removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
+    WITHOUT_EFFECT         optional: fields of config.json that change nothing of what is computed. Those that
+                           config_from_hf asks for are known too; any other is refused (`fields.refuse_unknown`)
+    with_tensors(config, names)
+                           optional: the configuration, of which the names of the file's tensors say a part
     MODULES                optional: pattern → replacement, in turn, of tensors' names, where transformers calls its
                            modules otherwise than its files do; adapters are named after modules
     unknown_to_transformers(config)
@@ -86,8 +90,9 @@ class Rule:
 @dataclass
 class LoadReport:
     """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused`
-    tensors of the file that the model has no place for, `reshaped` tensors of the head whose size differs (also in
-    `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside the weights."""
+    tensors of the file that the model has no place for, and dropouts that it has not, `reshaped` tensors of the head
+    whose size differs (also in `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside
+    the weights."""
 
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -336,6 +341,14 @@ def first_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter → its first: a tied one has several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.state_dict(keep_vars=True).items()}
+
+
+def shared(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of these tensors of theirs that are those of other modules of theirs too."""
+    first, modules = first_names(model), {}
+    for rule in (known := rules(model)):
+        modules.setdefault(tuple(rule.keys(first)), set()).add(rule.theirs.rpartition(".")[0])
+    return [r.theirs for r in known if r.theirs in names and len(modules[tuple(r.keys(first))]) > 1]
 
 
 def ours(

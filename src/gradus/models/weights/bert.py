@@ -10,7 +10,7 @@ MODEL_TYPES = ("bert",)
 PREFIXES = ("bert.",)
 IGNORABLE = ("embeddings.position_ids", "embeddings.token_type_ids")  # 0, 1, 2 ... and zeros
 NAMES = fields.names()["bert"]
-HEADS = NAMES["heads"]  # architecture → head
+HEADS, WITHOUT_EFFECT = NAMES["heads"], NAMES["without effect"]  # architecture → head
 
 
 def config_from_hf(hf: dict) -> BertConfig:
@@ -20,10 +20,6 @@ def config_from_hf(hf: dict) -> BertConfig:
     tied = {"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}
     fields.only("bert", hf, NAMES["fixed"] | tied)
     activation = fields.activation("bert", "hidden_act", hf.get("hidden_act", "gelu"))
-    others = {"attention_probs_dropout_prob": hf.get("attention_probs_dropout_prob", 0.1)}
-    if head == "classification":
-        others["classifier_dropout"] = hf.get("classifier_dropout")
-    fields.one_dropout("bert", hf, "hidden_dropout_prob", others)
     n_classes = fields.n_classes(hf) if head == "classification" else None
     return BertConfig(**fields.read(hf, NAMES["fields"]), head=head, n_classes=n_classes, activation=activation)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, ItemsView, Mapping
 from typing import Any
 
 from gradus import files
-from gradus.errors import UserError, did_you_mean
+from gradus.errors import UserError, did_you_mean, some
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
 
@@ -39,7 +39,8 @@ def as_ours(config: ModelConfig, model_type: str, architecture: str) -> dict[str
 
 
 def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in hf.items() if k not in ("model_type", "architectures", "dtype", "id2label", "label2id")}
+    others = ("model_type", "architectures", "dtype", "id2label", "label2id", "problem_type", "sentence_transformers")
+    return {k: v for k, v in hf.items() if k not in others}
 
 
 def labels(n_classes: int) -> dict[str, dict]:
@@ -72,7 +73,54 @@ def blocks(n: int, ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str
     return {f"{ours}.{i}.{our}": f"{theirs}.{i}.{their}" for i in range(n) for our, their in parts.items()}
 
 
+# ---------------------------------------------------------------- what a classifier's outputs are
+
+PROBLEMS = {"none": "regression", "sigmoid": "multi_label_classification"}  # ModelConfig.outputs → problem_type
+
+
+def outputs(family: str, hf: Mapping[str, Any], n_classes: int) -> str:
+    """What makes answers of a classifier's outputs, as ModelConfig.outputs has it: by `problem_type`, or for one
+    output, a score, by the activation that sentence-transformers keeps. Raises UserError for one that is not known."""
+    own = (hf.get("sentence_transformers") or hf).get("activation_fn", hf.get("sbert_ce_default_activation_function"))
+    name, value = ("activation_fn", own) if n_classes == 1 and own else ("problem_type", hf.get("problem_type"))
+    known = names()["classifier"][name]
+    return known[one_of(family, name, value, known)]
+
+
 # ---------------------------------------------------------------- what a family does not have
+
+
+class Fields(dict[str, Any]):
+    """A config.json that knows which of its fields a reader has asked for."""
+
+    def __init__(self, hf: Mapping[str, Any]):
+        super().__init__(hf)
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        return super().get(name, default)
+
+    def items(self) -> ItemsView[str, Any]:
+        self.used.update(self)
+        return super().items()
+
+
+def refuse_unknown(hf: Fields, without_effect: Collection[str], what: str) -> None:
+    """Raises UserError for fields that no reader asks for and that are not known to change nothing of what a model
+    computes: neither those of names.yaml, nor the reader's own (its WITHOUT_EFFECT). null and {} say nothing, nor does
+    what begins with an underscore: names that libraries give to their own notes."""
+    known = {*names()["all"]["without effect"], *without_effect, *hf.used}
+    if unknown := [n for n in hf if n not in known and not n.startswith("_") and hf[n] not in (None, {}, [])]:
+        first = f"{unknown[0]}={hf[unknown[0]]!r:.60}"
+        raise UserError(
+            f"config.json: {some([first, *unknown[1:]])}: not known for {what}, so it may compute something else. "
+            "Take a field out of config.json that changes no output; give quantized weights as they were before"
+        )
 
 
 def unsupported(family: str, name: str, value: object, way_out: str) -> UserError:
@@ -96,13 +144,3 @@ def only(family: str, hf: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     for name, value in fixed.items():
         if hf.get(name, value) != value:
             raise unsupported(family, name, hf[name], f" (only {value} is)")
-
-
-def one_dropout(family: str, hf: Mapping[str, Any], name: str, others: Mapping[str, Any]) -> None:
-    """Raises UserError where one of the others, name → value, is not the dropout that `name` says. null says
-    nothing."""
-    dropout = hf.get(name, 0.1)
-    for other, value in others.items():
-        if value not in (None, dropout):
-            mismatch = f"{other}={value} but {name}={dropout}"
-            raise UserError(f"config.json: {mismatch}; family {family} has one dropout. Make them equal there")

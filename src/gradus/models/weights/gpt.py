@@ -25,6 +25,7 @@ IGNORABLE = (".attn.bias", ".attn.masked_bias")  # the causal mask
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model")
 DROPOUTS = ("embd_pdrop", "attn_pdrop")
 NAMES = fields.names()["gpt"]
+WITHOUT_EFFECT = (*DROPOUTS, *NAMES["without effect"])
 
 
 def config_from_hf(hf: dict) -> GPTConfig:
@@ -34,7 +35,6 @@ def config_from_hf(hf: dict) -> GPTConfig:
     fields.only("gpt", hf, NAMES["fixed"])
     fields.architecture("gpt", hf, ARCHITECTURES)
     activation = fields.activation("gpt", "activation_function", hf.get("activation_function", "gelu_new"))
-    fields.one_dropout("gpt", hf, "resid_pdrop", {name: hf.get(name, 0.1) for name in DROPOUTS})
     return GPTConfig(**fields.read(hf, NAMES["fields"]), activation=activation)
 
 

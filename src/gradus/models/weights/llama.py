@@ -14,26 +14,30 @@ PREFIXES = ("model.",)
 IGNORABLE = ("rotary_emb.inv_freq",)
 
 NAMES = fields.names()["llama"]
-ARCHITECTURES, SCALING = NAMES["architectures"], NAMES["scaling"]
+ARCHITECTURES, SCALING, WITHOUT_EFFECT = (NAMES[table] for table in ("architectures", "scaling", "without effect"))
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:
     """Raises UserError naming the field of a feature that Gradus' Llama does not have."""
     kind = hf.get("model_type", "llama")
-    hf = {**NAMES["lacking"].get(kind, {}), **hf}
+    for name, value in NAMES["lacking"].get(kind, {}).items():
+        hf.setdefault(name, value)
     if kind == "qwen2" and not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None  # published ones name a window that is not used
     if kind == "mistral" and (hf["sliding_window"] or 0) >= hf["max_position_embeddings"]:
         hf["sliding_window"] = None  # a window that holds every text is none
+    if set(hf.get("layer_types") or ()) == {"full_attention"}:
+        hf["layer_types"] = None
     fields.only("llama", hf, NAMES["fixed"])
     fields.architecture("llama", hf, ARCHITECTURES[kind])
     experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}
-    same, d_head = fields.read(hf, NAMES["fields"]), hf.get("head_dim")
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # the second is the name since transformers 5
+    same, d_head, theta = fields.read(hf, NAMES["fields"]), hf.get("head_dim"), hf.get("rope_theta", 10_000.0)
+    new = hf.get("rope_parameters")  # the name since transformers 5
+    rope = type(hf)(hf.get("rope_scaling") or new or {})
     return LlamaConfig(
         **same,
         d_head=None if d_head == same["d_model"] // same["n_heads"] else d_head,
-        rope_theta=rope.get("rope_theta") or hf.get("rope_theta", 10_000.0),
+        rope_theta=rope.get("rope_theta") or theta,
         rope_scaling=_scaling_from_hf(rope),
         qkv_bias=kind == "qwen2",
         **experts,
@@ -41,8 +45,11 @@ def config_from_hf(hf: dict) -> LlamaConfig:
 
 
 def _scaling_from_hf(rope: dict) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("type", "default")
+    kind = rope.get("rope_type") or kind
     fields.only("llama", rope, {"partial_rotary_factor": 1.0})
+    if isinstance(rope, fields.Fields):  # not in a plan
+        fields.refuse_unknown(rope, SCALING.values(), "rope_parameters")
     if fields.one_of("llama", "rope_type", kind, ("default", "llama3")) == "default":
         return None
     missing = [name for name in SCALING.values() if name not in rope]

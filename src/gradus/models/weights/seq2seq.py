@@ -6,7 +6,6 @@ saved with model_type gradus-seq2seq: our configuration, with tensors named and 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,33 +24,30 @@ IGNORABLE = (
 )  # fmt: skip
 
 NORM_EPS = 1e-5  # theirs is no field
-FIELDS, ARCHITECTURES = (fields.names()["seq2seq"][table] for table in ("fields", "architectures"))
+NAMES = fields.names()["seq2seq"]
+FIELDS, ARCHITECTURES, WITHOUT_EFFECT = (NAMES[table] for table in ("fields", "architectures", "without effect"))
 
 
 def config_from_hf(hf: dict) -> Seq2SeqConfig:
     """Raises UserError naming the field of a feature that Gradus' original Transformer does not have.
 
     Our dropout is theirs named `dropout`, everywhere. Published Marian models were stored with lower attention_dropout
-    and activation_dropout; where they differ, a warning says so, for it matters in training only.
+    and activation_dropout.
     """
     kind = hf["model_type"]
     fields.architecture("seq2seq", hf, [ARCHITECTURES[kind]])
     if kind == "gradus-seq2seq":
         return Seq2SeqConfig(**fields.from_ours(hf))
     activation = fields.activation("seq2seq", "activation_function", hf.get("activation_function", "gelu"))
-    fixed = {"scale_embedding": True, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
+    fixed = {"scale_embedding": True, "encoder_layerdrop": 0, "decoder_layerdrop": 0, "tie_encoder_decoder": False}
     fixed |= {f"decoder_{name}": hf[f"encoder_{name}"] for name in ("attention_heads", "ffn_dim")}
-    fields.only("seq2seq", {"scale_embedding": False, **hf}, fixed)
+    hf.setdefault("scale_embedding", False)
+    fields.only("seq2seq", hf, fixed)
     tie = hf.get("tie_word_embeddings", True)
     share = tie if kind == "pegasus" else hf.get("share_encoder_decoder_embeddings", True)
     if share and not tie:
         way_out = ". With it false, transformers unties the shared embeddings too."
         raise fields.unsupported("seq2seq", "tie_word_embeddings", "false", way_out)
-    dropout = hf.get("dropout", 0.1)
-    others = {name: hf.get(name, 0.0) for name in ("attention_dropout", "activation_dropout")}
-    if ignored := ", ".join(f"{name}={value}" for name, value in others.items() if value != dropout):
-        training = f"training uses model.dropout={dropout} everywhere"
-        warnings.warn(f"config.json: {ignored}, but dropout={dropout}: {training}", stacklevel=2)
     same, n_decoder_layers = fields.read(hf, FIELDS), hf["decoder_layers"]
     target_vocab_size = hf.get("decoder_vocab_size")
     return Seq2SeqConfig(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gradus.models.weights import Rule, fields
 from gradus.recipe.schema import T5Config
 
@@ -13,28 +15,42 @@ IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")
 ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
 FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
-FIELDS = fields.names()["t5"]["fields"]
+NAMES = fields.names()["t5"]
+FIELDS, WITHOUT_EFFECT = NAMES["fields"], NAMES["without effect"]
 
 
 def config_from_hf(hf: dict) -> T5Config:
     """Raises UserError naming the field of a feature that Gradus' T5 does not have.
 
-    transformers 5 ties every T5 by its configuration and writes `scale_decoder_outputs=false` where it read an untied
-    one; a head of its own then still lies in the file. So that field, where it is there, says what
-    `tie_word_embeddings` said before.
+    Before transformers 5 `tie_word_embeddings` said both whether the head is the embedding and whether the decoder's
+    output is scaled; since then `scale_decoder_outputs` says the second. See also `with_tensors`.
     """
     fields.architecture("t5", hf, ARCHITECTURES)
     feedforward = fields.one_of("t5", "feed_forward_proj", hf.get("feed_forward_proj", "relu"), FEEDFORWARDS)
+    gated = FEEDFORWARDS[feedforward]
+    activation = {"is_gated_act": gated, "dense_act_fn": "gelu_new" if gated else "relu"}
+    fields.only("t5", hf, activation | {"tie_encoder_decoder": False})
     if hf.get("decoder_start_token_id") not in (None, 0):
         start = hf["decoder_start_token_id"]
         raise fields.unsupported("t5", "decoder_start_token_id", start, " (only 0, the padding, is)")
     same, n_decoder_layers = fields.read(hf, FIELDS), hf.get("num_decoder_layers")
+    tied = hf.get("tie_word_embeddings", True)
+    scaled = hf.get("scale_decoder_outputs", tied)
     return T5Config(
         **same,
         n_decoder_layers=None if n_decoder_layers == same["n_layers"] else n_decoder_layers,
-        gated=FEEDFORWARDS[feedforward],
-        tie_output=hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings", True)),
+        gated=gated,
+        tie_output=tied,
+        scale_output=None if scaled == tied else scaled,
     )
+
+
+def with_tensors(config: T5Config, names: Collection[str]) -> T5Config:
+    """The configuration of a file with these tensors. transformers 5 ties every T5 by its configuration, and leaves it
+    to the file whether there is a head of its own (v1.1)."""
+    if config.tie_output and config.scale_output is False and "lm_head.weight" in names:
+        return config.model_copy(update={"tie_output": False, "scale_output": None})
+    return config
 
 
 def config_to_hf(config: T5Config) -> dict:
@@ -46,6 +62,7 @@ def config_to_hf(config: T5Config) -> dict:
         "num_decoder_layers": config.n_decoder_layers or config.n_layers,
         "feed_forward_proj": "gated-gelu" if config.gated else "relu",
         "tie_word_embeddings": config.tie_output,
+        **({} if config.scale_output is None else {"scale_decoder_outputs": config.scale_output}),
         "pad_token_id": 0,
         "eos_token_id": None,  # its tokenizer's, which need not be T5's
         "decoder_start_token_id": 0,

@@ -16,7 +16,7 @@ PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
 NAMES = fields.names()["vit"]
-ARCHITECTURES = NAMES["architectures"]
+ARCHITECTURES, WITHOUT_EFFECT = NAMES["architectures"], NAMES["without effect"]
 MODULES = {
     r"\bencoder\.layer\.": "layers.", r"attention\.attention\.(query|key|value)": r"attention.\1",
     r"attention\.output\.dense": "attention.o_proj", r"intermediate\.dense": "mlp.fc1", r"output\.dense": "mlp.fc2",
@@ -59,6 +59,7 @@ def config_to_hf(config: ViTConfig) -> dict:
         "architectures": [ARCHITECTURES[kind][0 if config.n_classes else 1]],
         **fields.written(config, NAMES["fields"]),
         **NAMES["fixed"],
+        "attention_probs_dropout_prob": 0.0,
         "image_size": config.image_size,
         "patch_size": config.patch_size,
         **(fields.labels(config.n_classes) if config.n_classes else {}),
