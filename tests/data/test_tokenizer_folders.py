@@ -128,6 +128,7 @@ FOLDERS = {
     "json: add_bos_token=false beside it says nothing": ("bpe json", {**FAST, "add_bos_token": False}, around("<s> $A"), {}),
     "json: added_tokens_decoder has one more": ("bpe json", FAST, around("<s> $A"), {"added": "decoder"}),
     "json: added_tokens.json has one more": ("bpe json", FAST, None, {"added": "file"}),
+    "json: a list of added tokens of an earlier vocabulary": ("bpe json", {**FAST, "added_tokens_decoder": {"400": {**TOKEN, "content": "<mask>"}}}, around("<s> $A"), {}),
     "json: additional_special_tokens": ("bpe json", {**FAST, "additional_special_tokens": ["[tok]"]}, None, {}),
     "json: extra_special_tokens": ("bpe json", {**FAST, "extra_special_tokens": ["[tok]"]}, None, {}),
     "json: special_tokens_map.json": ("bpe json", of_class("PreTrainedTokenizerFast"), around("<s> $A"), {"special_tokens_map": ROLES}),
