@@ -128,6 +128,7 @@ FOLDERS = {
     "json: add_bos_token=false beside it says nothing": ("bpe json", {**FAST, "add_bos_token": False}, around("<s> $A"), {}),
     "json: added_tokens_decoder has one more": ("bpe json", FAST, around("<s> $A"), {"added": "decoder"}),
     "json: added_tokens.json has one more": ("bpe json", FAST, None, {"added": "file"}),
+    "json: a list of added tokens of an earlier vocabulary": ("bpe json", {**FAST, "added_tokens_decoder": {"400": {**TOKEN, "content": "<mask>"}}}, around("<s> $A"), {}),
     "json: additional_special_tokens": ("bpe json", {**FAST, "additional_special_tokens": ["[tok]"]}, None, {}),
     "json: extra_special_tokens": ("bpe json", {**FAST, "extra_special_tokens": ["[tok]"]}, None, {}),
     "json: special_tokens_map.json": ("bpe json", of_class("PreTrainedTokenizerFast"), around("<s> $A"), {"special_tokens_map": ROLES}),
@@ -164,6 +165,8 @@ FOLDERS = {
     "pieces: both": ("llama", LLAMA | {"add_bos_token": True, "add_eos_token": True}, None, {}),
     "pieces: added_tokens.json": ("llama", LLAMA | {"add_bos_token": True}, None, {"added": "file"}),
     "pieces: added_tokens_decoder": ("llama", LLAMA | {"add_bos_token": True}, None, {"added": "decoder"}),
+    "pieces: an added token takes the spaces beside it": ("llama", LLAMA, None, {"added": "wide"}),
+    "vocab.txt: an added token takes the spaces beside it": ("wordpiece", of_class("BertTokenizer"), None, {"added": "wide"}),
     "pieces: legacy": ("llama", of_class("LlamaTokenizer", legacy=True), None, {"added": "decoder"}),
     "pieces: T5Tokenizer": ("t5", of_class("T5Tokenizer"), None, {}),
     "pieces: T5, of a model's type": ("t5", None, None, {"config": {"model_type": "t5"}}),
@@ -182,7 +185,8 @@ def test_ids_are_those_of_transformers(name, make, tmp_path, pieces):
     if added:
         if kind in pieces:
             size = load(tmp_path).vocab_size
-        make(kind, config | ({"added_tokens_decoder": {str(size): TOKEN}} if added == "decoder" else {}), post, **files,
+        token = TOKEN | ({"lstrip": True, "rstrip": True} if added == "wide" else {})
+        make(kind, config | ({"added_tokens_decoder": {str(size): token}} if added != "file" else {}), post, **files,
              **({"added_tokens": {"[tok]": size}} if added == "file" else {}))  # fmt: skip
     ours, theirs = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs(TEXTS)["input_ids"]

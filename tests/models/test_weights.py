@@ -712,7 +712,7 @@ HARMLESS = {
     "ViT": {"encoder_stride": 3, "pooler_act": "relu", "attention_probs_dropout_prob": 0.5},
     "Marian": {"attention_dropout": 0.5, "normalize_before": True, "static_position_embeddings": True, "num_beams": 4},
 }  # fmt: skip
-SMALL = {
+THEIR_SIZES = {
     **{
         kind: {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         for kind in ("Bert", "Llama", "Mixtral", "ViT")
@@ -726,7 +726,7 @@ SMALL = {
 
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_a_field_said_to_be_without_effect_changes_no_output_of_theirs_or_ours(kind, tmp_path):
-    size = SMALL[kind] | ({"image_size": 8, "patch_size": 4} if kind == "ViT" else {"vocab_size": 30})
+    size = THEIR_SIZES[kind] | ({"image_size": 8, "patch_size": 4} if kind == "ViT" else {"vocab_size": 30})
     size |= {"num_key_value_heads": 2} if kind in ("Llama", "Mixtral") else {}
     make = getattr(transformers, PUBLISHED[kind][0])
     theirs = make(getattr(transformers, f"{kind}Config")(**size)).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import math
@@ -36,6 +37,14 @@ KINDS = {
 }  # fmt: skip
 
 
+def around(family: str) -> WordTokenizer:
+    """With what the family's task puts around a text."""
+    words = copy.deepcopy(WORDS)
+    if family not in ("gpt", "llama"):
+        words.around(words.bos_id if family == "bert" else None, words.eos_id)
+    return words
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """name → folder, with a tokenizer or the statistics of images beside the weights."""
@@ -44,10 +53,10 @@ def made(tmp_path_factory):
 
     for name in KINDS:
         saved(name, folder / name)
-        WORDS.save(folder / name)
+        around(name).save(folder / name)
     saved("gpt", folder / "bare")
     saved("bert", folder / "large", n_layers=9, n_heads=16, d_model=32, seq_len=128)
-    WORDS.save(folder / "large")
+    around("bert").save(folder / "large")
     for name, pool in (("vit", "class_token"), ("mean", "mean")):
         saved("vit", folder / name, pool=pool, patch_size=2)
         (folder / name / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))

@@ -40,6 +40,18 @@ class Fixed(torch.nn.Module):
         return self.scores
 
 
+def test_a_text_that_only_ends_in_a_token(tmp_path):
+    bpe = train_bpe(TEXTS.values(), 270)
+    bpe.around(None, bpe.eos_id)
+    task = tasks.open_task(of_texts(tmp_path).recipe, {"": bpe})
+    row = task.row(task.splits["train"][0]["ids"])
+    assert row.dtype == np.int64 and row.tolist() == bpe.whole(task.splits["train"][0]["ids"].tolist())
+    bpe = train_bpe(TEXTS.values(), 270)
+    bpe.before, bpe.after = [bpe.bos_id] * 2, [bpe.eos_id]
+    with pytest.raises(UserError, match="it puts 3 tokens around a text, and text classification takes two"):
+        tasks.open_task(task.recipe, {"": bpe})
+
+
 def test_a_text_stands_between_its_first_and_last_token(tmp_path):
     task = of_texts(tmp_path)
     data, t = task.splits["train"], task.tokenizer

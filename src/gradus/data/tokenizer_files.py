@@ -176,10 +176,10 @@ def _config(folder: Path) -> dict[str, Any]:
 def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
     """The tokenizer with the tokens that were added to its vocabulary."""
     for i, state in config["added_tokens_decoder"].items():
-        add = rust.add_special_tokens if state["special"] else rust.add_tokens
+        before, add = rust.get_vocab_size(), rust.add_special_tokens if state["special"] else rust.add_tokens
         add([package_tokenizers().AddedToken(**state)])
-        if (own := rust.token_to_id(state["content"])) != i:
-            wrong = f"the added token {state['content']!r:.40} has id {i}, and {own} follows the vocabulary"
+        if rust.get_vocab_size() > before and rust.token_to_id(state["content"]) != i:
+            wrong = f"the added token {state['content']!r:.40} has id {i}, and {before} follows the vocabulary"
             raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
     rust.add_special_tokens([t for t in config["additional_special_tokens"] if rust.token_to_id(t) is None])
     return FastTokenizer(rust, config, folder)

@@ -184,7 +184,7 @@ class TextClassification(Classification):
         return super().complete(model.model_copy(update={"head": "classification", "pooler": True}))
 
     def row(self, ids: np.ndarray) -> np.ndarray:
-        return np.concatenate((self.before, ids[: self.max_len - 2], self.after))
+        return np.array([*self.before, *ids[: self.max_len - 2], *self.after])
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         rows = [self.row(s["ids"]) for s in samples]
