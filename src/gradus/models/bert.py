@@ -1,5 +1,7 @@
 """BERT (Devlin et al. 2019): a bidirectional encoder, pre-trained by filling in masked words and by telling whether the
-second sentence follows the first."""
+second sentence follows the first. RoBERTa (Liu et al. 2019) numbers its positions from behind its padding's number;
+DistilBERT (Sanh et al. 2019) has no token types. Both fill in masked words alone, and their classifiers have a dense
+layer of their own in place of the pooler."""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ class BertBlock(Block):
         self.feedforward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feedforward_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.attention_dropout = nn.Dropout(0.0 if config.variant == "distilbert" else config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, mask=mask)))  # (batch, seq, d_model)
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, mask=mask)))  # (batch, seq, d_model)
         return self.feedforward_norm(x + self.dropout(self.feedforward(x)))
 
 
@@ -49,11 +52,30 @@ class MaskedLMHead(nn.Module):
         return self.decoder(self.norm(self.activation(self.dense(hidden))))
 
 
+class ClassificationHead(nn.Module):
+    """The first token's state to scores of classes: dense, activation, dropout, projection; RoBERTa's, whose activation
+    is tanh, begins with a dropout too, DistilBERT's has ReLU (their published code). (batch, seq, d_model) ->
+    (batch, n_classes)."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.roberta = config.variant == "roberta"
+        self.dense = nn.Linear(config.d_model, config.d_model)
+        self.dropout = nn.Dropout(config.head_dropout)
+        self.out = nn.Linear(config.d_model, config.n_classes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.dropout(hidden[:, 0]) if self.roberta else hidden[:, 0]  # (batch, d_model)
+        x = self.dense(x)
+        return self.out(self.dropout(x.tanh() if self.roberta else x.relu()))
+
+
 class Bert(nn.Module):
     """The encoder with the head that `config.head` names.
 
-    `masked_lm` reads no pooler and has none, whatever `config.pooler` says; `pretraining` and `classification` need it.
-    Raises UserError when the head's needs (n_classes, pooler) are not met.
+    `masked_lm` reads no pooler and has none, whatever `config.pooler` says; `pretraining` and `classification` need it
+    (RoBERTa's and DistilBERT's classifiers have a dense layer in its place).
+    Raises UserError when the head's needs (n_classes, pooler) are not met, and for `pretraining` of another variant.
     """
 
     def __init__(self, config: BertConfig):
@@ -63,21 +85,30 @@ class Bert(nn.Module):
             raise UserError(
                 f"model.head={config.head}: needs model.pooler=true{' and model.n_classes' if classifies else ''}."
             )
+        if config.head == "pretraining" and config.variant != "bert":
+            raise UserError(
+                f"model.variant={config.variant}: it learns no next sentence. Set task.next_sentence=false "
+                "(model.head=masked_lm)."
+            )
         self.config = config
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.seq_len, config.d_model)
-        self.type_embedding = nn.Embedding(config.n_token_types, config.d_model)
+        self.position_embedding = nn.Embedding(config.first_position + config.seq_len, config.d_model)
+        if config.n_token_types:
+            self.type_embedding = nn.Embedding(config.n_token_types, config.d_model)
         self.embedding_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.n_layers))
-        if config.pooler and config.head != "masked_lm":
+        if config.pools:
             self.pooler = nn.Linear(config.d_model, config.d_model)
         if config.head in ("masked_lm", "pretraining"):
             self.masked_lm = MaskedLMHead(config, self.word_embedding)
         if config.head == "pretraining":
             self.next_sentence = nn.Linear(config.d_model, 2)
-        if config.head == "classification":
+        if classifies and config.pools:
+            self.classifier_dropout = nn.Dropout(config.head_dropout)
             self.classifier = nn.Linear(config.d_model, config.n_classes)
+        elif classifies:
+            self.classifier = ClassificationHead(config)
 
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices and embeddings from a normal of 0.02 cut off at two standard deviations, biases 0 (BERT's published
@@ -100,9 +131,12 @@ class Bert(nn.Module):
         check_length(ids.shape[1], self.config.seq_len)
         if token_types is None:
             token_types = ids.new_zeros(1, 1)  # broadcast, so that its gradient is one sum
-        places = torch.arange(ids.shape[1], device=ids.device)[None]  # (1, seq)
-        x = self.word_embedding(ids) + self.type_embedding(token_types) + self.position_embedding(places)
-        x = self.dropout(self.embedding_norm(x))  # (batch, seq, d_model)
+        first = self.config.first_position
+        places = torch.arange(first, first + ids.shape[1], device=ids.device)[None]  # (1, seq)
+        x = self.word_embedding(ids)
+        if self.config.n_token_types:
+            x = x + self.type_embedding(token_types)
+        x = self.dropout(self.embedding_norm(x + self.position_embedding(places)))  # (batch, seq, d_model)
         # (batch, 1, 1, seq): the same keys for every head and query
         mask = None if keep is None else keep[:, None, None, :]
         for block in self.blocks:
@@ -128,7 +162,7 @@ class Bert(nn.Module):
         if head == "none":
             return x
         if head == "classification":
-            return self.classifier(self.dropout(self.pooled(x)))
+            return self.classifier(self.classifier_dropout(self.pooled(x)) if self.config.pools else x)
         scores = self.masked_lm(x if select is None else x[select])  # (..., vocab)
         if head == "masked_lm":
             return scores

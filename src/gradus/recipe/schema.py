@@ -219,19 +219,44 @@ class Seq2SeqConfig(ModelConfig):
 
 
 class BertConfig(ModelConfig):
-    """BERT (Devlin et al. 2019)."""
+    """BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), DistilBERT (Sanh et al. 2019)."""
 
     learns = {"masked_lm": "text", "classification": "labelled"}
     family: Literal["bert"] = "bert"
+    variant: Literal["bert", "roberta", "distilbert"] = "bert"  # the others have their own classifiers and dropouts
     d_ff: Hidden  # width of the feed-forward network
     seq_len: Length = 512  # longest sequence in tokens
-    n_token_types: Heads = 2  # segments that a text can have, such as two sentences
+    first_position: Annotated[Whole, upto(limits.VOCABULARY, 0)] = 0  # RoBERTa: the number after its padding's, 2
+    n_token_types: Annotated[Whole, upto(limits.HEADS, 0)] = 2  # segments that a text can have; DistilBERT: 0
     dropout: Fraction = 0.1
+    classifier_dropout: Fraction | None = None  # of what the classifier reads; None: dropout
     head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: and next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
     n_classes: Classes | None = None  # labels of the classification head; from the data when not given
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
     norm_eps: Epsilon = 1e-12  # added to the variance in norms
+
+    @model_validator(mode="after")
+    def _as_published(self):
+        roberta, distilbert = self.variant == "roberta", self.variant == "distilbert"
+        wrong = {
+            "first_position is RoBERTa's, which needs it: 2 as published": roberta != (self.first_position > 0),
+            "n_token_types=0 is DistilBERT's, which needs it": distilbert != (self.n_token_types == 0),
+            "RoBERTa has activation=gelu, in its head too": roberta and self.activation != "gelu",
+            "DistilBERT has norm_eps=1e-12": distilbert and self.norm_eps != 1e-12,
+        }
+        for text in (text for text, it_is in wrong.items() if it_is):
+            raise ValueError(f"variant={self.variant}: {text}")
+        return self
+
+    @property
+    def pools(self) -> bool:
+        """Whether there is a pooler: the classifiers of RoBERTa and DistilBERT have a layer of their own instead."""
+        return self.pooler and self.head != "masked_lm" and (self.variant == "bert" or self.head != "classification")
+
+    @property
+    def head_dropout(self) -> float:
+        return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
 
 class GPTConfig(ExpertsConfig):
