@@ -396,6 +396,7 @@ class ReaderConfig(ModelConfig):
     variant: ClassVar[str] = "bert"
     pooler: ClassVar[bool] = False
     pools: ClassVar[bool] = False
+    alternation: ClassVar[None] = None
     n_classes: ClassVar[None] = None
     first_position: ClassVar[int] = 0
     n_token_types: ClassVar[int] = 2

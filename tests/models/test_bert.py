@@ -29,7 +29,9 @@ THEIRS = {
 }
 SIZES = {"vocab_size": 50, "num_labels": 3}
 DISTIL = {**SIZES, "n_layers": 2, "dim": 24, "n_heads": 3, "hidden_dim": 40, "max_position_embeddings": 12}
+MODERN = {**HF_TINY, "num_hidden_layers": 5, "pad_token_id": 3}
 ROBERTA = {**HF_TINY, "type_vocab_size": 1, "max_position_embeddings": 14}  # of which 12 are used
+EVERY_MODERN = {"variant": "modernbert", "n_token_types": 0, "n_layers": 5, "dropout": 0.0, "norm_eps": 1e-5}
 VARIANTS = {  # model_type → (how its classes are called, configuration, fields of ours)
     "roberta": ("Roberta", transformers.RobertaConfig(**ROBERTA, classifier_dropout=0.3),
                 {"variant": "roberta", "first_position": 2, "n_token_types": 1, "classifier_dropout": 0.3}),
@@ -37,6 +39,13 @@ VARIANTS = {  # model_type → (how its classes are called, configuration, field
     "camembert": ("Camembert", transformers.CamembertConfig(**{**ROBERTA, "max_position_embeddings": 16}, pad_token_id=3),
                   {"variant": "roberta", "first_position": 4, "n_token_types": 1}),
     "distilbert": ("DistilBert", transformers.DistilBertConfig(**DISTIL), {"variant": "distilbert", "n_token_types": 0, "classifier_dropout": 0.2}),
+    "modernbert": ("ModernBert", transformers.ModernBertConfig(**MODERN, local_attention=6, classifier_pooling="mean", classifier_dropout=0.3),
+                   {"alternation": {"window": 3}, "pool": "mean", "classifier_dropout": 0.3, **EVERY_MODERN}),
+    "modernbert-cls": ("ModernBert", transformers.ModernBertConfig(
+        **MODERN, local_attention=4, layer_types=["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+        rope_parameters={"full_attention": {"rope_theta": 500.0, "rope_type": "default"}, "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"}},
+        **dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.2)),
+        {"alternation": {"window": 2, "global_every": 2, "theta": 500.0, "local_theta": 50.0}, **EVERY_MODERN, "classifier_dropout": 0.0, "dropout": 0.2}),
 }  # fmt: skip
 ENDS = {"none": "Model", "masked_lm": "ForMaskedLM", "classification": "ForSequenceClassification"}
 BASE = {"vocab_size": 30522, "n_layers": 12, "d_model": 768, "n_heads": 12, "d_ff": 3072}
@@ -44,7 +53,7 @@ LARGE = {"vocab_size": 30522, "n_layers": 24, "d_model": 1024, "n_heads": 16, "d
 
 
 def tiny(head: str = "none", **fields) -> BertConfig:
-    return BertConfig(head=head, n_classes=3 if head == "classification" else None, **TINY, **fields)
+    return BertConfig(**{**TINY, "head": head, "n_classes": 3 if head == "classification" else None, **fields})
 
 
 def shake(model: torch.nn.Module) -> torch.nn.Module:
@@ -162,14 +171,15 @@ def test_variants_as_theirs_and_back(kind, head, tmp_path):
     hf = theirs_of(kind, head)
     hf.save_pretrained(tmp_path / "theirs")
     model, fields = load(tmp_path / "theirs").eval(), VARIANTS[kind][2]
-    assert model.config == tiny(head, **fields, pooler=kind != "distilbert" or head == "classification")
+    assert model.config == tiny(head, **fields, pooler=fields["n_token_types"] > 0 or head == "classification")
     ours, theirs = outputs_of_variant(model, hf.eval())
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if head != "none":  # the bare model's pooler is not in its states
         assert_same_gradients(model, hf, [ours], [theirs])
     save(model.float(), tmp_path / "ours")
     assert config_of(tmp_path / "ours") == model.config
-    cls = getattr(transformers, ("DistilBert" if kind == "distilbert" else "Roberta") + ENDS[head])
+    written = {"distilbert": "DistilBert", "roberta": "Roberta", "modernbert": "ModernBert"}[model.config.variant]
+    cls = getattr(transformers, written + ENDS[head])
     again, info = cls.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     torch.testing.assert_close(again.state_dict(), hf.float().state_dict(), rtol=0, atol=0)

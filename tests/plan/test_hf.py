@@ -22,6 +22,7 @@ from gradus.recipe.presets import PRESETS, config_of
 SIZE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA = {**SIZE, "max_position_embeddings": 64}
 BERT = {**SIZE, "max_position_embeddings": 66}
+MODERN = hf.ModernBertConfig(**{**BERT, "num_hidden_layers": 4}, pad_token_id=0, num_labels=3)
 DISTIL = hf.DistilBertConfig(vocab_size=97, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=66, num_labels=3)
 THEIRS = {  # name → (configuration, class)
     "gpt2": (hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=3, n_head=4, n_positions=32), hf.GPT2LMHeadModel),
@@ -48,6 +49,8 @@ THEIRS = {  # name → (configuration, class)
     "camembert": (hf.CamembertConfig(**BERT, type_vocab_size=1), hf.CamembertForMaskedLM),
     "distilbert": (DISTIL, hf.DistilBertForMaskedLM),
     "distilbert-classes": (DISTIL, hf.DistilBertForSequenceClassification),
+    "modernbert": (MODERN, hf.ModernBertForMaskedLM),
+    "modernbert-classes": (MODERN, hf.ModernBertForSequenceClassification),
     "t5": (hf.T5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_decoder_layers=3, num_heads=4), hf.T5ForConditionalGeneration),
     "t5-gated": (hf.T5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_heads=4, feed_forward_proj="gated-silu"),
                  hf.T5ForConditionalGeneration),

@@ -1,6 +1,6 @@
-"""BERT's, RoBERTa's and DistilBERT's tensors and config.json as Hugging Face has them: the bare model, ForMaskedLM,
-BERT's ForPreTraining, and ForSequenceClassification, by `config.head`. XLM-RoBERTa (Conneau et al. 2020) and CamemBERT
-(Martin et al. 2020) are RoBERTas, and are written as such.
+"""The tensors and config.json of BERT, RoBERTa, DistilBERT and ModernBERT as Hugging Face has them: the bare model,
+ForMaskedLM, BERT's ForPreTraining, and ForSequenceClassification, by `config.head`. XLM-RoBERTa (Conneau et al. 2020)
+and CamemBERT (Martin et al. 2020) are RoBERTas, and are written as such.
 
 RoBERTa's positions begin behind the number of its padding. The rows before them are never read, and kept.
 """
@@ -13,7 +13,7 @@ from gradus.recipe.schema import BertConfig
 NAMES = fields.names()["bert"]
 TYPES, HEADS = NAMES["types"], NAMES["heads"]  # model_type → [variant, its classes]; end of a class's name → head
 MODEL_TYPES = tuple(TYPES)
-PREFIXES = ("bert.", "roberta.", "distilbert.")
+PREFIXES = ("bert.", "roberta.", "distilbert.", "model.")
 IGNORABLE = ("embeddings.position_ids", "embeddings.token_type_ids")  # 0, 1, 2 ... and zeros
 
 
@@ -26,16 +26,36 @@ def config_from_hf(hf: dict) -> BertConfig:
     tied = {"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}
     fields.only("bert", hf, names["fixed"] | tied)
     activation = fields.activation("bert", names["activation"], hf.get(names["activation"], "gelu"))
-    dropouts = {name: hf.get(name, 0.1) for name in (names["fields"]["dropout"][0], names["attention_dropout"])}
-    fields.one_dropout("bert", hf, next(iter(dropouts)), dropouts)
-    stated = fields.read(hf, names["fields"])
+    stated, dropout = fields.read(hf, names["fields"]), names["fields"]["dropout"]
+    others = {name: hf.get(name, dropout[1]) for name in names["dropouts"]}
+    fields.one_dropout("bert", {dropout[0]: stated["dropout"]}, dropout[0], others)
     if variant == "roberta":
         stated["first_position"] = hf.get("pad_token_id", 1) + 1
         stated["seq_len"] -= stated["first_position"]
     elif variant == "distilbert":
         stated |= {"n_token_types": 0, "pooler": head == "classification"}
+    elif variant == "modernbert":
+        stated |= {"n_token_types": 0, "pooler": head == "classification", "alternation": _alternation(hf)}
     n_classes = fields.n_classes(hf) if head == "classification" else None
     return BertConfig(**stated, variant=variant, head=head, n_classes=n_classes, activation=activation)
+
+
+def _alternation(hf: dict) -> dict:
+    """As published, or as transformers 5 writes it, with a type and rotary angles for each layer."""
+    rope, every = hf.get("rope_parameters") or {}, hf.get("global_attn_every_n_layers", 3)
+    full, sliding = (rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    for one in (full, sliding):
+        fields.only("bert", one, {"rope_type": "default"})
+    if types := hf.get("layer_types"):
+        every = [*types, "full_attention"].index("full_attention", 1)
+        if types != ["sliding_attention" if i % every else "full_attention" for i in range(len(types))]:
+            raise fields.unsupported("bert", "layer_types", types, " (only full attention in every n-th layer is)")
+    return {
+        "window": hf.get("local_attention", 128) // 2,
+        "global_every": every,
+        "theta": full.get("rope_theta") or hf.get("global_rope_theta", 160_000.0),
+        "local_theta": sliding.get("rope_theta") or hf.get("local_rope_theta", 10_000.0),
+    }
 
 
 def config_to_hf(config: BertConfig) -> dict:
@@ -45,7 +65,7 @@ def config_to_hf(config: BertConfig) -> dict:
         "architectures": [next(f"{classes}{end}" for end, head in HEADS.items() if head == config.head)],
         **fields.written(config, names["fields"]),
         names["activation"]: fields.their_activation(config),
-        names["attention_dropout"]: config.dropout,
+        **dict.fromkeys(names["dropouts"], config.dropout),
         **(fields.labels(config.n_classes) if config.head == "classification" else {}),
     }
     if config.variant == "roberta":
@@ -53,10 +73,29 @@ def config_to_hf(config: BertConfig) -> dict:
         hf["max_position_embeddings"] += config.first_position
     elif config.variant == "distilbert":
         hf["seq_classif_dropout"] = config.head_dropout
+    elif how := config.alternation:
+        hf |= {"local_attention": 2 * how.window, "global_attn_every_n_layers": how.global_every}
+        hf |= {"global_rope_theta": how.theta, "local_rope_theta": how.local_theta}
+        hf |= {"classifier_dropout": config.head_dropout, **names["fixed"], **dict.fromkeys(names["tokens"])}
     return hf
 
 
+def _modernbert(config: BertConfig) -> list[Rule]:
+    names, body = NAMES["modernbert"], "" if config.head == "none" else "model."
+    layers = {ours: f"{body}{theirs}" for ours, theirs in names["outside"].items()}
+    layers |= fields.blocks(config.n_layers, "blocks", f"{body}layers", names["block"])
+    del layers["blocks.0.attention_norm"]
+    table = fields.layers(layers | names.get(config.head, {}), ["weight"])
+    for i in range(config.n_layers):
+        for theirs, ours in names["fused"].items():
+            parts = [f"blocks.{i}.{name}.weight" for name in ours]
+            table.append(fields.fused(parts, f"{body}layers.{i}.{theirs}.weight"))
+    return table + [Rule(ours, theirs) for ours, theirs in names["output"].get(config.head, ())]
+
+
 def rules(config: BertConfig) -> list[Rule]:
+    if config.variant == "modernbert":
+        return _modernbert(config)
     names = NAMES[config.variant]
     body = "" if config.head == "none" else f"{config.variant}."
     layers = {"embedding_norm": f"{body}embeddings.LayerNorm"}
