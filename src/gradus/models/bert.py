@@ -89,33 +89,22 @@ class MaskedLMHead(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """The first token's state, or the mean of all, to scores of classes: dense, activation, dropout, projection. The
-    activation is RoBERTa's tanh, behind a further dropout, DistilBERT's ReLU, ModernBERT's with a norm behind it (their
-    published code). (batch, seq, d_model) -> (batch, n_classes)."""
+    """A pooled state to scores of classes: dense, activation, dropout, projection. The activation is RoBERTa's tanh,
+    behind a further dropout, DistilBERT's ReLU, ModernBERT's with a norm behind it (their published code).
+    (batch, d_model) -> (batch, n_classes)."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
         gelu = ACTIVATIONS[config.activation]
         self.activation = {"roberta": torch.tanh, "distilbert": torch.relu, "modernbert": gelu}[config.variant]
-        self.mean = config.pool == "mean"
         self.before = nn.Dropout(config.head_dropout if config.variant == "roberta" else 0.0)
         self.dense = nn.Linear(config.d_model, config.d_model, bias=has_bias(config))
-        if config.variant == "modernbert":
-            self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=False)
-        else:
-            self.norm = nn.Identity()
+        self.norm = nn.LayerNorm(config.d_model, config.norm_eps, bias=False) if config.alternation else nn.Identity()
         self.dropout = nn.Dropout(config.head_dropout)
         self.out = nn.Linear(config.d_model, config.n_classes)
 
-    def forward(self, hidden: Tensor, keep: Tensor | None) -> Tensor:
-        if not self.mean:
-            x = hidden[:, 0]  # (batch, d_model)
-        elif keep is None:
-            x = hidden.mean(1)
-        else:
-            x = (hidden * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
-        x = self.norm(self.activation(self.dense(self.before(x))))
-        return self.out(self.dropout(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.dropout(self.norm(self.activation(self.dense(self.before(x))))))
 
 
 class Bert(nn.Module):
@@ -223,8 +212,12 @@ class Bert(nn.Module):
         if head == "none":
             return x
         if head == "classification":
-            pools = self.config.pools
-            return self.classifier(self.classifier_dropout(self.pooled(x))) if pools else self.classifier(x, keep)
+            if self.config.pools:
+                return self.classifier(self.classifier_dropout(self.pooled(x)))
+            if self.config.pool == "cls":
+                return self.classifier(x[:, 0])
+            keep = torch.ones_like(ids) if keep is None else keep  # (batch, seq)
+            return self.classifier((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True))
         scores = self.masked_lm(x if select is None else x[select])  # (..., vocab)
         if head == "masked_lm":
             return scores
