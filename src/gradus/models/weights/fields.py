@@ -77,10 +77,10 @@ def blocks(n: int, ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str
 
 def fused(ours: Sequence[str], theirs: str) -> Rule:
     """A tensor of theirs that is several of ours, one below the other."""
-    return Rule(tuple(ours), theirs, lambda whole: whole.chunk(len(ours)), _joined)
+    return Rule(tuple(ours), theirs, lambda whole: whole.chunk(len(ours)), joined)
 
 
-def _joined(*parts: Tensor) -> Tensor:
+def joined(*parts: Tensor) -> Tensor:
     import torch
 
     return torch.cat(parts)
