@@ -306,12 +306,20 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
         {"architectures": ["RobertaForTokenClassification"], "model_type": "roberta"},
         {"sinusoidal_pos_embds": True, "model_type": "distilbert"},
         {"attention_dropout": 0.3, "model_type": "distilbert"},
+        {"norm_bias": True, "model_type": "modernbert"},
+        {"mlp_dropout": 0.3, "model_type": "modernbert"},
+        {"rope_type": "linear", "rope_parameters": {"full_attention": {"rope_type": "linear"}}, "model_type": "modernbert"},
     ],
 )
 def test_unsupported_fields_are_named(field):
     name, value = next(iter(field.items()))
     with pytest.raises(UserError, match=f"{name}={value[0] if isinstance(value, list) else value}"):
         config_from_hf({"model_type": "bert", **field})
+
+
+def test_layers_of_another_pattern_are_named():
+    with pytest.raises(UserError, match=r"layer_types=.*every n-th layer"):
+        config_from_hf({"model_type": "modernbert", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]})
 
 
 def test_mistakes_are_one_line():

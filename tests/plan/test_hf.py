@@ -164,11 +164,17 @@ def test_published_configurations(tmp_path):
            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048, "word_embed_proj_dim": 4096}  # fmt: skip
     roberta = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50_265, "hidden_size": 768, "intermediate_size": 3072,
                "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}  # fmt: skip
+    distilbert = {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"], "vocab_size": 30_522, "dim": 768, "hidden_dim": 3072,
+                  "n_layers": 6, "n_heads": 12, "max_position_embeddings": 512, "sinusoidal_pos_embds": False, "seq_classif_dropout": 0.2}  # fmt: skip
+    modernbert = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"], "vocab_size": 50_368, "hidden_size": 768,
+                  "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12, "max_position_embeddings": 8192,
+                  "global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_attention": 128, "local_rope_theta": 10_000.0}  # fmt: skip
     phi3 = {**mistral, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32_064, "hidden_size": 3072, "num_key_value_heads": 32,
             "intermediate_size": 8192, "max_position_embeddings": 4096, "sliding_window": 2047}  # fmt: skip
     mt5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"], "vocab_size": 250_112, "d_model": 512, "d_ff": 1024, "d_kv": 64,
            "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # fmt: skip
-    for content, published in ((phi3, 3_821_079_552), (mt5, 300_176_768), (mistral, 7_241_732_096), (gemma, 2_506_172_416), (opt, 6_658_473_984), (roberta, 124_697_433)):
+    for content, published in ((phi3, 3_821_079_552), (mt5, 300_176_768), (mistral, 7_241_732_096), (gemma, 2_506_172_416), (opt, 6_658_473_984), (roberta, 124_697_433),
+                               (distilbert, 66_985_530), (modernbert, 149_655_232)):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert models.count(from_hf(f"hf:{tmp_path}")[0])["total"] == published, content["model_type"]
 
