@@ -163,7 +163,7 @@ LIST = (
       "layers/test_moe.py::test_balance_loss_is_not_kept_and_adds_up", of="llama causal_lm train"),
     M("models/gpt.py", "normal(0.02 / (2 * self.config.n_layers) ** 0.5)", "normal(0.02 / self.config.n_layers**0.5)",
       "models/test_gpt.py::test_initialisation", of="gpt causal_lm train"),
-    M("models/bert.py", "self.classifier(self.dropout(self.pooled(x)))", "self.classifier(self.pooled(x))",
+    M("models/bert.py", "self.classifier(self.classifier_dropout(self.pooled(x)))", "self.classifier(self.pooled(x))",
       "models/test_bert.py::test_dropout_stands_where_theirs_does", of="bert classification train"),
     M("models/t5.py", "normal((c.d_model * c.d_head) ** -0.5)", "normal(c.d_model**-0.5)",
       "models/test_t5.py::test_initialisation", of="t5 span_corruption train"),

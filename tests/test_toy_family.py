@@ -393,8 +393,12 @@ class ReaderConfig(ModelConfig):
     d_ff: int = 128
     seq_len: int = 32
     head: ClassVar[str] = "masked_lm"
+    variant: ClassVar[str] = "bert"
     pooler: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
+    alternation: ClassVar[None] = None
     n_classes: ClassVar[None] = None
+    first_position: ClassVar[int] = 0
     n_token_types: ClassVar[int] = 2
     activation: ClassVar[str] = "gelu"
     norm_eps: ClassVar[float] = 1e-12

@@ -27,12 +27,33 @@ THEIRS = {
     "pretraining": transformers.BertForPreTraining,
     "classification": transformers.BertForSequenceClassification,
 }
+SIZES = {"vocab_size": 50, "num_labels": 3}
+DISTIL = {**SIZES, "n_layers": 2, "dim": 24, "n_heads": 3, "hidden_dim": 40, "max_position_embeddings": 12}
+MODERN = {**HF_TINY, "num_hidden_layers": 5, "pad_token_id": 3}
+ROBERTA = {**HF_TINY, "type_vocab_size": 1, "max_position_embeddings": 14}  # of which 12 are used
+EVERY_MODERN = {"variant": "modernbert", "n_token_types": 0, "n_layers": 5, "dropout": 0.0, "norm_eps": 1e-5}
+VARIANTS = {  # model_type → (how its classes are called, configuration, fields of ours)
+    "roberta": ("Roberta", transformers.RobertaConfig(**ROBERTA, classifier_dropout=0.3),
+                {"variant": "roberta", "first_position": 2, "n_token_types": 1, "classifier_dropout": 0.3}),
+    "xlm-roberta": ("XLMRoberta", transformers.XLMRobertaConfig(**ROBERTA), {"variant": "roberta", "first_position": 2, "n_token_types": 1}),
+    "camembert": ("Camembert", transformers.CamembertConfig(**{**ROBERTA, "max_position_embeddings": 16}, pad_token_id=3),
+                  {"variant": "roberta", "first_position": 4, "n_token_types": 1}),
+    "distilbert": ("DistilBert", transformers.DistilBertConfig(**DISTIL), {"variant": "distilbert", "n_token_types": 0, "classifier_dropout": 0.2}),
+    "modernbert": ("ModernBert", transformers.ModernBertConfig(**MODERN, local_attention=6, classifier_pooling="mean", classifier_dropout=0.3),
+                   {"alternation": {"window": 3}, "pool": "mean", "classifier_dropout": 0.3, **EVERY_MODERN}),
+    "modernbert-cls": ("ModernBert", transformers.ModernBertConfig(
+        **MODERN, local_attention=4, layer_types=["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+        rope_parameters={"full_attention": {"rope_theta": 500.0, "rope_type": "default"}, "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"}},
+        **dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.2)),
+        {"alternation": {"window": 2, "global_every": 2, "theta": 500.0, "local_theta": 50.0}, **EVERY_MODERN, "classifier_dropout": 0.0, "dropout": 0.2}),
+}  # fmt: skip
+ENDS = {"none": "Model", "masked_lm": "ForMaskedLM", "classification": "ForSequenceClassification"}
 BASE = {"vocab_size": 30522, "n_layers": 12, "d_model": 768, "n_heads": 12, "d_ff": 3072}
 LARGE = {"vocab_size": 30522, "n_layers": 24, "d_model": 1024, "n_heads": 16, "d_ff": 4096}
 
 
 def tiny(head: str = "none", **fields) -> BertConfig:
-    return BertConfig(head=head, n_classes=3 if head == "classification" else None, **TINY, **fields)
+    return BertConfig(**{**TINY, "head": head, "n_classes": 3 if head == "classification" else None, **fields})
 
 
 def shake(model: torch.nn.Module) -> torch.nn.Module:
@@ -114,7 +135,8 @@ def test_ours_to_theirs(head, tmp_path):
 @pytest.mark.parametrize("head", THEIRS)
 def test_dropout_stands_where_theirs_does(head, tmp_path):
     """Same seed, same draws in the same order: training outputs are equal only if every dropout is in its place."""
-    hf = shake(THEIRS[head](transformers.BertConfig(**HF_TINY, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)))
+    dropouts = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3, "classifier_dropout": 0.5}
+    hf = shake(THEIRS[head](transformers.BertConfig(**HF_TINY, **dropouts)))
     hf.save_pretrained(tmp_path)
     model, batch = load(tmp_path).train(), padded_batch()
     torch.manual_seed(1)
@@ -122,6 +144,55 @@ def test_dropout_stands_where_theirs_does(head, tmp_path):
     torch.manual_seed(1)
     torch.testing.assert_close(ours, run_theirs(hf.train(), batch), rtol=1e-4, atol=1e-5)
     assert not torch.equal(ours[0], run_ours(model.eval(), batch)[0])
+
+
+def theirs_of(kind: str, head: str, **fields) -> torch.nn.Module:
+    classes, config, _ = VARIANTS[kind]
+    return shake(getattr(transformers, classes + ENDS[head])(type(config)(**{**config.to_dict(), **fields})))
+
+
+def outputs_of_variant(model, hf) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ours, theirs) in float64 for rows of 11, 7 and 4 tokens; what pads them is no token of theirs."""
+    keep, padding = torch.arange(11) < torch.tensor([11, 7, 4])[:, None], hf.config.pad_token_id
+    ids = torch.where(keep, torch.randint(5, 50, (3, 11)), padding)
+    torch.manual_seed(1)
+    ours = model.double()(ids, keep=keep)
+    torch.manual_seed(1)
+    out = hf.double()(ids, attention_mask=keep.long())
+    if model.config.head == "classification":
+        return ours, out.logits
+    return ours[keep], (out.logits if "logits" in out else out.last_hidden_state)[keep]
+
+
+@pytest.mark.parametrize("head", ENDS)
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_variants_as_theirs_and_back(kind, head, tmp_path):
+    """Outputs and gradients in both directions, positions from behind the padding's number; and dropout in its places."""
+    hf = theirs_of(kind, head)
+    hf.save_pretrained(tmp_path / "theirs")
+    model, fields = load(tmp_path / "theirs").eval(), VARIANTS[kind][2]
+    assert model.config == tiny(head, **fields, pooler=fields["n_token_types"] > 0 or head == "classification")
+    ours, theirs = outputs_of_variant(model, hf.eval())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    if head != "none":  # the bare model's pooler is not in its states
+        assert_same_gradients(model, hf, [ours], [theirs])
+    save(model.float(), tmp_path / "ours")
+    assert config_of(tmp_path / "ours") == model.config
+    written = {"distilbert": "DistilBert", "roberta": "Roberta", "modernbert": "ModernBert"}[model.config.variant]
+    cls = getattr(transformers, written + ENDS[head])
+    again, info = cls.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    torch.testing.assert_close(again.state_dict(), hf.float().state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(*outputs_of_variant(model.train(), hf.train()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_classifier_of_a_checkpoint_of_masked_words(tmp_path):
+    """The dense layer in front of a classifier is a part of the new head."""
+    for kind in ("roberta", "distilbert"):
+        theirs_of(kind, "masked_lm").save_pretrained(tmp_path)
+        model = load(tmp_path, strict=False, head="classification", pooler=True, n_classes=3)
+        names = [f"classifier.{layer}.{what}" for layer in ("dense", "out") for what in ("weight", "bias")]
+        assert model.load_report.new == names and model.config.head_dropout == {"roberta": 0.3, "distilbert": 0.2}[kind]
 
 
 def test_padding_is_not_looked_at():
@@ -231,12 +302,21 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
         {"position_embedding_type": "relative_key"},
         {"architectures": ["BertForQuestionAnswering"]},
         {"tie_word_embeddings": False, "architectures": ["BertForMaskedLM"]},
+        {"architectures": ["RobertaForTokenClassification"], "model_type": "roberta"},
+        {"sinusoidal_pos_embds": True, "model_type": "distilbert"},
+        {"norm_bias": True, "model_type": "modernbert"},
+        {"rope_type": "linear", "rope_parameters": {"full_attention": {"rope_type": "linear"}}, "model_type": "modernbert"},
     ],
 )
 def test_unsupported_fields_are_named(field):
     name, value = next(iter(field.items()))
     with pytest.raises(UserError, match=f"{name}={value[0] if isinstance(value, list) else value}"):
         config_from_hf({"model_type": "bert", **field})
+
+
+def test_layers_of_another_pattern_are_named():
+    with pytest.raises(UserError, match=r"layer_types=.*every n-th layer"):
+        config_from_hf({"model_type": "modernbert", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]})
 
 
 def test_mistakes_are_one_line():
@@ -246,6 +326,14 @@ def test_mistakes_are_one_line():
         build(tiny("classification", pooler=False))
     with pytest.raises(UserError, match="n_classes"):
         build(BertConfig(**TINY, head="classification"))
+    with pytest.raises(UserError, match=r"variant=distilbert: it learns no next sentence. Set task\.next_sentence=false"):
+        build(tiny("pretraining", variant="distilbert", n_token_types=0))
+    roberta, distilbert = ({**VARIANTS[kind][2]} for kind in ("roberta", "distilbert"))
+    for wrong, what in (({"variant": "roberta"}, "first_position"), ({"first_position": 2}, "first_position"),
+                        ({**distilbert, "n_token_types": 1}, "n_token_types"), ({"n_token_types": 0}, "n_token_types"),
+                        ({**roberta, "activation": "relu"}, "activation"), ({**distilbert, "norm_eps": 1e-5}, "norm_eps")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"variant=.*{what}"):
+            tiny(**wrong)
 
 
 def test_class_count_comes_from_the_labels():

@@ -69,9 +69,9 @@ def test_absent_folders(tmp_path):
     [
         ("{", "config.json: line 1, column 2: not valid JSON"),
         ("[]", "config.json: not a JSON object"),
-        ("{}", "no model_type.* Known: bert, gpt2, "),
-        ('{"model_type": "gtp2"}', r"model_type=gtp2 is not one of Gradus's families, nor similar to one. Known: bert, gpt2, "),
-        ('{"model_type": "roberta"}', r"model_type=roberta can be planned, not trained: family bert has the same .* Plan it: gradus plan hf:/\S+$"),
+        ("{}", "no model_type.* Known: bert, camembert, distilbert, gpt2, "),
+        ('{"model_type": "gtp2"}', r"model_type=gtp2 is not one of Gradus's families, nor similar to one. Known: bert, camembert, distilbert, gpt2, "),
+        ('{"model_type": "opt"}', r"model_type=opt can be planned, not trained: family gpt has the same .* Plan it: gradus plan hf:/\S+$"),
         ('{"model_type": "qwen2_moe"}', r"model_type=qwen2_moe can be neither planned nor trained: shared_expert_intermediate_size: an expert that every token takes"),
         ('{"model_type": "qwen3"}', r"model_type=qwen3 can be planned, not trained: it is planned as family llama without the norms of queries and keys \(q_norm, k_norm\): "),
         ('{"model_type": "mistral", "sliding_window": 8}', "sliding_window=8 is not supported by family llama"),

@@ -30,6 +30,8 @@ CONFIGS = {
     "bert": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3),
     "t5": T5Config(**SIZES, vocab_size=48, d_head=8, d_ff=64, n_buckets=8, max_distance=16),
     "vit": ViTConfig(**SIZES, d_ff=64, image_size=8, patch_size=4, n_classes=5),
+    "roberta": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3, variant="roberta", first_position=2),
+    "distilbert": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3, variant="distilbert", n_token_types=0),
 }
 IDS = torch.randint(1, 48, (3, 9), generator=torch.Generator().manual_seed(5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
@@ -37,6 +39,8 @@ INPUTS = {
     "gpt": ((IDS,), {"input_ids": IDS, "use_cache": False}),
     "llama": ((IDS,), {"input_ids": IDS, "use_cache": False}),
     "bert": ((IDS,), {"input_ids": IDS}),
+    "roberta": ((IDS.clamp(2),), {"input_ids": IDS.clamp(2)}),  # 1 is its padding
+    "distilbert": ((IDS,), {"input_ids": IDS}),
     "t5": ((IDS, IDS[:, :5]), {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}),
     "vit": ((IMAGES,), {"pixel_values": IMAGES}),
 }
@@ -132,7 +136,8 @@ def test_peft_reads_ours(family, rslora, bases, tmp_path):
 
 THEIRS = {
     "gpt": {"target_modules": ["c_attn"]}, "llama": {"target_modules": ["q_proj", "v_proj"]},
-    "bert": {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}, "t5": {"target_modules": ["q", "v"]},
+    **{key: {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"} for key in ("bert", "roberta")},
+    "distilbert": {"target_modules": ["q_lin", "v_lin"], "task_type": "SEQ_CLS", "modules_to_save": ["pre_classifier"]}, "t5": {"target_modules": ["q", "v"]},
     "vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},
 }  # fmt: skip
 KINDS = {

@@ -22,6 +22,8 @@ from gradus.recipe.presets import PRESETS, config_of
 SIZE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA = {**SIZE, "max_position_embeddings": 64}
 BERT = {**SIZE, "max_position_embeddings": 66}
+MODERN = hf.ModernBertConfig(**{**BERT, "num_hidden_layers": 4}, pad_token_id=0, num_labels=3)
+DISTIL = hf.DistilBertConfig(vocab_size=97, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=66, num_labels=3)
 THEIRS = {  # name → (configuration, class)
     "gpt2": (hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=3, n_head=4, n_positions=32), hf.GPT2LMHeadModel),
     "gpt2-dropouts": (hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, attn_pdrop=0.0, activation_function="silu"), hf.GPT2LMHeadModel),
@@ -41,11 +43,14 @@ THEIRS = {  # name → (configuration, class)
     "bert-masked-lm": (hf.BertConfig(**BERT, attention_probs_dropout_prob=0.0), hf.BertForMaskedLM),
     "bert-pretraining": (hf.BertConfig(**BERT), hf.BertForPreTraining),
     "bert-classes": (hf.BertConfig(**BERT, num_labels=5), hf.BertForSequenceClassification),
-    "roberta": (hf.RobertaConfig(**BERT, type_vocab_size=1), hf.RobertaModel),
     "roberta-masked-lm": (hf.RobertaConfig(**BERT, type_vocab_size=1), hf.RobertaForMaskedLM),
     "roberta-classes": (hf.RobertaConfig(**BERT, type_vocab_size=1, num_labels=3), hf.RobertaForSequenceClassification),
     "xlm-roberta": (hf.XLMRobertaConfig(**BERT, type_vocab_size=1), hf.XLMRobertaForMaskedLM),
     "camembert": (hf.CamembertConfig(**BERT, type_vocab_size=1), hf.CamembertForMaskedLM),
+    "distilbert": (DISTIL, hf.DistilBertForMaskedLM),
+    "distilbert-classes": (DISTIL, hf.DistilBertForSequenceClassification),
+    "modernbert": (MODERN, hf.ModernBertForMaskedLM),
+    "modernbert-classes": (MODERN, hf.ModernBertForSequenceClassification),
     "t5": (hf.T5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_decoder_layers=3, num_heads=4), hf.T5ForConditionalGeneration),
     "t5-gated": (hf.T5Config(vocab_size=97, d_model=48, d_ff=80, d_kv=10, num_layers=2, num_heads=4, feed_forward_proj="gated-silu"),
                  hf.T5ForConditionalGeneration),
@@ -60,7 +65,6 @@ THEIRS = {  # name → (configuration, class)
 
 KEYS = {**LLAMA, "num_key_value_heads": 2}
 WINDOW = {**KEYS, "head_dim": 20, "sliding_window": 32}
-DISTIL = hf.DistilBertConfig(vocab_size=97, dim=48, hidden_dim=80, n_layers=3, n_heads=4, max_position_embeddings=66, num_labels=3)
 
 
 def qk(c):
@@ -87,8 +91,6 @@ NEAR = {  # name → (configuration, class, what it has more than ours)
     "cohere": (hf.CohereConfig(**KEYS), hf.CohereForCausalLM, lambda c: -c.hidden_size * c.num_hidden_layers),
     "cohere2": (hf.Cohere2Config(**WINDOW), hf.Cohere2ForCausalLM, lambda c: -c.hidden_size * c.num_hidden_layers),
     "stablelm": (hf.StableLmConfig(**KEYS), hf.StableLmForCausalLM, norms),
-    "distilbert": (DISTIL, hf.DistilBertForMaskedLM, lambda c: -c.dim),
-    "distilbert-classes": (DISTIL, hf.DistilBertForSequenceClassification, lambda c: -c.dim),
 }  # fmt: skip
 
 
@@ -115,8 +117,6 @@ def test_as_many_parameters_as_theirs(name, tmp_path):
     assert models.count(ours)["total"] == count_of(cls, config)
     assert ("planned" in note or "left out" in note or "used" in note) == (
         name in ("gpt2-dropouts", "opt", "llama-linear-rope", "mistral", "ministral", "gemma", "granite", "bert-masked-lm", "t5-gated")
-        or "roberta" in name
-        or name == "camembert"
     ), note
 
 
@@ -164,11 +164,17 @@ def test_published_configurations(tmp_path):
            "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048, "word_embed_proj_dim": 4096}  # fmt: skip
     roberta = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50_265, "hidden_size": 768, "intermediate_size": 3072,
                "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}  # fmt: skip
+    distilbert = {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"], "vocab_size": 30_522, "dim": 768, "hidden_dim": 3072,
+                  "n_layers": 6, "n_heads": 12, "max_position_embeddings": 512, "sinusoidal_pos_embds": False, "seq_classif_dropout": 0.2}  # fmt: skip
+    modernbert = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"], "vocab_size": 50_368, "hidden_size": 768,
+                  "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12, "max_position_embeddings": 8192,
+                  "global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_attention": 128, "local_rope_theta": 10_000.0}  # fmt: skip
     phi3 = {**mistral, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32_064, "hidden_size": 3072, "num_key_value_heads": 32,
             "intermediate_size": 8192, "max_position_embeddings": 4096, "sliding_window": 2047}  # fmt: skip
     mt5 = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"], "vocab_size": 250_112, "d_model": 512, "d_ff": 1024, "d_kv": 64,
            "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # fmt: skip
-    for content, published in ((phi3, 3_821_079_552), (mt5, 300_176_768), (mistral, 7_241_732_096), (gemma, 2_506_172_416), (opt, 6_658_473_984), (roberta, 124_697_433)):
+    for content, published in ((phi3, 3_821_079_552), (mt5, 300_176_768), (mistral, 7_241_732_096), (gemma, 2_506_172_416), (opt, 6_658_473_984), (roberta, 124_697_433),
+                               (distilbert, 66_985_530), (modernbert, 149_655_232)):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert models.count(from_hf(f"hf:{tmp_path}")[0])["total"] == published, content["model_type"]
 
@@ -201,10 +207,17 @@ def test_untied_mt5_has_a_head_of_its_own(tmp_path):
 
 
 def test_positions_that_are_stored_and_never_used(tmp_path):
-    for name, usable in (("opt", 64), ("roberta-masked-lm", 64)):
+    for name in ("opt", "roberta-masked-lm"):
         name_or_path = written(tmp_path, *THEIRS[name])
-        assert read_hf(name_or_path).seq_len == usable
-        assert recipe_for(name_or_path).data.max_len == usable
+        read = read_hf(name_or_path)
+        assert (read.seq_len or read.config.seq_len) == recipe_for(name_or_path).data.max_len == 64
+
+
+@pytest.mark.parametrize("cls", [hf.RobertaModel, hf.XLMRobertaModel, hf.CamembertModel, hf.DistilBertModel])
+def test_a_bare_encoder_is_planned_with_the_head_that_it_learns(cls, tmp_path):
+    config = DISTIL if cls is hf.DistilBertModel else cls.config_class(**BERT)
+    ours, note = from_hf(folder := written(tmp_path, config, cls))
+    assert ours.head == recipe_for(folder).model.head == "masked_lm" and "without the pooler" in note
 
 
 def test_what_lies_in_our_own_folders_is_read_as_it_is(tmp_path):

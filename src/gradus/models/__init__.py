@@ -359,7 +359,8 @@ def _of_peft(
 ) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
     """(configuration, tensors) of an adapter that PEFT wrote."""
     whole = {name: stored for name, stored in tensors.items() if ".lora_" not in name}
-    heads = [t for n, t in whole.items() if n.rpartition(".")[0].endswith("classifier") and len(t.shape) == 2]
+    ends = (".classifier.weight", ".classifier.out_proj.weight")  # RoBERTa's head has a dense layer too
+    heads = [tensor for name, tensor in whole.items() if f".{name}".endswith(ends)]
     config = base
     if heads and hasattr(base, "n_classes"):
         head = {"head": "classification", "pooler": True} if hasattr(base, "head") else {}

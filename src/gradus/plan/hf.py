@@ -71,13 +71,9 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
     notes += [note for ending, note in entry.get("headless", {}).items() if architecture.endswith(ending)]
     if "rotary" in entry:
         notes += _window_and_angles(hf, entry["rotary"])
-    stored = hf.get("max_position_embeddings")
     if "added_positions" in entry:
-        usable, stored = stored, stored + entry["added_positions"]
-        hf["n_positions"] = stored
-    elif "padded_positions" in entry:
-        usable = stored - hf.get("pad_token_id", 1) - 1
-    if usable is not None:
+        usable = hf["max_position_embeddings"]
+        hf["n_positions"] = stored = usable + entry["added_positions"]
         notes.append(f"{stored} positions as stored, of which {usable} are used")
     for field, names in entry.get("rename", {}).items():
         hf |= dict.fromkeys([names] if isinstance(names, str) else names, hf[field])

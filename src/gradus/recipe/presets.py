@@ -21,7 +21,7 @@ from gradus.recipe.schema import MODELS, ModelConfig
 
 # What a recipe says about a model whatever its size; and what task and data say where the recipe does not: a preset's
 # or other weights' is for their own data.
-NOT_ARCHITECTURE = ("init", "dropout", "head", "pooler", "n_classes", "patches")
+NOT_ARCHITECTURE = ("init", "dropout", "classifier_dropout", "head", "pooler", "n_classes", "patches")
 HEAD = ("head", "pooler", "n_classes")
 
 

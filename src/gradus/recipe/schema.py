@@ -226,20 +226,59 @@ class Seq2SeqConfig(ModelConfig):
         return self
 
 
+class Alternation(Section):
+    """ModernBERT's attention (Warner et al. 2024, section 2.1): rotary positions, and a window in most layers."""
+
+    window: Length = 64  # tokens to either side that a local layer sees
+    global_every: Layers = 3  # the first layer, and every so many, sees all
+    theta: PositiveFloat = 160_000.0  # base of the rotary frequencies of global layers
+    local_theta: PositiveFloat = 10_000.0  # and of local ones
+
+
 class BertConfig(ModelConfig):
-    """BERT (Devlin et al. 2019)."""
+    """BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), DistilBERT (Sanh et al. 2019), ModernBERT (Warner et al.
+    2024)."""
 
     learns = {"masked_lm": "text", "classification": "labelled"}
     family: Literal["bert"] = "bert"
+    variant: Literal["bert", "roberta", "distilbert", "modernbert"] = "bert"  # the others have their own classifiers
     d_ff: Hidden  # width of the feed-forward network
     seq_len: Length = 512  # longest sequence in tokens
-    n_token_types: Heads = 2  # segments that a text can have, such as two sentences
+    first_position: Annotated[Whole, upto(limits.VOCABULARY, 0)] = 0  # RoBERTa: the number after its padding's, 2
+    n_token_types: Annotated[Whole, upto(limits.HEADS, 0)] = 2  # segments of a text; DistilBERT and ModernBERT: 0
+    alternation: Alternation | None = None  # ModernBERT: rotary positions, and layers that see a window alone
+    pool: Literal["cls", "mean"] = "cls"  # what ModernBERT's classifier reads
     dropout: Fraction = 0.1
+    classifier_dropout: Fraction | None = None  # of what the classifier reads; None: dropout
     head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: and next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
     n_classes: Classes | None = None  # labels of the classification head; from the data when not given
     activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"  # of the feed-forward network
     norm_eps: Epsilon = 1e-12  # added to the variance in norms
+
+    @model_validator(mode="after")
+    def _as_published(self):
+        roberta, distilbert, modernbert = (self.variant == name for name in ("roberta", "distilbert", "modernbert"))
+        wrong = {
+            "first_position is RoBERTa's, which needs it: 2 as published": roberta != (self.first_position > 0),
+            "it needs n_token_types=0, and no other does": (distilbert or modernbert) != (self.n_token_types == 0),
+            "it has activation=gelu, in its head too": (roberta or modernbert) and self.activation != "gelu",
+            "DistilBERT has norm_eps=1e-12": distilbert and self.norm_eps != 1e-12,
+            "alternation is ModernBERT's, which needs it ({})": modernbert != (self.alternation is not None),
+            "pool is ModernBERT's": self.pool == "mean" and not modernbert,
+        }
+        for text in (text for text, it_is in wrong.items() if it_is):
+            raise ValueError(f"variant={self.variant}: {text}")
+        return self
+
+    @property
+    def pools(self) -> bool:
+        """Whether there is a pooler: other classifiers than BERT's have a layer of their own instead."""
+        return self.pooler and self.head != "masked_lm" and (self.variant == "bert" or self.head != "classification")
+
+    @property
+    def head_dropout(self) -> float:
+        return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
 
 class GPTConfig(ExpertsConfig):

@@ -1,63 +1,117 @@
-"""BERT's tensors and config.json as Hugging Face has them: BertModel, BertForMaskedLM, BertForPreTraining and
-BertForSequenceClassification, by `config.head`."""
+"""The tensors and config.json of BERT, RoBERTa, DistilBERT and ModernBERT as Hugging Face has them: the bare model,
+ForMaskedLM, BERT's ForPreTraining, and ForSequenceClassification, by `config.head`. XLM-RoBERTa (Conneau et al. 2020)
+and CamemBERT (Martin et al. 2020) are RoBERTas, and are written as such.
+
+RoBERTa's positions begin behind the number of its padding. The rows before them are never read, and kept.
+"""
 
 from __future__ import annotations
 
 from gradus.models.weights import Rule, fields
 from gradus.recipe.schema import BertConfig
 
-MODEL_TYPES = ("bert",)
-PREFIXES = ("bert.",)
-IGNORABLE = ("embeddings.position_ids", "embeddings.token_type_ids")  # 0, 1, 2 ... and zeros
 NAMES = fields.names()["bert"]
-HEADS, WITHOUT_EFFECT = NAMES["heads"], NAMES["without effect"]  # architecture → head
+TYPES, HEADS = NAMES["types"], NAMES["heads"]  # model_type → [variant, its classes]; end of a class's name → head
+MODEL_TYPES = tuple(TYPES)
+PREFIXES = ("bert.", "roberta.", "distilbert.", "model.")
+IGNORABLE = ("embeddings.position_ids", "embeddings.token_type_ids")  # 0, 1, 2 ... and zeros
+WITHOUT_EFFECT = NAMES["without effect"]
 
 
 def config_from_hf(hf: dict) -> BertConfig:
     """Without `architectures` the head is none. Raises UserError naming the field of a feature that Gradus' BERT does
     not have."""
-    head = HEADS[fields.architecture("bert", hf, HEADS)]
+    variant, classes = TYPES[hf.get("model_type", "bert")]
+    names, heads = NAMES[variant], {f"{classes}{end}": head for end, head in HEADS.items()}
+    head = heads[fields.architecture("bert", hf, heads)]
     tied = {"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}
-    fields.only("bert", hf, NAMES["fixed"] | tied)
-    activation = fields.activation("bert", "hidden_act", hf.get("hidden_act", "gelu"))
+    fields.only("bert", hf, names["fixed"] | tied)
+    activation = fields.activation("bert", names["activation"], hf.get(names["activation"], "gelu"))
+    stated = fields.read(hf, names["fields"])
+    if variant == "roberta":
+        stated["first_position"] = hf.get("pad_token_id", 1) + 1
+        stated["seq_len"] -= stated["first_position"]
+    elif variant == "distilbert":
+        stated |= {"n_token_types": 0, "pooler": head == "classification"}
+    elif variant == "modernbert":
+        stated |= {"n_token_types": 0, "pooler": head == "classification", "alternation": _alternation(hf)}
     n_classes = fields.n_classes(hf) if head == "classification" else None
-    return BertConfig(**fields.read(hf, NAMES["fields"]), head=head, n_classes=n_classes, activation=activation)
+    return BertConfig(**stated, variant=variant, head=head, n_classes=n_classes, activation=activation)
 
 
-def config_to_hf(config: BertConfig) -> dict:
+def _alternation(hf: dict) -> dict:
+    """As published, or as transformers 5 writes it, with a type and rotary angles for each layer."""
+    rope, every = hf.get("rope_parameters") or {}, hf.get("global_attn_every_n_layers", 3)
+    full, sliding = (rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    for one in (full, sliding):
+        fields.only("bert", one, {"rope_type": "default"})
+    if types := hf.get("layer_types"):
+        every = [*types, "full_attention"].index("full_attention", 1)
+        if types != ["sliding_attention" if i % every else "full_attention" for i in range(len(types))]:
+            raise fields.unsupported("bert", "layer_types", types, " (only full attention in every n-th layer is)")
     return {
-        "model_type": "bert",
-        "architectures": [next(a for a, head in HEADS.items() if head == config.head)],
-        **fields.written(config, NAMES["fields"]),
-        "hidden_act": fields.their_activation(config),
-        "attention_probs_dropout_prob": config.dropout,
-        **(fields.labels(config.n_classes) if config.head == "classification" else {}),
+        "window": hf.get("local_attention", 128) // 2,
+        "global_every": every,
+        "theta": full.get("rope_theta") or hf.get("global_rope_theta", 160_000.0),
+        "local_theta": sliding.get("rope_theta") or hf.get("local_rope_theta", 10_000.0),
     }
 
 
+def config_to_hf(config: BertConfig) -> dict:
+    names, (_, classes) = NAMES[config.variant], TYPES[config.variant]
+    hf = {
+        "model_type": config.variant,
+        "architectures": [next(f"{classes}{end}" for end, head in HEADS.items() if head == config.head)],
+        **fields.written(config, names["fields"]),
+        names["activation"]: fields.their_activation(config),
+        **dict.fromkeys(names["dropouts"], config.dropout),
+        **(fields.labels(config.n_classes) if config.head == "classification" else {}),
+    }
+    if config.variant == "roberta":
+        hf["pad_token_id"] = config.first_position - 1
+        hf["max_position_embeddings"] += config.first_position
+    elif config.variant == "distilbert":
+        hf["seq_classif_dropout"] = config.head_dropout
+    elif how := config.alternation:
+        hf |= {"local_attention": 2 * how.window, "global_attn_every_n_layers": how.global_every}
+        hf |= {"global_rope_theta": how.theta, "local_rope_theta": how.local_theta}
+        hf |= {"classifier_dropout": config.head_dropout, **names["fixed"], **dict.fromkeys(names["tokens"])}
+    return hf
+
+
+def _modernbert(config: BertConfig) -> list[Rule]:
+    names, body = NAMES["modernbert"], "" if config.head == "none" else "model."
+    layers = {ours: f"{body}{theirs}" for ours, theirs in names["outside"].items()}
+    layers |= fields.blocks(config.n_layers, "blocks", f"{body}layers", names["block"])
+    del layers["blocks.0.attention_norm"]
+    table = fields.layers(layers | names.get(config.head, {}), ["weight"])
+    for i in range(config.n_layers):
+        for theirs, ours in names["fused"].items():
+            parts = [f"blocks.{i}.{name}.weight" for name in ours]
+            table.append(fields.fused(parts, f"{body}layers.{i}.{theirs}.weight"))
+    return table + [Rule(ours, theirs) for ours, theirs in names["output"].get(config.head, ())]
+
+
 def rules(config: BertConfig) -> list[Rule]:
-    bert = "" if config.head == "none" else "bert."
-    layers = {"embedding_norm": f"{bert}embeddings.LayerNorm"}
-    layers |= fields.blocks(config.n_layers, "blocks", f"{bert}encoder.layer", NAMES["block"])
-    if config.pooler and config.head != "masked_lm":
-        layers["pooler"] = f"{bert}pooler.dense"
-    table = [
-        Rule("word_embedding.weight", f"{bert}embeddings.word_embeddings.weight"),
-        Rule("position_embedding.weight", f"{bert}embeddings.position_embeddings.weight"),
-        Rule("type_embedding.weight", f"{bert}embeddings.token_type_embeddings.weight"),
-    ]
+    if config.variant == "modernbert":
+        return _modernbert(config)
+    names = NAMES[config.variant]
+    body = "" if config.head == "none" else f"{config.variant}."
+    layers = {"embedding_norm": f"{body}embeddings.LayerNorm"}
+    layers |= fields.blocks(config.n_layers, "blocks", f"{body}{names['layers']}", names["block"])
+    if config.pools:
+        layers["pooler"] = f"{body}pooler.dense"
+    kinds = ["word", "position", *(["token_type"] if config.n_token_types else [])]
+    embeddings = {f"{kind.removeprefix('token_')}_embedding": f"{body}embeddings.{kind}_embeddings" for kind in kinds}
+    table = fields.layers(embeddings, ["weight"])
     if config.head in ("masked_lm", "pretraining"):
-        layers["masked_lm.dense"] = "cls.predictions.transform.dense"
-        layers["masked_lm.norm"] = "cls.predictions.transform.LayerNorm"
-        table += [
-            Rule("masked_lm.decoder.bias", "cls.predictions.bias"),
-            Rule("masked_lm.decoder.bias", "cls.predictions.decoder.bias"),
-            Rule("word_embedding.weight", "cls.predictions.decoder.weight"),
-        ]
+        layers |= names["masked_lm"]
+        table += [Rule("masked_lm.decoder.bias", theirs) for theirs in names["output_bias"]]
+        table.append(Rule("word_embedding.weight", names["output"]))
     if config.head == "pretraining":
         layers["next_sentence"] = "cls.seq_relationship"
     if config.head == "classification":
-        layers["classifier"] = "classifier"
+        layers |= names["classification"]
     table += fields.layers(layers)
     norms = [rule for rule in table if "LayerNorm" in rule.theirs]
     # The published checkpoints still say gamma and beta, as TensorFlow did.

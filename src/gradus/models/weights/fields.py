@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, ItemsView, Mapping
-from typing import Any
+from collections.abc import Collection, ItemsView, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gradus import files
 from gradus.errors import UserError, did_you_mean, some
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def names() -> dict[str, dict[str, Any]]:
@@ -71,6 +74,17 @@ def layers(names: Mapping[str, str], kinds: Collection[str] = ("weight", "bias")
 def blocks(n: int, ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
     """Names of the layers in n blocks, ours → theirs; parts: those in one."""
     return {f"{ours}.{i}.{our}": f"{theirs}.{i}.{their}" for i in range(n) for our, their in parts.items()}
+
+
+def fused(ours: Sequence[str], theirs: str) -> Rule:
+    """A tensor of theirs that is several of ours, one below the other."""
+    return Rule(tuple(ours), theirs, lambda whole: whole.chunk(len(ours)), joined)
+
+
+def joined(*parts: Tensor) -> Tensor:
+    import torch
+
+    return torch.cat(parts)
 
 
 # ---------------------------------------------------------------- what a classifier's outputs are

@@ -10,13 +10,9 @@ named and laid out as ours, everything else as GPT-2's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradus.models.weights import Rule, Stored, fields, opened, read_tensors, transpose
 from gradus.recipe.schema import GPTConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MODEL_TYPES = ("gpt2", "gradus-gpt-moe")
 PREFIXES = ("transformer.",)
@@ -84,9 +80,9 @@ def rules(config: GPTConfig) -> list[Rule]:
             *fields.layers({f"{ours}.attention_norm": f"{theirs}.ln_1"}),
             Rule(
                 matrices, f"{theirs}.attn.c_attn.weight",
-                lambda fused: fused.T.chunk(3), lambda *parts: _fuse(*parts).T,
+                lambda fused: fused.T.chunk(3), lambda *parts: fields.joined(*parts).T,
             ),
-            Rule(biases, f"{theirs}.attn.c_attn.bias", lambda fused: fused.chunk(3), _fuse),
+            fields.fused(biases, f"{theirs}.attn.c_attn.bias"),
             *_transposed(f"{ours}.attention.to_out", f"{theirs}.attn.c_proj"),
             *fields.layers({f"{ours}.feedforward_norm": f"{theirs}.ln_2"}),
         ]
@@ -102,9 +98,3 @@ def rules(config: GPTConfig) -> list[Rule]:
 
 def _transposed(ours: str, theirs: str) -> list[Rule]:
     return [Rule(f"{ours}.weight", f"{theirs}.weight", transpose, transpose), Rule(f"{ours}.bias", f"{theirs}.bias")]
-
-
-def _fuse(*parts: Tensor) -> Tensor:
-    import torch
-
-    return torch.cat(parts)

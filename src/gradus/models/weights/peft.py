@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gradus import limits
 from gradus.errors import UserError, some
 from gradus.models.family import rules_of
-from gradus.models.weights import Rule, Stored, family_of, first_names, identity, transpose
+from gradus.models.weights import Rule, Stored, family_of, first_names, identity, in_head, transpose
 from gradus.models.weights import read_tensors as read_file
 
 if TYPE_CHECKING:
@@ -156,7 +156,10 @@ def trained_whole(model: nn.Module) -> list[str]:
     trained = {name: parameters[one].requires_grad for name, one in first.items()}
     shared = {one for name, one in first.items() if name != one}
     table = [(f"{module_of(rule.theirs, model.config)}.", rule) for rule in _table(model.config)]
-    modules = sorted({module for module, rule in table if any(trained[name] for name in rule.names)})
+    modules = sorted({  # of a head the whole, which may be several layers
+        f"{module.partition('.')[0]}." if all(map(in_head, rule.names)) else module
+        for module, rule in table if any(trained[name] for name in rule.names)
+    })  # fmt: skip
     own = adapted(model)
     for module in modules:
         inside = [name for other, rule in table if other.startswith(module) for name in rule.names]
