@@ -181,7 +181,7 @@ LIST = (
       "models/test_bert.py::test_old_names_of_published_checkpoints", of="bert masked_lm predict"),
     M("models/weights/gpt.py", 'DROPOUTS = ("embd_pdrop", "attn_pdrop")', 'DROPOUTS = ("embd_pdrop",)',
       "models/test_gpt.py::test_unsupported_features_are_named", of="gpt export"),
-    M("models/weights/llama.py", 'rope.get("rope_theta") or hf.get("rope_theta", 10_000.0)', 'hf.get("rope_theta", 10_000.0)',
+    M("models/weights/llama.py", 'rope_theta=rope.get("rope_theta") or theta', "rope_theta=theta",
       "models/test_llama.py::test_qwen2_there_and_back", of="llama generate"),
     M("models/weights/meta_llama.py", '"attention.wk.weight": config.n_kv_heads}', '"attention.wk.weight": config.n_heads}',
       "models/test_peft.py::test_a_small_base_is_off_by_what_the_page_says", of="llama generate"),

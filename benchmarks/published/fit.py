@@ -41,7 +41,7 @@ class Term:
 
 
 def maker(chip: str) -> str:
-    return next((name for name, text in roofline.MAKERS if re.match(text, chip)), "other")
+    return next((name for name, text in roofline.CHIPS["makers"].items() if re.match(text, chip)), "other")
 
 
 def keys_of(chip: str, software: str) -> set[str]:

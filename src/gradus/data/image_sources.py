@@ -272,7 +272,7 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         return sources
     if tables := _tables(config.path):
         for split in [s for s in tables if s != "train" and not has_labels(Shards(tuple(tables[s])), config.label)]:
-            print(f"note: {tables.pop(split)[0]}: no row has a label, so it is no {split} split.", flush=True)
+            print(f"note: {tables.pop(split)[0]}: no labels (or -1), so there is no {split} split", flush=True)
         return {split: TableSource(files, config) for split, files in tables.items()}
     no_effect(config, ("image", "label"), f"class folders such as {config.path}")
     folders = folders_in(path)

@@ -235,7 +235,8 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
         if channels != 3:
             model["n_channels"] = channels
     samples = max(1, min(sections["batch"]["samples"], len(facts.train) // 2))
-    sections["batch"]["samples"] = 1 << samples.bit_length() - 1  # divides among 2, 4, 8 processes
+    even = 4 * -(-samples // 4)  # divides among 2 and 4 processes
+    sections["batch"]["samples"] = even if even <= len(facts.train) else samples
 
 
 def _steps(sections: Sections, session: Session, counts: dict[str, int], facts: Facts, tuned: bool) -> float:
