@@ -225,16 +225,17 @@ class Part:
 def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, Part]:
     """(the rest, the part held out): of each label every `every`-th sample, a fixed and stratified choice; of one with
     fewer samples the last, where there are two."""
-    mask = np.zeros(len(dataset), dtype=bool)
+    mask, few = np.zeros(len(dataset), dtype=bool), []
     for label in np.unique(dataset.labels):
         own = np.flatnonzero(dataset.labels == label)
         mask[own[every - 1 :: every] if len(own) >= every else own[1:][-1:]] = True
+        few += [int(label)] * (1 < len(own) < every)
     if not mask.any():
         raise UserError(f"{dataset.name}: no class has 2 {unit}, enough to hold one out. Add a valid split.")
     parts = Part(dataset, np.flatnonzero(~mask)), Part(dataset, np.flatnonzero(mask), f"{dataset.name} (held out)")
     for part, held_out in zip(parts, (False, True)):
         if hasattr(part, "content"):
-            part.content = digest(part.content, every, held_out)
+            part.content = digest(part.content, every, held_out, *few)
     return parts
 
 
