@@ -137,7 +137,8 @@ class Classification(Task):
             yield f"what is evaluated{alone} has no sample of {', '.join(missing[:10])}."
         if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
-            yield f"uneven classes ({few}, {many}): macro_f1 counts them alike; task.class_weights=balanced trains so."
+            how = "" if self.weights else "; task.class_weights=balanced trains so"
+            yield f"uneven classes ({few}, {many}): macro_f1 counts them alike{how}."
 
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""
