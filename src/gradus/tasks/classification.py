@@ -39,7 +39,7 @@ class Classification(Task):
         n, named = len(self.classes), self.recipe.task.classes
         if n == 1:
             path, only = self.recipe.data.path, self.classes[0]
-            another = "Put images of another class into a folder beside it"
+            another = "Put images of another class into a folder beside it, or file_name,label into metadata.csv"
             if self.recipe.data.kind != "images":
                 another = "Name another label column (data.label; of gradus new --label or --no-label)"
             raise UserError(f"{path}: every sample is of one class ({only}), so there is nothing to learn. {another}.")
