@@ -36,6 +36,15 @@ def test_class_folders(tmp_path):
         open_images(ImagesData(path=str(tmp_path)))
 
 
+def test_names_of_splits_may_have_capital_letters(tmp_path):
+    for split, n in (("Train", 6), ("Test", 2)):
+        for i in range(n):
+            save(tmp_path / split / "ab"[i % 2] / f"{i}.png", picture(random_images(1)[0]))
+    sources = find_sources(ImagesData(path=str(tmp_path)))
+    assert {split: len(source.paths) for split, source in sources.items()} == {"train": 6, "test": 2}
+    assert sources["train"].classes == ["a", "b"]
+
+
 def labelled(folder, rows, kind="csv", header=("file_name", "label")):
     """metadata.csv or .jsonl; returns the labels' pictures by name, which it writes."""
     folder.mkdir(parents=True, exist_ok=True)

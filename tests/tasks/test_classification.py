@@ -203,6 +203,10 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     notes = list(task.notes())
     cut = f"240 of 720 texts are longer than 10 tokens and are cut: of such a text {10 / n:.0%} is kept (the median)"
     assert len(notes) == 2 and cut in notes[0] and "uneven classes (fair 11, good 422)" in notes[1]
+    weighted = of_texts(tmp_path, "task.class_weights=balanced", classes=(*["good"] * 39, "fair"))
+    weighted.complete(weighted.recipe.model)
+    [note] = weighted.notes()
+    assert note.endswith("macro_f1 counts them alike."), "what is set already is not proposed"
     alone = of_texts(tmp_path, classes=("good", "fair"))
     alone.splits["valid"] = Part(alone.splits["train"], np.flatnonzero(alone.splits["train"].labels == 0))
     (note,) = alone.notes()

@@ -152,6 +152,12 @@ def test_a_run_without_a_better_evaluation_stops_and_stays_stopped(tmp_path, cap
     assert train(recipes.load(run), resume=run).trainer.progress.step == 21
 
 
+def test_the_evaluation_before_the_first_step_costs_no_patience(tmp_path):
+    more = ["schedule.name=constant", "schedule.warmup_steps=0", "optimizer.lr=1e-12", "evaluate.best=valid/accuracy"]
+    recipe = recipes.load("copy-task", [*TINY, *more, "train.patience=1", "evaluate.at_start=true", f"log.dir={tmp_path / 'run'}"])
+    assert train(recipe).trainer.progress.step == 14, "the best is of step 7"
+
+
 def test_patience_is_counted_through_a_stop(tmp_path, monkeypatch):
     from gradus.tasks.translation import Copy
 

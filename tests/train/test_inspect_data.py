@@ -197,3 +197,11 @@ def test_a_pair_in_two_folders_is_told_where_to_lie(tmp_path):
         (tmp_path / file).write_text("a\n")
     with pytest.raises(UserError, match=r"must lie in one folder as NAME\.en and NAME\.de"):
         look(["short.en", "x/short.de"])
+
+
+def test_images_are_found_below_folders_of_one_and_their_names_are_no_texts(tmp_path):
+    pictures(tmp_path / "archive" / "animals" / "train")
+    assert look([str(tmp_path / "archive")]).data == {"kind": "images", "path": str(tmp_path / "archive" / "animals")}
+    path = table(tmp_path / "t.csv", [(f"images/{i}.JPG", "ab"[i % 2]) for i in range(20)], ("path", "label"))
+    with pytest.raises(UserError, match=r"t\.csv: column 'path' holds names of image files\. Call the table metadata\.csv"):
+        look([str(path)])

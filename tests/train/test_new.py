@@ -357,6 +357,10 @@ def test_a_length_holds_most_texts_whole_and_a_batch_divides(tmp_path, capsys):
     length = recipe["model"]["seq_len"]
     assert length % 8 == 0 and 200 < length < 900 and recipe["batch"]["samples"] == 24
     assert f"3 of 47 texts are longer than {length - 2} tokens and are cut" in out
+    rows = [(i, " ".join(words[(i + j) % 10] for j in range(700)), "ab"[i % 2]) for i in range(20)]
+    table(path, rows, ("id", "text", "label"))
+    assert main(["new", str(tmp_path / "s.yaml"), "--data", str(path), "--text", "text"]) == 0
+    assert 700 < yaml.safe_load((tmp_path / "s.yaml").read_text())["model"]["seq_len"] < 720
 
 
 def test_a_class_of_two_is_trained_on_and_held_out(tmp_path):

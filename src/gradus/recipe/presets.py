@@ -131,7 +131,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "images": {"family": "vit", "image_size": 32, "patch_size": 4, **DEEP, "d_ff": 256},
     "text": {"family": "gpt", **DEEP, "seq_len": 128, "bias": False},
     "pairs": {"family": "seq2seq", **SHALLOW, "d_ff": 512, "norm_first": True, "seq_len": 512},
-    "labelled": {"family": "bert", **SHALLOW, "d_ff": 512, "seq_len": 512},
+    "labelled": {"family": "bert", **SHALLOW, "d_ff": 512, "seq_len": 1024},
 }
 
 # (model, task) whose step is nearly all the framework's, once they have tiny sizes.

@@ -39,7 +39,7 @@ class Classification(Task):
         n, named = len(self.classes), self.recipe.task.classes
         if n == 1:
             path, only = self.recipe.data.path, self.classes[0]
-            another = "Put images of another class into a folder beside it"
+            another = "Put images of another class into a folder beside it, or file_name,label into metadata.csv"
             if self.recipe.data.kind != "images":
                 another = "Name another label column (data.label; of gradus new --label or --no-label)"
             raise UserError(f"{path}: every sample is of one class ({only}), so there is nothing to learn. {another}.")
@@ -137,7 +137,8 @@ class Classification(Task):
             yield f"what is evaluated{alone} has no sample of {', '.join(missing[:10])}."
         if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
-            yield f"uneven classes ({few}, {many}): macro_f1 counts them alike; task.class_weights=balanced trains so."
+            how = "" if self.weights else "; task.class_weights=balanced trains so"
+            yield f"uneven classes ({few}, {many}): macro_f1 counts them alike{how}."
 
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""

@@ -88,7 +88,7 @@ class Evaluation(Hook):
         p = trainer.progress
         name, higher = chosen_by(trainer.task)
         value, sign = p.last_evaluation[name], 1 if higher else -1
-        p.not_better += 1
+        p.not_better += p.step > 0
         if p.step and is_finite(p.last_evaluation, name) and (p.best is None or sign * value > sign * p.best):
             p.best, p.best_step, p.best_metric, p.not_better = value, p.step, name, 0
             with trainer.clock.count("checkpoint"):

@@ -13,7 +13,7 @@ from typing import Any
 from gradus.data.corpus import TEXT_COLUMNS
 from gradus.data.image_sources import METADATA, SUFFIXES, find_cifar
 from gradus.data.readers import KINDS, SPLITS, Readable, expanded, is_hub, kind_of, near, read_rows
-from gradus.data.splits import find_split, visible_files
+from gradus.data.splits import by_split, find_split, folders_in, visible_files
 from gradus.data.text import LABEL_COLUMNS
 from gradus.errors import UserError, did_you_mean, either
 
@@ -112,6 +112,9 @@ def _stem(path: Path) -> DataSummary | None:
 
 def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> DataSummary:
     files = visible_files(folder)
+    inside = folders_in(folder)
+    if not files and len(inside) == 1 and folders_in(inside[0]) and not by_split(inside, folder):
+        return look([str(inside[0])], text_column, label)
     pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
     if find_cifar(folder) or next(pictures, None) or any((folder / name).is_file() for name in METADATA):
         return _images(folder)
@@ -226,6 +229,9 @@ def _table(path: str | Path, file: Readable, text: str | None, label: str | bool
         input_line = f"image      column {picture!r}: it holds images"
     else:
         text, why = (text, "--text") if text is not None else _choose_text(file, columns, label)
+        if columns[text].is_string and all(cell.lower().endswith(SUFFIXES) for cell in columns[text].cells):
+            mend = "Call the table metadata.csv, the columns file_name and label, and give its folder"
+            raise UserError(f"{file}: column {text!r} holds names of image files. {mend}.")
         input_line = f"text       column {text!r}: {why}"
     others = {name: column for name, column in columns.items() if name not in (text, picture)}
     label, why = _choose_label(file, others, label)
