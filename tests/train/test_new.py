@@ -356,7 +356,7 @@ def test_a_length_holds_most_texts_whole_and_a_batch_divides(tmp_path, capsys):
     recipe, out = yaml.safe_load((tmp_path / "r.yaml").read_text()), capsys.readouterr().out
     length = recipe["model"]["seq_len"]
     assert length % 8 == 0 and 200 < length < 900 and recipe["batch"]["samples"] == 24
-    assert f"3 of 47 texts are longer than {length - 2} tokens and are cut" in out
+    assert f"3 of 47 texts are longer than {length - 2} tokens and truncated" in out
 
 
 def test_a_class_of_two_is_trained_on_and_held_out(tmp_path):

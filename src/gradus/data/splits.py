@@ -60,8 +60,8 @@ def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
 
     The files that lie in it and are named after a split (`train.*`, `val-*`, `wiki.test.*`); else texts in two folders
     or more (`pos/1.txt`), also below folders named after splits; else what lies in folders and is named, or in folders
-    that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all that lies
-    together is for training. A folder with no data but one folder is as that one.
+    that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all files
+    of one level are for training. A folder that holds nothing but one folder stands for it.
     """
     top, folders = _data(folder), folders_in(folder)
     if not top and len(folders) == 1 and not _split_of(Path(folders[0].name)):
@@ -206,7 +206,7 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        self.how = getattr(dataset, "how", None)  # images are made of one size
+        self.how = getattr(dataset, "how", None)  # how images are resized and cropped, where they are
         for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "cut"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)

@@ -164,12 +164,12 @@ class PairsDataset:
 
 
 def cut(name: str, lengths: np.ndarray, most: int) -> str | None:
-    """A line where texts of so many tokens are cut to `most`."""
+    """A note on how many texts are longer than `most` tokens, and truncated to it; None where none is."""
     longer = lengths[lengths > most]
     if not len(longer):
         return None
-    kept = f"of such a text {np.median(most / longer):.0%} is kept (the median)"
-    return f"{name}: {len(longer):,} of {len(lengths):,} texts are longer than {most:,} tokens and are cut: {kept}"
+    kept = f"of such a text {np.median(most / longer):.0%} is kept (median)"
+    return f"{name}: {len(longer):,} of {len(lengths):,} texts are longer than {most:,} tokens and truncated: {kept}"
 
 
 class LabelledDataset:

@@ -32,9 +32,9 @@ from gradus.infer import (
     engines,
     fits,
     note,
+    note_unapplied,
     read_export_info,
     readable,
-    tell_unapplied,
     with_finite_weights,
 )
 from gradus.infer import sources as sources_of
@@ -150,7 +150,7 @@ def texts_of(source: ModelSource, given: str) -> Iterable[str]:
         data = source.recipe and source.recipe.data
         return Corpus.column(path, getattr(data, "text", getattr(data, "source", None)))
     if end in readers.KINDS or (os.sep in given and os.path.isdir(path)):
-        aside = "A text that is called so goes through standard input"
+        aside = "If it is a text, give it on standard input"
         raise UserError(f"{given}: no such file.{readers.near(path)} {aside}.")
     if path.is_absolute() or (end and len(given.split()) == 1):
         note(f"read as a text, since there is no such file: {short(given, 40)}")
@@ -252,7 +252,7 @@ def rows_of(source: ModelSource, tokenizer: Tokenizer, texts: list[str]) -> list
             note(f"cut to the first {n} of its {more}{len(ids)} tokens: {short(text, 40)}")
         rows.append(tokenizer.whole(ids[:room]))
         if not rows[-1]:
-            raise InputError("an empty text, and the tokenizer puts nothing around it. Give one with a word.")
+            raise InputError("an empty text, and the tokenizer adds no special token. Give one with a word.")
     return rows
 
 
@@ -308,7 +308,7 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     if source.recipe is not None and source.recipe.task.name == "copy":
         yield from copies(source, texts, model)
         return
-    tell_unapplied(source)
+    note_unapplied(source)
     tokenizers = source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = source.recipe.evaluate.max_new if source.recipe is not None else None
@@ -411,7 +411,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
         def logits(part: list[Any]) -> Tensor:
             return task.logits(model, task.to_device(task.collate(part), model.device))
 
-        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # no score: of a run
+        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # of a run: no scores
             truth = class_names(source)[int(sample["label"])]
             yield {**record, "truth": truth, "right": record["label"] == truth}
     elif isinstance(task, Copy):
@@ -519,6 +519,6 @@ def open_evaluation(
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
     if isinstance(task := session.task, Classification) and (not config.classes or task.matched):
-        unnamed = f"the head's have no names (id2label): taken in the order of {', '.join(task.classes[:10])}"
+        unnamed = f"the head's have no names (id2label); they are taken to be, in order, {', '.join(task.classes[:10])}"
         note(f"classes: {task.matched or unnamed}")
     return source, session

@@ -69,10 +69,10 @@ class Task:
         return {split: content for split, content in contents.items() if content}
 
     def notes(self) -> Iterator[str]:
-        """What of the data a metric does not show."""
+        """Notes on the data, printed before the first step: what metrics do not show."""
         cut = (getattr(data, "cut", None) for data in self.splits.values())
         for line in dict.fromkeys(filter(None, cut)):
-            yield f"{line}. Longer: data.max_len or model.seq_len."
+            yield f"{line}. To keep more, raise data.max_len or model.seq_len."
 
     prepare = None  # (sample, rng) -> sample, for training
     prepare_evaluation = None  # the same for evaluation, where chance must play no part or the same part every time
@@ -127,7 +127,7 @@ def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[in
             raise UserError(f"tokenizer: no {name} token, which {what} needs. Use BERT's, or tokenizer.kind=bpe.")
     t.around(first, last)
     if (n := len(t.whole([]))) > 2:
-        raise UserError(f"tokenizer: it puts {n} tokens around a text, and {what} takes two. Use another.")
+        raise UserError(f"tokenizer: it adds {n} special tokens to a text, and {what} allows two. Use another.")
     return t.before, t.after
 
 

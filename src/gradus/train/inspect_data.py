@@ -237,7 +237,7 @@ def _table(path: str | Path, file: Readable, text: str | None, label: str | bool
         lines = [f"found      {file}: texts, each in the folder of its class"]
     n, all_of = len(getattr(file, "files", "1")), re.search(r"-of-(\d+)", str(file))
     if all_of and int(all_of[1]) != n:
-        lines.append(f"note       {n} of {int(all_of[1])} parts of {file} {'is' if n == 1 else 'are'} here")
+        lines.append(f"note       only {n} of {int(all_of[1])} parts of {file} {'is' if n == 1 else 'are'} there")
     if label and (several := others[label].several):
         text_of = f"{several!r} is a class by itself: a text has one class here, not several"
         lines.append(f"note       column {label!r}: {text_of}; for one of them, write a column with yes and no")
