@@ -104,7 +104,7 @@ def test_what_a_file_leaves_out_is_its_class_s_default(kind, tmp_path):
         ({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 36}}, r"it crops images to 36 pixels, and the model reads 32 × 32"),
         ({"image_mean": [0.5]}, "image_mean and image_std need 3 numbers each"),
         ({"image_mean": None}, "image_mean and image_std need 3 numbers each"),
-        ({"image_std": [0.5, 0.0, 0.5]}, "image_std=.*not with such a value"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std=.*not with this value"),
         ({"rescale_factor": 0}, "rescale_factor=0: this field is not supported, or not with this value"),
     ],
 )  # fmt: skip
@@ -125,10 +125,10 @@ def test_lengths_change_with_the_pixels_that_training_reads(tmp_path):
 @pytest.mark.parametrize(
     "how, says",
     [
-        (Preprocess(resize=32, center_crop=False), "a.png: 54 × 32 pixels by data.preprocess"),
-        (Preprocess(resize=(24, 24), center_crop=False), "a.png: 24 × 24 pixels by data.preprocess"),
-        (Preprocess(resize=24), "a.png: 40 × 24 pixels by data.preprocess"),  # no edge is added to what was scaled
-        (Preprocess(center_crop=False), "a.png: 17 × 10 pixels by data.preprocess"),
+        (Preprocess(resize=32, center_crop=False), "a.png: 54 × 32 pixels after data.preprocess"),
+        (Preprocess(resize=(24, 24), center_crop=False), "a.png: 24 × 24 pixels after data.preprocess"),
+        (Preprocess(resize=24), "a.png: 40 × 24 pixels after data.preprocess"),  # no edge is added to what was scaled
+        (Preprocess(center_crop=False), "a.png: 17 × 10 pixels after data.preprocess"),
     ],
 )  # fmt: skip
 def test_a_picture_of_another_size_than_the_model_reads_is_named(how, says):

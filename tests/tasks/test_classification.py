@@ -45,7 +45,7 @@ def test_a_text_that_only_ends_in_a_token(tmp_path):
     bpe.around(None, bpe.eos_id)
     task = tasks.open_task(of_texts(tmp_path).recipe, {"": bpe})
     row = task.row(task.splits["train"][0]["ids"])
-    assert row.dtype == np.int64 and row.tolist() == bpe.whole(task.splits["train"][0]["ids"].tolist())
+    assert row.dtype == np.int64 and row.tolist() == bpe.with_special_tokens(task.splits["train"][0]["ids"].tolist())
     bpe = train_bpe(TEXTS.values(), 270)
     bpe.before, bpe.after = [bpe.bos_id] * 2, [bpe.eos_id]
     with pytest.raises(UserError, match="it adds 3 special tokens to a text, and text classification allows two"):

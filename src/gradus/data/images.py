@@ -157,14 +157,14 @@ class LazyImages:
 class FittedImages(Part):
     """The images of another data set, each resized and cropped to one shape (n_channels, image_size, image_size)."""
 
-    def __init__(self, dataset: Any, shape: tuple[int, int, int], how: Preprocess):
+    def __init__(self, dataset: Any, shape: tuple[int, int, int], preprocess: Preprocess):
         super().__init__(dataset, np.arange(len(dataset)))
-        self.shape, self.how = shape, how
+        self.shape, self.preprocess = shape, preprocess
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample, (n_channels, size, _) = super().__getitem__(i), self.shape
         image = np.broadcast_to(image := sample["image"], (n_channels, *image.shape[1:]))
-        return {**sample, "image": fit(image, size, self.how, f"{self.name}, image {i}")}
+        return {**sample, "image": fit(image, size, self.preprocess, f"{self.name}, image {i}")}
 
 
 class EncodedFile:
@@ -340,7 +340,7 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
     memo = None
     if dataset.folder is not None:
-        part = digest(dataset.indices.tolist(), str(dataset.how))[:16] if isinstance(dataset, Part) else "all"
+        part = digest(dataset.indices.tolist(), str(dataset.preprocess))[:16] if isinstance(dataset, Part) else "all"
         memo = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}.json"
         with contextlib.suppress(UserError):  # none, damaged, or a pipe
             match limits.read_json(memo, limits.CONFIG_FILE):

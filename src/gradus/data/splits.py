@@ -206,8 +206,8 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        self.how = getattr(dataset, "how", None)  # how images are resized and cropped, where they are
-        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "cut"):
+        self.preprocess = getattr(dataset, "preprocess", None)  # how images are resized and cropped, where they are
+        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "truncation"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
                 setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)

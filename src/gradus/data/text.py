@@ -153,7 +153,7 @@ class PairsDataset:
             raise UserError(f"{both}: parallel text needs equally many lines.")
         self.content = digest(source.content, target.content)
         sides = np.stack([side.lengths() for side in (self.source, self.target)], axis=1)
-        self.cut, self.sides = cut(source.name, sides.max(axis=1), max_len), np.minimum(sides, max_len)
+        self.truncation, self.sides = truncation(source.name, sides.max(axis=1), max_len), np.minimum(sides, max_len)
         self.lengths = self.sides.sum(axis=1)
 
     def __len__(self) -> int:
@@ -163,7 +163,7 @@ class PairsDataset:
         return {"source": self.source.text(i)[: self.max_len], "target": self.target.text(i)[: self.max_len]}
 
 
-def cut(name: str, lengths: np.ndarray, most: int) -> str | None:
+def truncation(name: str, lengths: np.ndarray, most: int) -> str | None:
     """A note on how many texts are longer than `most` tokens, and truncated to it; None where none is."""
     longer = lengths[lengths > most]
     if not len(longer):
@@ -207,7 +207,7 @@ class LabelledDataset:
             self.classes, self.index = number_classes(labels, declared, names, n_classes)
         self.labels = np.array([self.index.get(str(x), -1) for x in labels], dtype=np.int64)
         self.lengths = np.minimum(self.tokens.lengths(), max_len)
-        self.cut = cut(self.name, self.tokens.lengths(), max_len)
+        self.truncation = truncation(self.name, self.tokens.lengths(), max_len)
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} class{'es' * (n > 1)}{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"

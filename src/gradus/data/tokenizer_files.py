@@ -200,7 +200,7 @@ def _read_ours(file: Path) -> Tokenizer:
     except (KeyError, TypeError) as e:
         raise _Damaged(f"{e} is missing or of the wrong type") from None
     if (whole := file.with_name("tokenizer.json")).is_file():
-        tokenizer.follow(_rust(whole).post_processor)
+        tokenizer.use_post_processor(_rust(whole).post_processor)
     return tokenizer
 
 

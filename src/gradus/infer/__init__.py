@@ -257,7 +257,7 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
             raise InputError(f"an empty text: {config.family} needs one to read. Give it after the model's name.")
         if recipe is not None:
             tokenizer.around(None, special(tokenizer, "eos", "sep"))
-        sources = [tokenizer.whole(row) for row in rows]
+        sources = [tokenizer.with_special_tokens(row) for row in rows]
         if fit:
             fits(texts, sources, config.longest)
         padding = family.decoder_start == "padding"
@@ -268,7 +268,7 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
         return Encoded([[start]] * len(rows), sources, ends)
 
     if recipe is None or in_documents(recipe):
-        rows = [tokenizer.whole(row) for row in rows]
+        rows = [tokenizer.with_special_tokens(row) for row in rows]
     if not all(rows):
         documents = recipe is None or in_documents(recipe)
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None

@@ -243,14 +243,14 @@ def rows_of(source: ModelSource, tokenizer: Tokenizer, texts: list[str]) -> list
     longest = source.config.seq_len
     if source.recipe is not None:
         longest = min(longest, getattr(source.recipe.data, "max_len", None) or longest)
-    room = longest - len(tokenizer.whole([]))
+    room = longest - len(tokenizer.with_special_tokens([]))
     rows, heads = [], [text[: limits.TOKEN * longest] for text in texts]  # of a longer one the rest is not encoded
     for text, head, ids in zip(texts, heads, tokenizer.encode_batch(heads)):
         if len(ids) > room or head != text:
             more = "more than " if head != text else ""
             n = min(room, len(ids))
             note(f"cut to the first {n} of its {more}{len(ids)} tokens: {short(text, 40)}")
-        rows.append(tokenizer.whole(ids[:room]))
+        rows.append(tokenizer.with_special_tokens(ids[:room]))
         if not rows[-1]:
             raise InputError("an empty text, and the tokenizer adds no special token. Give one with a word.")
     return rows
@@ -288,7 +288,7 @@ def fill_masks(source: ModelSource, texts: list[str], top: int, model: LazyEngin
         ids: list[int] = []
         for i, part in enumerate(parts):
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
-        row = tokenizer.whole(ids)
+        row = tokenizer.with_special_tokens(ids)
         fits([text], [row], source.config.seq_len)
         batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)

@@ -474,7 +474,7 @@ class ClassificationTask(Section):
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
     label_smoothing: Fraction = 0.0  # share of the target spread over all classes
-    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # one per class, in the loss
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # of each class in the loss
 
 
 Task = Annotated[
@@ -565,7 +565,7 @@ class ImagesData(DataConfig):
     label: str | None = None  # as image
     mean: list[float] | None = None  # per channel, of values in 0..1; None: model.init's, else measured
     std: list[float] | None = None  # as mean
-    preprocess: Preprocess | None = None  # to the model's size; None: model.init's, else the centre is cropped
+    preprocess: Preprocess | None = None  # to the model's size; None: as model.init's, else a centre crop
     crop: Annotated[Whole, upto(limits.IMAGE, 0)] = 0  # random crop after padding by this many pixels
     flip: bool = False  # mirror half of the images horizontally
     mixup: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off

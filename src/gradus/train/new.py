@@ -142,7 +142,7 @@ class Facts:
         if kind == "images":
             shape = self.train.shape
             size = f"{shape[2]} × {shape[1]} pixels"
-            if how := getattr(self.train, "how", None):
+            if how := getattr(self.train, "preprocess", None):
                 published = self.task.recipe.model.init is not None  # else the size is chosen below
                 size = f"prepared to {size}: {how}" if published else "several sizes: scaled and cut to one"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
@@ -228,7 +228,7 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
             sections["evaluate"]["max_new"] = length - 1
     elif kind == "images" and config is None:
         channels, height, width = facts.train.shape
-        side = 64 if getattr(facts.train, "how", None) else min(height, width, 64)
+        side = 64 if getattr(facts.train, "preprocess", None) else min(height, width, 64)
         model["image_size"] = max(8, 4 * (side // 4))
         side = model["image_size"]
         model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
