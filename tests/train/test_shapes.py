@@ -189,7 +189,7 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "Windows-1252": (in_text("caf\u00e9 \u2013 bar", "cp1252"), "d.csv", "iconv -f windows-1252 -t utf-8"),
     "UTF-16": (in_text("film", "utf-16"), "d.csv", "iconv -f utf-16 -t utf-8"),
     "empty texts": (empty("text", 3), "d.csv", "note       3 of the texts are empty, and learned with the label all the same"),
-    "empty labels": (empty("label", 3), "d.csv", "d.csv: row 1: label '' is neither a whole number nor a name (so in 3 rows)"),
+    "empty labels": (empty("label", 3), "d.csv", "d.csv: row 1: label '' is neither a whole number nor a name (3 such rows)"),
     "names beside numbers": (named_numbers, "d.jsonl", "label      column 'label_text': the names of the numbers in 'label'", PAIR),
 }  # fmt: skip
 

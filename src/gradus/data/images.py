@@ -185,7 +185,7 @@ class EncodedFile:
 
 @contextlib.contextmanager
 def _opened(data: bytes | str | Path, where: str) -> Iterator[Any]:
-    """An image file for Pillow. Raises UserError where it, or what is done with it, shows that it is none."""
+    """An image file, opened by Pillow. Raises UserError where Pillow cannot read it, here or in the block."""
     if not isinstance(data, bytes):
         limits.regular(data)
     Image = need("PIL.Image", "vision", "reading images")
@@ -225,8 +225,8 @@ def _pixels(picture: Any) -> np.ndarray:
 
 
 def shape_of(data: bytes | str | Path, where: str) -> tuple[int, ...]:
-    """(channels, height, width) of an image file: of a JPEG, the usual format of what is large, by its first bytes
-    where the last ones show that it is whole; any other is read. Raises UserError as `read_image`."""
+    """(channels, height, width) of an image file. Of a JPEG only the header is read, if its last bytes show that it is
+    whole; any other file is decoded. Raises UserError as `read_image`."""
     with _opened(data, where) as picture:
         if picture.format == "JPEG" and picture.mode in ("L", "RGB"):
             picture.fp.seek(-2, os.SEEK_END)

@@ -78,7 +78,7 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
         raise refused(f"{name:.60} is not supported; the image processors of {', '.join(CLASSES)} are")
 
     def sides(size: Any, square: bool) -> tuple[int, ...]:
-        """(height, width), or (the shorter side,), of what is read here."""
+        """(height, width), or (the shorter side,), in proportion to the image_size that training reads."""
         if isinstance(size, int):
             size = (size,) * (1 + square)
         values = (side for _, side in size) if isinstance(size, Section) else size
@@ -109,7 +109,7 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
 
 
 def as_published(data: ImagesData, file: Path, model: Any, image_size: int) -> ImagesData:
-    """The data with what they leave open of mean, std and preprocess as `read` finds it in the file; where there is
-    none images are prepared as usual, for weights that read image_size pixels."""
+    """The data, with mean, std and preprocess from the file where the recipe does not set them. Without a file, images
+    are resized to image_size by their shorter side, and cropped."""
     said = read(file, model, image_size) if file.is_file() else {"preprocess": Preprocess(resize=image_size)}
     return data.model_copy(update={key: value for key, value in said.items() if getattr(data, key) is None})

@@ -77,7 +77,7 @@ def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
 
 
 def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
-    """Split → the texts, each a file, in folders of classes, of which there are at least two."""
+    """Split → the texts, one per file, in folders of classes, of which there are at least two."""
     found: dict[str, list[Path]] = {}
     roots = [(root, of[0]) for root in folders if (of := _split_of(Path(root.name)))]
     for root, split in roots or [(folder, "train")]:
@@ -105,8 +105,8 @@ def _in_order(file: Path) -> list[Any]:
 
 
 def _are_parts(files: list[Path]) -> bool:
-    """Whether these, in their order, are one text or table: texts that are not themselves named after a split, or files
-    whose names differ in numbers, from 0 or 1 on or 1-of-9 (test_2016 and test_2017 are two)."""
+    """Whether these files are the parts of one text or table: texts that are not named after a split, or files whose
+    names differ only in numbers, counted from 0 or 1 or written 1-of-9 (test_2016 and test_2017 are two)."""
     name = files[0].name
     if not (_tables(files) or _split_of(Path(name))):
         return True

@@ -227,7 +227,7 @@ class LabelledDataset:
                 raise no_column(file, number, label, row)
             if (value := as_label(row[label])) is None:
                 n = 1 + sum(as_label(other[label]) is None for *_, other in rows if label in other)
-                what = f"label {row[label]!r} is neither a whole number nor a name (so in {n:,} row{'s' * (n > 1)})"
+                what = f"label {row[label]!r} is neither a whole number nor a name ({n:,} such row{'s' * (n > 1)})"
                 raise UserError(f"{file}: row {number}: {what}. Correct or remove {'them' if n > 1 else 'it'}.")
             labels.append(value)
             yield text_of(file, number, row, text)[: limits.FIELD]
@@ -240,7 +240,7 @@ class LabelledDataset:
 
 
 def as_label(value: Any) -> int | str | None:
-    """A cell as the label that it is: a number, or a name without the space around it; None for neither."""
+    """A cell as a label: a whole number, or a name without the space around it; None for neither."""
     if type(value) is int or (isinstance(value, float) and value.is_integer()):
         return int(value)
     text = str(value).strip() if isinstance(value, bool | str) else ""
@@ -248,7 +248,7 @@ def as_label(value: Any) -> int | str | None:
 
 
 def has_labels(path: Readable, column: str | None) -> bool:
-    """Whether any row has one: a split to be predicted, as of a competition, has no such column, or -1 in it."""
+    """Whether any row has a label. The test split of a competition has no such column, or -1 in each row."""
     first = next(read_rows(path))
     if isinstance(first, str):
         return True

@@ -28,8 +28,8 @@ from gradus.data.tokenizers import (
 )
 from gradus.errors import DataError, UserError
 
-# Of the classes of transformers whose files are read here: what the files are, and the roles of the tokens before and
-# after a text; where there is none add_bos_token and add_eos_token decide
+# Classes of transformers whose files are read here: the kind of file, and the roles of the tokens before and after a
+# text; without a role, add_bos_token and add_eos_token decide
 CLASSES = {
     "berttokenizer": ("WordPiece", "cls", "sep"), "distilberttokenizer": ("WordPiece", "cls", "sep"),
     "gpt2tokenizer": ("byte-level BPE", "", ""), "robertatokenizer": ("byte-level BPE", "bos", "eos"),

@@ -182,7 +182,7 @@ class FastTokenizer(Tokenizer):
         self.use_post_processor(tokenizer.post_processor)
 
     def use_post_processor(self, post_processor: Any) -> None:
-        """Put around a text what a post-processor of the package puts there."""
+        """Put the same tokens around a text as this post-processor of the package does."""
         self.rust.post_processor = post_processor
         for probe in ("a", *self.rust.get_vocab()) if post_processor else ():
             encoding = self.rust.encode(probe)

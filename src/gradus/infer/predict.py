@@ -128,8 +128,8 @@ def lines_of(file: Iterable[str]) -> Iterator[str]:
 
 
 def inputs_of(source: ModelSource, args: Any) -> list[str]:
-    """The inputs behind the model's name, of files of texts what they hold; without any all lines of standard input
-    that are not empty."""
+    """The inputs on the command line, with files of texts replaced by their texts; without inputs the lines of standard
+    input that are not empty."""
     inputs = args.inputs or list(filter(str.strip, lines_of(sys.stdin)))
     limits.words(inputs)
     if not inputs:
@@ -375,7 +375,7 @@ def preparation(source: ModelSource) -> ImagesData:
 
 
 def published(source: ModelSource, data: ImagesData) -> ImagesData:
-    """The data with what they leave open as preprocessor_config.json beside the weights says, where there is one."""
+    """The data, completed by preprocessor_config.json beside the weights, where there is one."""
     file = next(iter(source.beside(preprocessor.FILE)), source.folder / preprocessor.FILE)
     return preprocessor.as_published(data, file, source.config, source.config.image_size)
 

@@ -651,7 +651,7 @@ class Schedule(Section):
         return self
 
     def warmup(self, last_step: int) -> int:
-        """Steps of rising learning rate, in a run of so many."""
+        """Steps of rising learning rate, in a run of last_step steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * last_step)
 
 

@@ -65,8 +65,8 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
 
 
 def in_documents(recipe: Recipe) -> bool:
-    """Whether the texts that a language model learns begin and end as the tokenizer's files say: those of weights that
-    are trained on did, and so do documents."""
+    """Whether a language model's texts have the special tokens that the tokenizer's files put around a text: documents
+    do, and so does all that continues from published weights."""
     return recipe.model.init is not None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
 
 

@@ -150,13 +150,13 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     return unwrapped(tensors, path)
 
 
-# what DDP, torch.compile, FSDP and checkpointing put before the names within a module that they wrap
+# prefixes that DDP, torch.compile, FSDP and activation checkpointing add to the names of a wrapped module's tensors
 WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> dict[str, Any]:
-    """The tensors without the names of what wraps a model; inside: also without that of the attribute that holds it,
-    where all names begin with one. A line on standard error says so."""
+    """The tensors, their names without the prefixes of wrappers. inside: also without the name of the attribute that
+    holds the model, where all begin with one. A note on standard error says so."""
     names = [WRAPPERS.sub("", name) for name in tensors]
     if inside and len({name.partition(".")[0] for name in names}) == 1:
         names = [name.partition(".")[2] for name in names]

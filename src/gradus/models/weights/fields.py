@@ -125,9 +125,9 @@ class Fields(dict[str, Any]):
 
 
 def refuse_unknown(hf: Fields, without_effect: Collection[str], what: str) -> None:
-    """Raises UserError for fields that no reader asks for and that are not known to change nothing of what a model
-    computes: neither those of names.yaml, nor the reader's own (its WITHOUT_EFFECT). null and {} say nothing, nor does
-    what begins with an underscore: names that libraries give to their own notes."""
+    """Raises UserError for fields that the reader does not use and that may change what a model computes: all but those
+    in names.yaml and in the reader's WITHOUT_EFFECT. Empty values (null, {}, []) are ignored, and so are names that
+    begin with an underscore, which libraries use for their own notes."""
     known = {*names()["all"]["without effect"], *without_effect, *hf.used}
     if unknown := [n for n in hf if n not in known and not n.startswith("_") and hf[n] not in (None, {}, [])]:
         first = f"{unknown[0]}={hf[unknown[0]]!r:.60}"
