@@ -140,8 +140,8 @@ class Classification(Task):
             yield f"the validation split has no sample of {', '.join(missing[:10])}{alone}."
         if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
-            alike = "macro_f1 weighs all classes alike, and so does task.class_weights=balanced in the loss"
-            yield f"uneven classes ({few}, {many}): {alike}."
+            how = "" if self.weights else ", and so does task.class_weights=balanced in the loss"
+            yield f"uneven classes ({few}, {many}): macro_f1 weighs all classes alike{how}."
 
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""
