@@ -89,7 +89,7 @@ def test_metadata_of_a_folder_alone(tmp_path):
     [
         ([("0.png", "a"), ("gone.png", "b")], r"metadata\.csv, row 2: file_name gone\.png: no such file"),
         ([("0.png", "a"), ("1.png", "")], r"1\.png: no label in the table beside it"),
-        ([("0.png", ""), ("1.png", "")], r"metadata\.csv: no labels of a training split \(column label\)\. Rename their column"),
+        ([("0.png", ""), ("1.png", "")], r"metadata\.csv: no training image has a label \(column label\)\. Rename the column of labels"),
     ],
 )
 def test_what_is_wrong_in_metadata_is_named(rows, says, tmp_path):
@@ -120,7 +120,7 @@ def test_a_test_split_without_labels_is_none(tmp_path, capsys):
     save(tmp_path / "c" / "test" / "0.png", picture(random_images(1)[0]))
     for folder in "abc":
         assert list(open_images(ImagesData(path=str(tmp_path / folder)), image_size=6)) == ["train", "valid"]
-        assert "no labels (or -1), so there is no test split" in capsys.readouterr().out
+        assert "no labels (or only -1), so it is not used as the test split" in capsys.readouterr().out
 
 
 def test_bad_labels_and_columns_are_named(tmp_path):

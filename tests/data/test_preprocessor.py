@@ -92,20 +92,20 @@ def test_what_a_file_leaves_out_is_its_class_s_default(kind, tmp_path):
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ({"image_processor_type": "MobileViTImageProcessor"}, "how MobileViTImageProcessor prepares images is not known here, only that of ViT, DeiT"),
-        ({"size": {"shortest_edge": 32, "longest_edge": 64}}, r"size=\{'shortest_edge': 32, 'longest_edge': 64\}: not known here"),
+        ({"image_processor_type": "MobileViTImageProcessor"}, "MobileViTImageProcessor is not supported; the image processors of ViT, DeiT"),
+        ({"size": {"shortest_edge": 32, "longest_edge": 64}}, r"size=\{'shortest_edge': 32, 'longest_edge': 64\}: this field is not supported"),
         ({"size": {"height": 32}}, r"size=\{'height': 32\}"),
         ({"size": "large"}, "size='large'"),
-        ({"do_pad": True, "pad_size": 40}, "do_pad=True: not known here"),
-        ({"do_flip_channel_order": True}, "do_flip_channel_order=True: not known here"),
-        ({"crop_pct": "no"}, "crop_pct='no': not known here, or not with such a value"),
-        ({"resample": 6}, "resample=6: not known here, or not with such a value"),
-        ({"do_center_crop": True, "crop_size": 28}, r"of \(28, 28\) pixels that are cut out, some are not the 32 that the model reads"),
-        ({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 36}}, r"of \(36,\) pixels that are cut out, some are not the 32 that the model reads"),
-        ({"image_mean": [0.5]}, "image_mean and image_std are not 3 numbers each"),
-        ({"image_mean": None}, "image_mean and image_std are not 3 numbers each"),
-        ({"image_std": [0.5, 0.0, 0.5]}, "image_std=.*not with such a value"),
-        ({"rescale_factor": 0}, "rescale_factor=0: not known here, or not with such a value"),
+        ({"do_pad": True, "pad_size": 40}, "do_pad=True: this field is not supported"),
+        ({"do_flip_channel_order": True}, "do_flip_channel_order=True: this field is not supported"),
+        ({"crop_pct": "no"}, "crop_pct='no': this field is not supported, or not with this value"),
+        ({"resample": 6}, "resample=6: this field is not supported, or not with this value"),
+        ({"do_center_crop": True, "crop_size": 28}, r"it crops images to 28 × 28 pixels, and the model reads 32 × 32"),
+        ({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 36}}, r"it crops images to 36 pixels, and the model reads 32 × 32"),
+        ({"image_mean": [0.5]}, "image_mean and image_std need 3 numbers each"),
+        ({"image_mean": None}, "image_mean and image_std need 3 numbers each"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std=.*not with this value"),
+        ({"rescale_factor": 0}, "rescale_factor=0: this field is not supported, or not with this value"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_named(settings, says, tmp_path):
@@ -125,10 +125,10 @@ def test_lengths_change_with_the_pixels_that_training_reads(tmp_path):
 @pytest.mark.parametrize(
     "how, says",
     [
-        (Preprocess(resize=32, center_crop=False), "a.png: 54 × 32 pixels by data.preprocess"),
-        (Preprocess(resize=(24, 24), center_crop=False), "a.png: 24 × 24 pixels by data.preprocess"),
-        (Preprocess(resize=24), "a.png: 40 × 24 pixels by data.preprocess"),  # no edge is added to what was scaled
-        (Preprocess(center_crop=False), "a.png: 17 × 10 pixels by data.preprocess"),
+        (Preprocess(resize=32, center_crop=False), "a.png: 54 × 32 pixels after data.preprocess"),
+        (Preprocess(resize=(24, 24), center_crop=False), "a.png: 24 × 24 pixels after data.preprocess"),
+        (Preprocess(resize=24), "a.png: 40 × 24 pixels after data.preprocess"),  # no edge is added to what was scaled
+        (Preprocess(center_crop=False), "a.png: 17 × 10 pixels after data.preprocess"),
     ],
 )  # fmt: skip
 def test_a_picture_of_another_size_than_the_model_reads_is_named(how, says):

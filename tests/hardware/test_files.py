@@ -95,7 +95,7 @@ def test_a_laptops_card_is_not_the_desktops(name, cores, clock, tops, memory, po
 
 @pytest.mark.parametrize("name", ["Apple M2", "M3 Max", "m4-pro", "M2 Max 96GB", "Apple M1 Ultra GPU", "MacBook Pro", "m5", "mps"])
 def test_apples_are_refused_by_name(name):
-    with pytest.raises(UserError, match=rf"{name}: Apple's GPUs are not supported: Apple states no peak"):
+    with pytest.raises(UserError, match=rf"{name}: Apple's GPUs are not supported: Apple publishes no peak"):
         hardware.cluster(f"2x{name}")
 
 

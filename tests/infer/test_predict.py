@@ -132,7 +132,7 @@ def test_outputs_are_scores_labels_or_classes_as_the_published_files_say(about, 
     [
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "activation_fn=torch.nn.modules.activation.Tanh is not"),
         ({"problem_type": "ranking"}, "problem_type=ranking is not supported"),
-        ({"id2label": {"1": "bad", "2": "good"}}, "id2label names the outputs 1, 2, which count from 0"),
+        ({"id2label": {"1": "bad", "2": "good"}}, "id2label has the keys 1, 2; they must count from 0"),
     ],
 )
 def test_what_is_not_known_of_outputs_is_refused(about, said, tmp_path, capsys):

@@ -326,7 +326,7 @@ def test_mistakes_are_one_line():
         build(tiny("classification", pooler=False))
     with pytest.raises(UserError, match="n_classes"):
         build(BertConfig(**TINY, head="classification"))
-    with pytest.raises(UserError, match=r"variant=distilbert: it learns no next sentence. Set task\.next_sentence=false"):
+    with pytest.raises(UserError, match=r"variant=distilbert: it has no next-sentence head. Set task\.next_sentence=false"):
         build(tiny("pretraining", variant="distilbert", n_token_types=0))
     roberta, distilbert = ({**VARIANTS[kind][2]} for kind in ("roberta", "distilbert"))
     for wrong, what in (({"variant": "roberta"}, "first_position"), ({"first_position": 2}, "first_position"),

@@ -396,7 +396,7 @@ def test_a_saved_embedding_leaves_the_tied_other_to_the_base(family, saved, tmp_
 
 def test_a_saved_embedding_that_cannot_be_parted_is_refused(bases, tmp_path):
     peft.get_peft_model(their_base("t5", bases["t5"]), peft.LoraConfig(r=4, target_modules=["q"], modules_to_save=["shared"])).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"modules_to_save: shared\.weight: shared in the model"):
+    with pytest.raises(UserError, match=r"modules_to_save: shared\.weight: tied in the model"):
         models.load(tmp_path)
 
 

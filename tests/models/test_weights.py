@@ -412,7 +412,7 @@ def test_what_a_training_program_wraps_is_read_and_said(how, tmp_path, capsys):
     for given in (tmp_path, tmp_path / file):
         with torch.no_grad():
             torch.testing.assert_close(models.load(given).eval()(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
-    said = re.findall(r"^note: (\S+): names of what wraps the model are left out: (\S+) is read as (\S+), and so on$", capsys.readouterr().err, re.M)
+    said = re.findall(r"^note: (\S+): prefixes of wrappers are removed from the tensors' names: (\S+) is read as (\S+), and so on$", capsys.readouterr().err, re.M)
     assert len(said) == (named is not str), "once"
     for where, stored, read in said:
         assert where in map(str, (tmp_path, tmp_path / file)) and named(read) == stored
@@ -693,13 +693,13 @@ def test_every_field_of_a_published_configuration_is_known_and_an_invented_one_i
         config = models.config_of(written(tmp_path, hf))
         assert config == models.config_of(written(tmp_path, hf | {"invented": None, "_of_a_library": 3, "pruned_heads": {}}))
         for name, value in (("invented", 0.5), ("quantization_config", {"quant_method": "gptq", "bits": 4}), ("auto_map", {"AutoModel": "m.M"})):
-            with pytest.raises(UserError, match=rf"{name}=.*: not known for model_type={usual['model_type']}"):
+            with pytest.raises(UserError, match=rf"{name}=.*: unknown for model_type={usual['model_type']}"):
                 models.config_of(written(tmp_path, hf | {name: value}))
 
 
 def test_an_unknown_field_of_rotary_positions_is_refused(tmp_path):
     hf = transformers.LlamaConfig().to_dict()
-    with pytest.raises(UserError, match=r"attention_factor=0\.5: not known for rope_parameters"):
+    with pytest.raises(UserError, match=r"attention_factor=0\.5: unknown for rope_parameters"):
         models.config_of(written(tmp_path, hf | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "attention_factor": 0.5}}))
     with pytest.raises(UserError, match="layer_types"):
         models.config_of(written(tmp_path, transformers.Qwen2Config().to_dict() | {"layer_types": ["full_attention", "sliding_attention"]}))

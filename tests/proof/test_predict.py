@@ -220,5 +220,5 @@ def test_an_evaluation_that_does_not_fit_is_refused_or_a_default_made_smaller(tm
     assert predicted.notes[0] == "evaluate.batch=16: an evaluation of more samples would not fit"
     with Planner() as planner:
         refused = planner.plan(dataclasses.replace(case, recipe=changed(case.recipe, evaluate={"batch": 32})))
-    assert refused.evaluate_batch is None and "Set evaluate.batch=16: an evaluation needs more than a step." in refused.refusal
+    assert refused.evaluate_batch is None and "Set evaluate.batch=16: an evaluation needs more memory than a step." in refused.refusal
     assert " in an evaluation; " in refused.line

@@ -45,10 +45,10 @@ def test_a_text_that_only_ends_in_a_token(tmp_path):
     bpe.around(None, bpe.eos_id)
     task = tasks.open_task(of_texts(tmp_path).recipe, {"": bpe})
     row = task.row(task.splits["train"][0]["ids"])
-    assert row.dtype == np.int64 and row.tolist() == bpe.whole(task.splits["train"][0]["ids"].tolist())
+    assert row.dtype == np.int64 and row.tolist() == bpe.with_special_tokens(task.splits["train"][0]["ids"].tolist())
     bpe = train_bpe(TEXTS.values(), 270)
     bpe.before, bpe.after = [bpe.bos_id] * 2, [bpe.eos_id]
-    with pytest.raises(UserError, match="it puts 3 tokens around a text, and text classification takes two"):
+    with pytest.raises(UserError, match="it adds 3 special tokens to a text, and text classification allows two"):
         tasks.open_task(task.recipe, {"": bpe})
 
 
@@ -110,8 +110,8 @@ def test_labels_are_numbered_as_the_heads(tmp_path):
     for config, says in (
         (head.named(["good", "fair", "poor"]), "head has the classes good, fair, poor; the data has FAIR, BAD, GOOD"),
         (head.model_copy(update={"n_classes": 4}).named(["good", "fair", "bad", "poor"]), "good, fair, bad, poor; the data has FAIR, BAD, GOOD"),
-        (head.named([], "sigmoid"), "the head gives several labels of each sample"),
-        (head.named([], "none"), "the head gives scores"),
+        (head.named([], "sigmoid"), "the weights' head predicts several labels per sample"),
+        (head.named([], "none"), "the weights' head predicts a score"),
     ):
         with pytest.raises(UserError, match=says):
             task.complete(config)
@@ -201,7 +201,7 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     n = len(task.tokenizer.encode(TEXTS["bad"]))
     assert n > 10
     notes = list(task.notes())
-    cut = f"240 of 720 texts are longer than 10 tokens and are cut: of such a text {10 / n:.0%} is kept (the median)"
+    cut = f"240 of 720 texts are longer than 10 tokens and truncated: of such a text {10 / n:.0%} is kept (median)"
     assert len(notes) == 2 and cut in notes[0] and "uneven classes (fair 11, good 422)" in notes[1]
     weighted = of_texts(tmp_path, "task.class_weights=balanced", classes=(*["good"] * 39, "fair"))
     weighted.complete(weighted.recipe.model)
@@ -210,4 +210,4 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     alone = of_texts(tmp_path, classes=("good", "fair"))
     alone.splits["valid"] = Part(alone.splits["train"], np.flatnonzero(alone.splits["train"].labels == 0))
     (note,) = alone.notes()
-    assert note == "what is evaluated is of one class, so that an accuracy of 1 says nothing: it has no sample of good."
+    assert note == "the validation split has no sample of good: all are of one class, and an accuracy of 1 says nothing."

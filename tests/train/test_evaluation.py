@@ -146,7 +146,7 @@ def test_a_run_without_a_better_evaluation_stops_and_stays_stopped(tmp_path, cap
     run, more = tmp_path / "run", ["schedule.name=constant", "schedule.warmup_steps=0", "optimizer.lr=1e-12", "evaluate.best=valid/accuracy"]
     recipe = recipes.load("copy-task", [*TINY, *more, "train.patience=2", f"log.dir={run}"])
     assert train(recipe).trainer.progress.step == 21, "the best is of step 7"
-    assert "stopped: 2 evaluations were not better (train.patience)" in capsys.readouterr().out
+    assert "stopped: 2 evaluations in a row without a better one (train.patience)" in capsys.readouterr().out
     assert json.loads((run / "summary.json").read_text())["best"]["step"] == 7
     assert (run / "checkpoints" / "best" / "model.safetensors").exists() and (run / "checkpoints" / "step-00000021").exists()
     assert train(recipes.load(run), resume=run).trainer.progress.step == 21

@@ -356,7 +356,7 @@ def test_a_length_holds_most_texts_whole_and_a_batch_divides(tmp_path, capsys):
     recipe, out = yaml.safe_load((tmp_path / "r.yaml").read_text()), capsys.readouterr().out
     length = recipe["model"]["seq_len"]
     assert length % 8 == 0 and 200 < length < 900 and recipe["batch"]["samples"] == 24
-    assert f"3 of 47 texts are longer than {length - 2} tokens and are cut" in out
+    assert f"3 of 47 texts are longer than {length - 2} tokens and truncated" in out
     rows = [(i, " ".join(words[(i + j) % 10] for j in range(700)), "ab"[i % 2]) for i in range(20)]
     table(path, rows, ("id", "text", "label"))
     assert main(["new", str(tmp_path / "s.yaml"), "--data", str(path), "--text", "text"]) == 0

@@ -152,10 +152,10 @@ FALSE = "classes    2: false 20, true 20"
 SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "a clone of the hub, two parts a split": (hub_clone, "d", "data/train-00000-of-00002.parquet and 1 more: a table", "splits     train 40, valid 20", "classes    2: neg 30, pos 30", "test is evaluated in its place"),
     "the hub's converted parquet": (converted, "d", "splits     train 40, valid 10"),
-    "one part of ten": (one_part, "d", "splits     train 36, valid 4", "note       1 of 10 parts of d/data/train-00003-of-00010.parquet is here"),
+    "one part of ten": (one_part, "d", "splits     train 36, valid 4", "note       only 1 of 10 parts of d/data/train-00003-of-00010.parquet is there"),
     "packed lines, two parts": (crawl, "d", "c4-train.00000-of-00002.json.gz and 1 more", "splits     train 40, valid 10"),
     "a pointer of Git LFS": (lambda: put("d/data/train-00000-of-00001.parquet", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "d", "a pointer of Git LFS, not the file itself. In its folder: git lfs pull"),
-    "a competition's": (competition, "d", "valid is a tenth of each class, held out", "d/test.csv: no row has a label, so it is no test split", PAIR),
+    "a competition's": (competition, "d", "valid is a tenth of each class, held out", "d/test.csv: no row has a label, so it is not used as the test split", PAIR),
     "a test split of -1": (hidden, "d", "d/test.csv: no row has a label", "classes    2: 0 20, 1 20", "held out"),
     "names in capitals, semicolons": (capitals, "d", "splits     train 40, valid 10", "classes    2: neg 25, pos 25"),
     "several books": (books, "d", "found      d/book1.txt and 2 more: running text"),
@@ -188,8 +188,8 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "GLUE's quotes": (glue, "d.tsv", "splits     train 36, valid 4", "classes    2: 0 20, 1 20"),
     "Windows-1252": (in_text("caf\u00e9 \u2013 bar", "cp1252"), "d.csv", "iconv -f windows-1252 -t utf-8"),
     "UTF-16": (in_text("film", "utf-16"), "d.csv", "iconv -f utf-16 -t utf-8"),
-    "empty texts": (empty("text", 3), "d.csv", "note       3 of the texts are empty: learned with the label, without a word"),
-    "empty labels": (empty("label", 3), "d.csv", "d.csv: row 1: label '' is neither a whole number nor a name (so in 3 rows)"),
+    "empty texts": (empty("text", 3), "d.csv", "note       3 of the texts are empty, and learned with the label all the same"),
+    "empty labels": (empty("label", 3), "d.csv", "d.csv: row 1: label '' is neither a whole number nor a name (3 such rows)"),
     "names beside numbers": (named_numbers, "d.jsonl", "label      column 'label_text': the names of the numbers in 'label'", PAIR),
 }  # fmt: skip
 

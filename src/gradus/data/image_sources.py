@@ -144,8 +144,8 @@ class FolderSource:
 
 
 class MetadataSource(FolderSource):
-    """One split in image files and the labels that a table beside them gives; all empty: -1 each. Raises UserError for
-    one that is empty."""
+    """One split in image files and the labels that a table beside them gives. Where all labels are empty, each is -1;
+    UserError where only some are."""
 
     def __init__(self, name: str, labels: dict[Path, str]):
         self.name, self.classes, self.paths = name, None, list(labels)
@@ -172,8 +172,8 @@ def find_metadata(path: Path, label: str | None = None) -> dict[str, MetadataSou
             value = row.get(label or ("label" if "label" in row else "labels"))
             splits.setdefault(split, {})[file] = "" if value is None else str(value).strip()
     if tables and not any(splits["train"].values()):
-        what = f"no labels of a training split (column {label or 'label'})"
-        raise UserError(f"{tables[0]}: {what}. Rename their column, or set data.label=NAME")
+        what = f"no training image has a label (column {label or 'label'})"
+        raise UserError(f"{tables[0]}: {what}. Rename the column of labels, or set data.label=NAME")
     return {split: MetadataSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
 
 
@@ -272,7 +272,8 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         return sources
     if tables := _tables(config.path):
         for split in [s for s in tables if s != "train" and not has_labels(Shards(tuple(tables[s])), config.label)]:
-            print(f"note: {tables.pop(split)[0]}: no labels (or -1), so there is no {split} split", flush=True)
+            what = f"{tables.pop(split)[0]}: no labels (or only -1)"
+            print(f"note: {what}, so it is not used as the {split} split", flush=True)
         return {split: TableSource(files, config) for split, files in tables.items()}
     no_effect(config, ("image", "label"), f"class folders such as {config.path}")
     folders = folders_in(path)

@@ -56,7 +56,7 @@ def open_images(
         splits = {}
         for split, source in find_sources(config, names).items():
             if split == "test" and set(source.labels().tolist()) <= {-1}:
-                print(f"note: {source.name}: no labels (or -1), so there is no test split", flush=True)
+                print(f"note: {source.name}: no labels (or only -1), so it is not used as the test split", flush=True)
                 continue
             splits[split] = _open(source, splits["train"].classes if splits else None, names)
     n_channels = max(n_channels, *(dataset.shape[0] for dataset in splits.values()))
@@ -155,16 +155,16 @@ class LazyImages:
 
 
 class FittedImages(Part):
-    """The images of another data set, of one shape (n_channels, image_size, image_size), as `how` says."""
+    """The images of another data set, each resized and cropped to one shape (n_channels, image_size, image_size)."""
 
-    def __init__(self, dataset: Any, shape: tuple[int, int, int], how: Preprocess):
+    def __init__(self, dataset: Any, shape: tuple[int, int, int], preprocess: Preprocess):
         super().__init__(dataset, np.arange(len(dataset)))
-        self.shape, self.how = shape, how
+        self.shape, self.preprocess = shape, preprocess
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample, (n_channels, size, _) = super().__getitem__(i), self.shape
         image = np.broadcast_to(image := sample["image"], (n_channels, *image.shape[1:]))
-        return {**sample, "image": fit(image, size, self.how, f"{self.name}, image {i}")}
+        return {**sample, "image": fit(image, size, self.preprocess, f"{self.name}, image {i}")}
 
 
 class EncodedFile:
@@ -185,7 +185,7 @@ class EncodedFile:
 
 @contextlib.contextmanager
 def _opened(data: bytes | str | Path, where: str) -> Iterator[Any]:
-    """An image file for Pillow. Raises UserError where it, or what is done with it, shows that it is none."""
+    """An image file, opened by Pillow. Raises UserError where Pillow cannot read it, here or in the block."""
     if not isinstance(data, bytes):
         limits.regular(data)
     Image = need("PIL.Image", "vision", "reading images")
@@ -225,8 +225,8 @@ def _pixels(picture: Any) -> np.ndarray:
 
 
 def shape_of(data: bytes | str | Path, where: str) -> tuple[int, ...]:
-    """(channels, height, width) of an image file: of a JPEG, the usual format of what is large, by its first bytes
-    where the last ones show that it is whole; any other is read. Raises UserError as `read_image`."""
+    """(channels, height, width) of an image file. Of a JPEG only the header is read, if its last bytes show that it is
+    whole; any other file is decoded. Raises UserError as `read_image`."""
     with _opened(data, where) as picture:
         if picture.format == "JPEG" and picture.mode in ("L", "RGB"):
             picture.fp.seek(-2, os.SEEK_END)
@@ -237,10 +237,10 @@ def shape_of(data: bytes | str | Path, where: str) -> tuple[int, ...]:
 
 
 def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray:
-    """An image (channels, height, width) of uint8 as (channels, size, size): scaled and cut by Pillow as
+    """An image (channels, height, width) of uint8 as (channels, size, size): resized and cropped by Pillow as
     transformers' image processors do it.
 
-    Raises UserError, beginning with `where`, where `how` makes another size of it.
+    Raises UserError, beginning with `where`, where `how` gives another size.
     """
     Image = need("PIL.Image", "vision", "reading images")
     picture = Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
@@ -249,14 +249,14 @@ def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray
         sides = [sides * side // min(picture.size) for side in image.shape[1:]]
     if sides is not None:
         if math.prod(sides) > Image.MAX_IMAGE_PIXELS:
-            raise UserError(f"{where}: {picture.width} × {picture.height} pixels are too narrow to be scaled. Cut it")
+            raise UserError(f"{where}: {picture.width} × {picture.height} pixels are too narrow to be scaled. Crop it")
         picture = picture.resize(sides[::-1], Image.Resampling[how.resample.upper()])
     if how.center_crop and (sides is None or min(sides) >= size):
         left, top = ((side - size) // 2 for side in picture.size)
         picture = picture.crop((left, top, left + size, top + size))  # beyond the edges it is black
     if picture.size != (size, size):
-        made = f"{picture.width} × {picture.height} pixels by data.preprocess or preprocessor_config.json"
-        raise UserError(f"{where}: {made} ({how}), and the model reads {size} × {size}")
+        made = f"{picture.width} × {picture.height} pixels after data.preprocess or preprocessor_config.json"
+        raise UserError(f"{where}: {made} ({how}), and the model reads {size} × {size}. Correct either")
     return _pixels(picture)
 
 
@@ -340,7 +340,7 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
     memo = None
     if dataset.folder is not None:
-        part = digest(dataset.indices.tolist(), str(dataset.how))[:16] if isinstance(dataset, Part) else "all"
+        part = digest(dataset.indices.tolist(), str(dataset.preprocess))[:16] if isinstance(dataset, Part) else "all"
         memo = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}.json"
         with contextlib.suppress(UserError):  # none, damaged, or a pipe
             match limits.read_json(memo, limits.CONFIG_FILE):

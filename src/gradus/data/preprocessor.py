@@ -1,4 +1,4 @@
-"""What preprocessor_config.json beside published weights says of images, as a recipe's data say it."""
+"""preprocessor_config.json beside published weights, as the keys of a recipe's data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradus.recipe.schema import ImagesData, Pixels, PositiveFloat, Preprocess, 
 FILE = "preprocessor_config.json"
 CLASSES = ("ViT", "DeiT", "Beit", "Siglip", "CLIP", "Bit", "ConvNext")  # of transformers, without ImageProcessor
 RESAMPLE = get_args(Preprocess.model_fields["resample"].annotation)  # by Pillow's numbers
-SQUEEZED = 384  # pixels from which ConvNext's class squeezes; below, it cuts the centre out of a larger image
+SQUEEZED = 384  # pixels from which ConvNext's class ignores the aspect ratio; below, it crops the centre
 WITHOUT_EFFECT = re.compile(  # do_convert_rgb: every image is converted to the channels that the model reads
     "do_convert_rgb|do_reduce_labels|default_to_square|processor_class|_valid_processor_keys|(input_)?data_format"
     "|return_tensors|device|disable_grouping"
@@ -35,7 +35,7 @@ Size = Pixels | tuple[Pixels, Pixels] | ShortestEdge | Sides
 
 
 class Preprocessor(Section):
-    """The fields that are followed. None: as the class has it."""
+    """The fields that are read. None: the default of the class."""
 
     image_processor_type: str | None = None
     feature_extractor_type: str | None = None  # as older versions wrote it
@@ -71,14 +71,14 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
         p = Preprocessor(**said)
     except ValidationError as e:
         key = e.errors()[0]["loc"][0]
-        raise refused(f"{key}={said[key]!r:.80}: not known here, or not with such a value") from None
+        raise refused(f"{key}={said[key]!r:.80}: this field is not supported, or not with this value") from None
     name = p.image_processor_type or p.feature_extractor_type or "ViTImageProcessor"
     kind = re.sub("(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", "", name)
     if kind not in CLASSES:
-        raise refused(f"how {name:.60} prepares images is not known here, only that of {', '.join(CLASSES)}")
+        raise refused(f"{name:.60} is not supported; the image processors of {', '.join(CLASSES)} are")
 
     def sides(size: Any, square: bool) -> tuple[int, ...]:
-        """(height, width), or (the shorter side,), of what is read here."""
+        """(height, width), or (the shorter side,), in proportion to the image_size that training reads."""
         if isinstance(size, int):
             size = (size,) * (1 + square)
         values = (side for _, side in size) if isinstance(size, Section) else size
@@ -94,12 +94,13 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
         else:
             resize = resize[:1] * 2
     if {*cut, image_size} != {image_size}:
-        raise refused(f"of {cut} pixels that are cut out, some are not the {image_size} that the model reads")
+        reads = f"the model reads {image_size} × {image_size}"
+        raise refused(f"it crops images to {' × '.join(map(str, cut))} pixels, and {reads}")
     mean, std = p.image_mean, p.image_std
     if not p.do_normalize:
         mean, std = [0.0] * model.n_channels, [1.0] * model.n_channels
     if not len(mean) == len(std) == model.n_channels:
-        raise refused(f"image_mean and image_std are not {model.n_channels} numbers each, which normalise images")
+        raise refused(f"image_mean and image_std need {model.n_channels} numbers each, one per channel")
     scale = 255 * (p.rescale_factor if p.do_rescale else 1)  # of values in 0..1
     number = p.resample if p.resample is not None else 2 if kind == "ViT" else 3
     resize = resize[0] if resize and len(resize) == 1 else resize
@@ -108,7 +109,7 @@ def read(file: Path, model: Any, image_size: int) -> dict[str, Any]:
 
 
 def as_published(data: ImagesData, file: Path, model: Any, image_size: int) -> ImagesData:
-    """The data with what they leave open of mean, std and preprocess as `read` finds it in the file; where there is
-    none images are prepared as usual, for weights that read image_size pixels."""
+    """The data, with mean, std and preprocess from the file where the recipe does not set them. Without a file, images
+    are resized to image_size by their shorter side, and cropped."""
     said = read(file, model, image_size) if file.is_file() else {"preprocess": Preprocess(resize=image_size)}
     return data.model_copy(update={key: value for key, value in said.items() if getattr(data, key) is None})

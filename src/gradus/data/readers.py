@@ -158,7 +158,7 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def numbered(path: Readable, columns: Sequence[str] | None = None) -> Iterator[tuple[str | Path, int, Row | str]]:
-    """(its file, its number there from 1, the row) of every row, as `read_rows` gives it."""
+    """Every row as (its file, its number in that file from 1, the row), as `read_rows` gives it."""
     for file in path.files if isinstance(path, Shards) else [path]:
         if kind_of(path) == "texts":
             [text] = named(file, ("".join(whole_lines(each, None)) for each in [Path(file)]), "line")

@@ -60,8 +60,8 @@ def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
 
     The files that lie in it and are named after a split (`train.*`, `val-*`, `wiki.test.*`); else texts in two folders
     or more (`pos/1.txt`), also below folders named after splits; else what lies in folders and is named, or in folders
-    that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all that lies
-    together is for training. A folder with no data but one folder is as that one.
+    that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all files
+    of one level are for training. A folder that holds nothing but one folder stands for it.
     """
     top, folders = _data(folder), folders_in(folder)
     if not top and len(folders) == 1 and not _split_of(Path(folders[0].name)):
@@ -77,7 +77,7 @@ def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
 
 
 def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
-    """Split → the texts, each a file, in folders of classes, of which there are at least two."""
+    """Split → the texts, one per file, in folders of classes, of which there are at least two."""
     found: dict[str, list[Path]] = {}
     roots = [(root, of[0]) for root in folders if (of := _split_of(Path(root.name)))]
     for root, split in roots or [(folder, "train")]:
@@ -105,8 +105,8 @@ def _in_order(file: Path) -> list[Any]:
 
 
 def _are_parts(files: list[Path]) -> bool:
-    """Whether these, in their order, are one text or table: texts that are not themselves named after a split, or files
-    whose names differ in numbers, from 0 or 1 on or 1-of-9 (test_2016 and test_2017 are two)."""
+    """Whether these files are the parts of one text or table: texts that are not named after a split, or files whose
+    names differ only in numbers, counted from 0 or 1 or written 1-of-9 (test_2016 and test_2017 are two)."""
     name = files[0].name
     if not (_tables(files) or _split_of(Path(name))):
         return True
@@ -206,8 +206,8 @@ class Part:
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        self.how = getattr(dataset, "how", None)  # images are made of one size
-        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "cut"):
+        self.preprocess = getattr(dataset, "preprocess", None)  # how images are resized and cropped, where they are
+        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "truncation"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
                 setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)

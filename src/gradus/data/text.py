@@ -153,7 +153,7 @@ class PairsDataset:
             raise UserError(f"{both}: parallel text needs equally many lines.")
         self.content = digest(source.content, target.content)
         sides = np.stack([side.lengths() for side in (self.source, self.target)], axis=1)
-        self.cut, self.sides = cut(source.name, sides.max(axis=1), max_len), np.minimum(sides, max_len)
+        self.truncation, self.sides = truncation(source.name, sides.max(axis=1), max_len), np.minimum(sides, max_len)
         self.lengths = self.sides.sum(axis=1)
 
     def __len__(self) -> int:
@@ -163,13 +163,13 @@ class PairsDataset:
         return {"source": self.source.text(i)[: self.max_len], "target": self.target.text(i)[: self.max_len]}
 
 
-def cut(name: str, lengths: np.ndarray, most: int) -> str | None:
-    """A line where texts of so many tokens are cut to `most`."""
+def truncation(name: str, lengths: np.ndarray, most: int) -> str | None:
+    """A note on how many texts are longer than `most` tokens, and truncated to it; None where none is."""
     longer = lengths[lengths > most]
     if not len(longer):
         return None
-    kept = f"of such a text {np.median(most / longer):.0%} is kept (the median)"
-    return f"{name}: {len(longer):,} of {len(lengths):,} texts are longer than {most:,} tokens and are cut: {kept}"
+    kept = f"of such a text {np.median(most / longer):.0%} is kept (median)"
+    return f"{name}: {len(longer):,} of {len(lengths):,} texts are longer than {most:,} tokens and truncated: {kept}"
 
 
 class LabelledDataset:
@@ -207,7 +207,7 @@ class LabelledDataset:
             self.classes, self.index = number_classes(labels, declared, names, n_classes)
         self.labels = np.array([self.index.get(str(x), -1) for x in labels], dtype=np.int64)
         self.lengths = np.minimum(self.tokens.lengths(), max_len)
-        self.cut = cut(self.name, self.tokens.lengths(), max_len)
+        self.truncation = truncation(self.name, self.tokens.lengths(), max_len)
         if (self.labels < 0).any():
             i, n = int(np.argmax(self.labels < 0)), len(self.classes)
             there = f"{n} class{'es' * (n > 1)}{f' of {like.name}' if like else ''} ({', '.join(self.classes[:10])})"
@@ -227,7 +227,7 @@ class LabelledDataset:
                 raise no_column(file, number, label, row)
             if (value := as_label(row[label])) is None:
                 n = 1 + sum(as_label(other[label]) is None for *_, other in rows if label in other)
-                what = f"label {row[label]!r} is neither a whole number nor a name (so in {n:,} row{'s' * (n > 1)})"
+                what = f"label {row[label]!r} is neither a whole number nor a name ({n:,} such row{'s' * (n > 1)})"
                 raise UserError(f"{file}: row {number}: {what}. Correct or remove {'them' if n > 1 else 'it'}.")
             labels.append(value)
             yield text_of(file, number, row, text)[: limits.FIELD]
@@ -240,7 +240,7 @@ class LabelledDataset:
 
 
 def as_label(value: Any) -> int | str | None:
-    """A cell as the label that it is: a number, or a name without the space around it; None for neither."""
+    """A cell as a label: a whole number, or a name without the space around it; None for neither."""
     if type(value) is int or (isinstance(value, float) and value.is_integer()):
         return int(value)
     text = str(value).strip() if isinstance(value, bool | str) else ""
@@ -248,7 +248,7 @@ def as_label(value: Any) -> int | str | None:
 
 
 def has_labels(path: Readable, column: str | None) -> bool:
-    """Whether any row has one: a split to be predicted, as of a competition, has no such column, or -1 in it."""
+    """Whether any row has a label. The test split of a competition has no such column, or -1 in each row."""
     first = next(read_rows(path))
     if isinstance(first, str):
         return True

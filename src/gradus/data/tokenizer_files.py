@@ -28,8 +28,8 @@ from gradus.data.tokenizers import (
 )
 from gradus.errors import DataError, UserError
 
-# Of the classes of transformers whose files are read here: what the files are, and the roles of the tokens before and
-# after a text; where there is none add_bos_token and add_eos_token decide
+# Classes of transformers whose files are read here: the kind of file, and the roles of the tokens before and after a
+# text; without a role, add_bos_token and add_eos_token decide
 CLASSES = {
     "berttokenizer": ("WordPiece", "cls", "sep"), "distilberttokenizer": ("WordPiece", "cls", "sep"),
     "gpt2tokenizer": ("byte-level BPE", "", ""), "robertatokenizer": ("byte-level BPE", "bos", "eos"),
@@ -87,7 +87,7 @@ def _class(folder: Path, kind: str) -> str:
     name = re.sub("fast$|[-_]", "", (whose := str(stated or f"{model}Tokenizer")).lower())
     known = CLASSES.get(name, ("",))[0]
     if kind and kind != known and name not in ANY_CLASS and (stated or name in OTHERS):
-        own = f"its tokenizer is a {whose:.40}, which reads these files in another way than plain {kind}"
+        own = f"its tokenizer is a {whose:.40}, which reads these files differently from plain {kind}"
         made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
     return name if kind in ("", known) else ""
@@ -179,7 +179,7 @@ def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenize
         before, add = rust.get_vocab_size(), rust.add_special_tokens if state["special"] else rust.add_tokens
         add([package_tokenizers().AddedToken(**state)])
         if rust.get_vocab_size() > before and rust.token_to_id(state["content"]) != i:
-            wrong = f"the added token {state['content']!r:.40} has id {i}, and {before} follows the vocabulary"
+            wrong = f"the added token {state['content']!r:.40} has id {i}, but the next free id is {before}"
             raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
     rust.add_special_tokens([t for t in config["additional_special_tokens"] if rust.token_to_id(t) is None])
     return FastTokenizer(rust, config, folder)
@@ -200,7 +200,7 @@ def _read_ours(file: Path) -> Tokenizer:
     except (KeyError, TypeError) as e:
         raise _Damaged(f"{e} is missing or of the wrong type") from None
     if (whole := file.with_name("tokenizer.json")).is_file():
-        tokenizer.follow(_rust(whole).post_processor)
+        tokenizer.use_post_processor(_rust(whole).post_processor)
     return tokenizer
 
 

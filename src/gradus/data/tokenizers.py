@@ -48,7 +48,7 @@ class Tokenizer:
     mask_id: int | None = None
     cls_id: int | None = None
     sep_id: int | None = None
-    # the ids that stand around a text as a model reads it, where the files say so: see `whole` and `around`
+    # the ids that stand around a text as a model reads it, where the files say so: see `with_special_tokens`
     before: Sequence[int] = ()
     after: Sequence[int] = ()
     # texts that are kept with it, by the names of their files: chat templates, and of a checkpoint's what ends a text
@@ -62,7 +62,7 @@ class Tokenizer:
         """`encode` of many texts at once; the fast way."""
         return [self.encode(text) for text in texts]
 
-    def whole(self, ids: Iterable[int]) -> list[int]:
+    def with_special_tokens(self, ids: Iterable[int]) -> list[int]:
         """The ids of a text with those that its model reads before and after it, as the tokenizer's own files say
         (transformers' `AutoTokenizer(text)`)."""
         return [*self.before, *ids, *self.after]
@@ -179,10 +179,10 @@ class FastTokenizer(Tokenizer):
                 raise UserError(f"{where}: {role}_token {name!r:.60} is not in the vocabulary.{meant}")
             setattr(self, f"{role}_id", vocab.get(name))
             self.config[f"{role}_token"] = name
-        self.follow(tokenizer.post_processor)
+        self.use_post_processor(tokenizer.post_processor)
 
-    def follow(self, post_processor: Any) -> None:
-        """Put around a text what a post-processor of the package puts there."""
+    def use_post_processor(self, post_processor: Any) -> None:
+        """Put the same tokens around a text as this post-processor of the package does."""
         self.rust.post_processor = post_processor
         for probe in ("a", *self.rust.get_vocab()) if post_processor else ():
             encoding = self.rust.encode(probe)

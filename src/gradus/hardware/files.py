@@ -168,8 +168,8 @@ def find(name: str, path: str | Path | None = None) -> Device:
     if name.lower() in THIS:
         raise UserError(f"{name}: this machine has not been measured yet. Run: gradus calibrate")
     if re.fullmatch(r"(apple|macbook|m[1-9](pro|max|ultra|$)).*|mps", plain(name)):
-        why = "Apple states no peak of their matrix products, and layout.device=mps has not been tried"
-        raise UserError(f"{name}: Apple's GPUs are not supported: {why}. Its processors: gradus calibrate, --on this.")
+        why = "Apple publishes no peak of matrix products, and layout.device=mps has not been tried"
+        raise UserError(f"{name}: Apple's GPUs are not supported: {why}. Its CPU: gradus calibrate, then --on this.")
     meant = nearest(name.upper(), [*known, *(alias for device in known.values() for alias in device.aliases)])
     near = f"Did you mean {meant}?" if meant else "gradus hardware lists what is known."
     own = f"gradus calibrate, run on it, measures it; or write it into {user_file('hardware')}."

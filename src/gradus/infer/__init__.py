@@ -231,12 +231,12 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
     return [i for i in [usual] if i is not None]
 
 
-def tell_unapplied(source: ModelSource) -> None:
-    """A note on what the files beside the weights ask of an answer, in transformers, and what is not done here."""
+def note_unapplied(source: ModelSource) -> None:
+    """A note on settings in the files beside the weights that transformers applies and Gradus does not."""
     for file in source.beside(GENERATION, "config.json"):
         asked = [(key, value) for key, value in read_object(file).items() if UNAPPLIED.search(key)]
         if told := [f"{key}={v!s:.40}" for key, v in asked if v is True or v not in (None, 0, 1, [])]:
-            note(f"{file}: not applied: {', '.join(told)}. gradus generate --help has what of it can be set")
+            note(f"{file}: not applied: {', '.join(told)}. gradus generate --help lists what can be set")
 
 
 def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:
@@ -257,7 +257,7 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
             raise InputError(f"an empty text: {config.family} needs one to read. Give it after the model's name.")
         if recipe is not None:
             tokenizer.around(None, special(tokenizer, "eos", "sep"))
-        sources = [tokenizer.whole(row) for row in rows]
+        sources = [tokenizer.with_special_tokens(row) for row in rows]
         if fit:
             fits(texts, sources, config.longest)
         padding = family.decoder_start == "padding"
@@ -268,7 +268,7 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
         return Encoded([[start]] * len(rows), sources, ends)
 
     if recipe is None or in_documents(recipe):
-        rows = [tokenizer.whole(row) for row in rows]
+        rows = [tokenizer.with_special_tokens(row) for row in rows]
     if not all(rows):
         documents = recipe is None or in_documents(recipe)
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import ModelSource, encode, note, sources, tell_unapplied
+from gradus.infer import ModelSource, encode, note, note_unapplied, sources
 from gradus.infer.checked import checked
 from gradus.models.decoding import Choose, beam_search, sampler
 from gradus.models.decoding import generate as decode
@@ -38,7 +38,7 @@ class Continuation:
         if sliding and family.attention != "causal":
             raise UserError(f"--sliding-window: it is for decoders, which {family.name} is not. Leave it out.")
         tokenizers = source.tokenizers(tokenizer)
-        tell_unapplied(source)
+        note_unapplied(source)
         self.encoded = encode(source, tokenizers, self.prompts, fit=not sliding)
         self.max_new = self._new_that_fit(source, max_new, sliding)
         self.window = source.config.seq_len if sliding else None

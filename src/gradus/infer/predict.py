@@ -32,9 +32,9 @@ from gradus.infer import (
     engines,
     fits,
     note,
+    note_unapplied,
     read_export_info,
     readable,
-    tell_unapplied,
     with_finite_weights,
 )
 from gradus.infer import sources as sources_of
@@ -128,8 +128,8 @@ def lines_of(file: Iterable[str]) -> Iterator[str]:
 
 
 def inputs_of(source: ModelSource, args: Any) -> list[str]:
-    """The inputs behind the model's name, of files of texts what they hold; without any all lines of standard input
-    that are not empty."""
+    """The inputs on the command line, with files of texts replaced by their texts; without inputs the lines of standard
+    input that are not empty."""
     inputs = args.inputs or list(filter(str.strip, lines_of(sys.stdin)))
     limits.words(inputs)
     if not inputs:
@@ -150,7 +150,7 @@ def texts_of(source: ModelSource, given: str) -> Iterable[str]:
         data = source.recipe and source.recipe.data
         return Corpus.column(path, getattr(data, "text", getattr(data, "source", None)))
     if end in readers.KINDS or (os.sep in given and os.path.isdir(path)):
-        aside = "A text that is called so goes through standard input"
+        aside = "If it is a text, give it on standard input"
         raise UserError(f"{given}: no such file.{readers.near(path)} {aside}.")
     if path.is_absolute() or (end and len(given.split()) == 1):
         note(f"read as a text, since there is no such file: {short(given, 40)}")
@@ -243,16 +243,16 @@ def rows_of(source: ModelSource, tokenizer: Tokenizer, texts: list[str]) -> list
     longest = source.config.seq_len
     if source.recipe is not None:
         longest = min(longest, getattr(source.recipe.data, "max_len", None) or longest)
-    room = longest - len(tokenizer.whole([]))
+    room = longest - len(tokenizer.with_special_tokens([]))
     rows, heads = [], [text[: limits.TOKEN * longest] for text in texts]  # of a longer one the rest is not encoded
     for text, head, ids in zip(texts, heads, tokenizer.encode_batch(heads)):
         if len(ids) > room or head != text:
             more = "more than " if head != text else ""
             n = min(room, len(ids))
             note(f"cut to the first {n} of its {more}{len(ids)} tokens: {short(text, 40)}")
-        rows.append(tokenizer.whole(ids[:room]))
+        rows.append(tokenizer.with_special_tokens(ids[:room]))
         if not rows[-1]:
-            raise InputError("an empty text, and the tokenizer puts nothing around it. Give one with a word.")
+            raise InputError("an empty text, and the tokenizer adds no special token. Give one with a word.")
     return rows
 
 
@@ -288,7 +288,7 @@ def fill_masks(source: ModelSource, texts: list[str], top: int, model: LazyEngin
         ids: list[int] = []
         for i, part in enumerate(parts):
             ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
-        row = tokenizer.whole(ids)
+        row = tokenizer.with_special_tokens(ids)
         fits([text], [row], source.config.seq_len)
         batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)
@@ -308,7 +308,7 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     if source.recipe is not None and source.recipe.task.name == "copy":
         yield from copies(source, texts, model)
         return
-    tell_unapplied(source)
+    note_unapplied(source)
     tokenizers = source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = source.recipe.evaluate.max_new if source.recipe is not None else None
@@ -375,7 +375,7 @@ def preparation(source: ModelSource) -> ImagesData:
 
 
 def published(source: ModelSource, data: ImagesData) -> ImagesData:
-    """The data with what they leave open as preprocessor_config.json beside the weights says, where there is one."""
+    """The data, completed by preprocessor_config.json beside the weights, where there is one."""
     file = next(iter(source.beside(preprocessor.FILE)), source.folder / preprocessor.FILE)
     return preprocessor.as_published(data, file, source.config, source.config.image_size)
 
@@ -411,7 +411,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
         def logits(part: list[Any]) -> Tensor:
             return task.logits(model, task.to_device(task.collate(part), model.device))
 
-        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # no score: of a run
+        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # of a run: no scores
             truth = class_names(source)[int(sample["label"])]
             yield {**record, "truth": truth, "right": record["label"] == truth}
     elif isinstance(task, Copy):
@@ -519,6 +519,6 @@ def open_evaluation(
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
     if isinstance(task := session.task, Classification) and (not config.classes or task.matched):
-        unnamed = f"the head's have no names (id2label): taken in the order of {', '.join(task.classes[:10])}"
+        unnamed = f"the head's have no names (id2label); they are taken to be, in order, {', '.join(task.classes[:10])}"
         note(f"classes: {task.matched or unnamed}")
     return source, session

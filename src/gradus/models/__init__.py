@@ -195,7 +195,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
 
 
 def _is_nanogpt(path: Path) -> bool:
-    return path.suffix in (".pt", ".pth") and "model_args" in weights.opened(path)
+    return path.suffix in (".pt", ".pth") and "model_args" in weights.read_pickle(path)
 
 
 def _is_vit(path: Path) -> bool:
@@ -367,7 +367,7 @@ def _of_peft(
         config = type(base)(**{**base.model_dump(), **head, "n_classes": heads[0].shape[0]})
         config = config.named(base.classes, base._outputs)
     if not about.get("ensure_weight_tying"):
-        config = _parted(config, whole)
+        config = _untied(config, whole)
     model, table = build(config, "meta"), weights.rules_of(config.family).rules(config)
     targets, tensors = peft.targets(model, about, tensors)
     adapter = schema.Adapter(
@@ -379,16 +379,16 @@ def _of_peft(
     return config.trained(adapter, [f"-{name}" for name in names]), tensors
 
 
-def _parted(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfig:
+def _untied(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfig:
     """The base's configuration where some of its tensors are saved beside an adapter. Of two that are tied PEFT copies
-    the saved one, and the other keeps the base's values. Raises UserError where ours cannot be untied."""
+    the saved one, and the other keeps the base's values. Raises UserError where our model cannot untie it."""
     config = base
     if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
         config = type(base)(**{**base.model_dump(), "tie_output": False}).named(base.classes, base._outputs)
     if parted := weights.shared(build(config, "meta"), saved):
         raise UserError(
-            f"modules_to_save: {weights.some(parted)}: shared in the model, and PEFT parts it. Merge it with PEFT "
-            "(merge_and_unload) and give that"
+            f"modules_to_save: {weights.some(parted)}: tied in the model, and PEFT unties it. Merge the adapter with "
+            "PEFT (merge_and_unload) and give the merged model"
         )
     return config
 
@@ -456,7 +456,7 @@ def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
         if config.reads == "text" and config.vocab_size is None:
             raise KeyError("vocab_size")
         if outputs != "none" and sorted(names) != list(range(len(names))):
-            raise ValueError(f"id2label names the outputs {', '.join(map(str, names))}, which count from 0")
+            raise ValueError(f"id2label has the keys {', '.join(map(str, names))}; they must count from 0")
     # transformers writes LABEL_i where nobody named a class
     unnamed = all(name == f"LABEL_{i}" for i, name in names.items())
     return config.named([] if unnamed else [names[i] for i in sorted(names)], outputs)
@@ -656,8 +656,8 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
 
 
 def _refuse_unfit(model: nn.Module, report: weights.LoadReport, where: str) -> None:
-    """Raises UserError for a start that lacks more than the head of a classifier: what is random among trained weights
-    spoils them."""
+    """Raises UserError for a start that lacks more than the head of a classifier: random values among
+    trained weights spoil them."""
     config = model.config
     stacks = lookup(config.family).stacks if getattr(config, "n_classes", None) else ()
     own, heads = (".a.weight", ".b.weight"), {name for stack in stacks for name in stack.heads}  # own: an adapter's

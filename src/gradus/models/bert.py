@@ -124,7 +124,7 @@ class Bert(nn.Module):
             )
         if config.head == "pretraining" and config.variant != "bert":
             raise UserError(
-                f"model.variant={config.variant}: it learns no next sentence. Set task.next_sentence=false "
+                f"model.variant={config.variant}: it has no next-sentence head. Set task.next_sentence=false "
                 "(model.head=masked_lm)."
             )
         self.config = config
@@ -139,13 +139,13 @@ class Bert(nn.Module):
         else:
             self.position_embedding = nn.Embedding(config.first_position + config.seq_len, config.d_model)
             self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.n_layers))
-        if config.pools:
+        if config.has_pooler:
             self.pooler = nn.Linear(config.d_model, config.d_model)
         if config.head in ("masked_lm", "pretraining"):
             self.masked_lm = MaskedLMHead(config, self.word_embedding)
         if config.head == "pretraining":
             self.next_sentence = nn.Linear(config.d_model, 2)
-        if classifies and config.pools:
+        if classifies and config.has_pooler:
             self.classifier_dropout = nn.Dropout(config.head_dropout)
             self.classifier = nn.Linear(config.d_model, config.n_classes)
         elif classifies:
@@ -212,7 +212,7 @@ class Bert(nn.Module):
         if head == "none":
             return x
         if head == "classification":
-            if self.config.pools:
+            if self.config.has_pooler:
                 return self.classifier(self.classifier_dropout(self.pooled(x)))
             if self.config.pool == "cls":
                 return self.classifier(x[:, 0])

@@ -354,7 +354,7 @@ def _rows(request: Request, question: Question, n: int, notes: list[str]) -> tup
     rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
     memory = engine.plan_memory(recipe, n, target=target, task=task)
     if memory.at == engine.EVALUATION:
-        notes.append("an evaluation needs more memory than a step: less with a smaller evaluate.batch")
+        notes.append("an evaluation needs more memory than a step; a smaller evaluate.batch needs less")
     notes += [note for note in memory.notes if note not in notes]
     rows += _memory_rows(recipe, memory, cluster, engine.resident_before_model(task) if target == "cpu" else None)
     fits = memory.device_total <= cluster.capacity if cluster else None

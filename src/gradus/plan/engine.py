@@ -447,7 +447,7 @@ def with_evaluation(
     def traced() -> dict[str, int]:
         from gradus.plan import tracing
 
-        return tracing.evaluated(recipe, part, batch, target=target, task=task)
+        return tracing.evaluation_memory(recipe, part, batch, target=target, task=task)
 
     question = [EVALUATION, *_question(recipe, part, batch, target, False, 1)]
     own = stored("profiles", question, traced)

@@ -60,7 +60,7 @@ def read_hf(name: str) -> Read:
 def _map(hf: dict[str, Any], kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
-    for field in ("layer_types", "dense_act_fn"):  # which repeat what others say
+    for field in ("layer_types", "dense_act_fn"):  # which repeat other fields
         hf.pop(field, None)
     _check_fields(hf, entry)
     notes += _replaced(hf, entry)

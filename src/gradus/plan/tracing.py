@@ -203,7 +203,9 @@ def profile(
     return _cut(recipe, small, traced, tracing, micro)
 
 
-def evaluated(recipe: Recipe, part: Part, batch: dict, *, target: Target, task: Task | None = None) -> dict[str, int]:
+def evaluation_memory(
+    recipe: Recipe, part: Part, batch: dict, *, target: Target, task: Task | None = None
+) -> dict[str, int]:
     """Component -> bytes at the peak of an evaluation of one batch, weights left out. One block of each kind stands
     for all: without a backward pass none leaves anything behind."""
     few = small_recipe(recipe, part.small)

@@ -156,7 +156,7 @@ def largest_micro_batch(
 
 
 def largest_evaluation(recipe: Recipe, budget: MemoryBudget) -> int | None:
-    """The largest evaluate.batch that fits, of a half, a quarter, ... of what it is; None where none does."""
+    """The largest half, quarter, ... of evaluate.batch that fits; None where none does."""
     samples = evaluation_samples(recipe, data_parallel_size(recipe.layout, budget.processes))
     while samples := samples // 2:
         if budget.need(changed(recipe, evaluate={"batch": samples})) <= budget.available:

@@ -115,7 +115,7 @@ def predict(case: Case) -> Predicted:
         of_step = list(step_rows(case, *step, shape))
         rows += of_step
         line += cost_of_step(case, {row.name: row.value for row in of_step})
-    fix = f"Set evaluate.batch={smaller}: an evaluation needs more than a step" if smaller else None
+    fix = f"Set evaluate.batch={smaller}: an evaluation needs more memory than a step" if smaller else None
     refusal = None if fits else refusal_of(case, need, fix or SMALLER)
     writing = memory.outside[0] == engine.WRITING  # takes no activations
     least = need if writing else sum(memory.state.values()) + need - memory.allocated

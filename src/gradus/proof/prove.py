@@ -137,7 +137,7 @@ class Proof(Plan):
         self, session: Session, position: tuple[int, int]
     ) -> tuple[str | None, int | None, int | None] | DataError:
         """(why the run is refused, the step that will be measured, evaluate.batch where its default does not fit).
-        Prints the plan, or why there is none; what is wrong with the data is returned."""
+        Prints the plan, or why there is none; an error of the data is returned."""
         step = None
         try:
             why = calibrate_once(session, self._taken(session.device.type) is not None)

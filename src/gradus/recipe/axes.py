@@ -34,7 +34,7 @@ def data_parallel_size(layout: Layout, n_processes: int) -> int:
 
 
 def evaluation_samples(recipe: Recipe, parts: int) -> int:
-    """Samples that each of so many parts of a batch evaluates at a time."""
+    """Samples per process that an evaluation takes at a time; parts: processes that share the batch."""
     return recipe.evaluate.batch or recipe.layout.micro_batch or -(-(recipe.batch.samples or 64) // parts)
 
 

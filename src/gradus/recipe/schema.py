@@ -130,12 +130,12 @@ class ModelConfig(Section):
 
     @property
     def outputs(self) -> str:
-        """What makes answers of a classifier's outputs. softmax: a probability of each class; sigmoid: of each label by
-        itself, of which several may hold; none: they are scores, as one output is where nothing else is said."""
+        """How a classifier's outputs are read. softmax: a probability of each class; sigmoid: of each label by
+        itself, of which several may hold; none: scores, the default for one output."""
         return "none" if self._outputs == "softmax" and getattr(self, "n_classes", None) == 1 else self._outputs
 
     def named(self, classes: Sequence[str] | None, outputs: str = "softmax") -> Self:
-        """The same configuration with these names, and what makes answers of its outputs."""
+        """The same configuration with these names of classes, and how its outputs are read."""
         copy = self.model_copy()
         copy._classes, copy._outputs = tuple(classes or ()), outputs
         return copy
@@ -230,9 +230,9 @@ class Alternation(Section):
     """ModernBERT's attention (Warner et al. 2024, section 2.1): rotary positions, and a window in most layers."""
 
     window: Length = 64  # tokens to either side that a local layer sees
-    global_every: Layers = 3  # the first layer, and every so many, sees all
+    global_every: Layers = 3  # layers 1, 1 + n, 1 + 2n, ... see the whole text
     theta: PositiveFloat = 160_000.0  # base of the rotary frequencies of global layers
-    local_theta: PositiveFloat = 10_000.0  # and of local ones
+    local_theta: PositiveFloat = 10_000.0  # base of those of local layers
 
 
 class BertConfig(ModelConfig):
@@ -241,15 +241,15 @@ class BertConfig(ModelConfig):
 
     learns = {"masked_lm": "text", "classification": "labelled"}
     family: Literal["bert"] = "bert"
-    variant: Literal["bert", "roberta", "distilbert", "modernbert"] = "bert"  # the others have their own classifiers
+    variant: Literal["bert", "roberta", "distilbert", "modernbert"] = "bert"  # the published architecture
     d_ff: Hidden  # width of the feed-forward network
     seq_len: Length = 512  # longest sequence in tokens
-    first_position: Annotated[Whole, upto(limits.VOCABULARY, 0)] = 0  # RoBERTa: the number after its padding's, 2
+    first_position: Annotated[Whole, upto(limits.VOCABULARY, 0)] = 0  # RoBERTa: its padding id + 1, so 2
     n_token_types: Annotated[Whole, upto(limits.HEADS, 0)] = 2  # segments of a text; DistilBERT and ModernBERT: 0
-    alternation: Alternation | None = None  # ModernBERT: rotary positions, and layers that see a window alone
-    pool: Literal["cls", "mean"] = "cls"  # what ModernBERT's classifier reads
+    alternation: Alternation | None = None  # ModernBERT's: rotary positions, local attention in most layers
+    pool: Literal["cls", "mean"] = "cls"  # what ModernBERT's classifier reads: [CLS], or the mean
     dropout: Fraction = 0.1
-    classifier_dropout: Fraction | None = None  # of what the classifier reads; None: dropout
+    classifier_dropout: Fraction | None = None  # before the classifier; None: as dropout
     head: Literal["none", "masked_lm", "pretraining", "classification"] = "none"  # pretraining: and next sentence
     pooler: bool = True  # tanh projection of [CLS]; the classification and pretraining heads read it
     n_classes: Classes | None = None  # labels of the classification head; from the data when not given
@@ -257,22 +257,24 @@ class BertConfig(ModelConfig):
     norm_eps: Epsilon = 1e-12  # added to the variance in norms
 
     @model_validator(mode="after")
-    def _as_published(self):
+    def _check_variant(self):
         roberta, distilbert, modernbert = (self.variant == name for name in ("roberta", "distilbert", "modernbert"))
         wrong = {
-            "first_position is RoBERTa's, which needs it: 2 as published": roberta != (self.first_position > 0),
-            "it needs n_token_types=0, and no other does": (distilbert or modernbert) != (self.n_token_types == 0),
-            "it has activation=gelu, in its head too": (roberta or modernbert) and self.activation != "gelu",
-            "DistilBERT has norm_eps=1e-12": distilbert and self.norm_eps != 1e-12,
-            "alternation is ModernBERT's, which needs it ({})": modernbert != (self.alternation is not None),
-            "pool is ModernBERT's": self.pool == "mean" and not modernbert,
+            "RoBERTa alone has first_position, and needs it (2 as published)": roberta != (self.first_position > 0),
+            "n_token_types=0 is what DistilBERT and ModernBERT alone need": (distilbert or modernbert)
+            != (self.n_token_types == 0),
+            "only activation=gelu is supported": (roberta or modernbert) and self.activation != "gelu",
+            "only norm_eps=1e-12 is supported": distilbert and self.norm_eps != 1e-12,
+            "ModernBERT alone has alternation, and needs it ({}: as published)": modernbert
+            != (self.alternation is not None),
+            "pool=mean is for ModernBERT alone": self.pool == "mean" and not modernbert,
         }
         for text in (text for text, it_is in wrong.items() if it_is):
             raise ValueError(f"variant={self.variant}: {text}")
         return self
 
     @property
-    def pools(self) -> bool:
+    def has_pooler(self) -> bool:
         """Whether there is a pooler: other classifiers than BERT's have a layer of their own instead."""
         return self.pooler and self.head != "masked_lm" and (self.variant == "bert" or self.head != "classification")
 
@@ -472,7 +474,7 @@ class ClassificationTask(Section):
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
     label_smoothing: Fraction = 0.0  # share of the target spread over all classes
-    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # of samples in the loss, by their class
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # of each class in the loss
 
 
 Task = Annotated[
@@ -546,11 +548,11 @@ class PairsData(TextConfig):
 
 class Preprocess(Section):
     """How an image becomes model.image_size × model.image_size pixels, by Pillow, as transformers' image processors do
-    it: scaled, then cut."""
+    it: resized, then cropped."""
 
-    resize: Pixels | tuple[Pixels, Pixels] | None = None  # n: the shorter side; [height, width]: squeezed
+    resize: Pixels | tuple[Pixels, Pixels] | None = None  # n: the shorter side; [height, width]: both
     resample: Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bilinear"  # the filter
-    center_crop: bool = True  # cut out the centre; without resize, add black to what is smaller
+    center_crop: bool = True  # crop the centre; without resize, pad smaller images with black
 
 
 class ImagesData(DataConfig):
@@ -563,7 +565,7 @@ class ImagesData(DataConfig):
     label: str | None = None  # as image
     mean: list[float] | None = None  # per channel, of values in 0..1; None: model.init's, else measured
     std: list[float] | None = None  # as mean
-    preprocess: Preprocess | None = None  # before all else; None: the shorter side is scaled, the centre cut out
+    preprocess: Preprocess | None = None  # to the model's size; None: as model.init's, else a centre crop
     crop: Annotated[Whole, upto(limits.IMAGE, 0)] = 0  # random crop after padding by this many pixels
     flip: bool = False  # mirror half of the images horizontally
     mixup: NonNegativeFloat = 0.0  # alpha of the Beta distribution; 0: off
@@ -635,7 +637,7 @@ class Schedule(Section):
 
     name: Literal["constant", "linear", "cosine", "noam"] = "constant"  # the shape of the curve after the warmup
     warmup_steps: Annotated[Whole, upto(limits.STEPS, 0)] = 0  # steps of rising learning rate
-    warmup_ratio: Fraction | None = None  # in place of warmup_steps: their share of all steps, rounded up
+    warmup_ratio: Fraction | None = None  # in place of warmup_steps: share of all steps, rounded up
     final: NonNegativeFloat = 0.0  # share of lr at the last step
     factor: PositiveFloat = 1.0  # for noam
     end_step: Steps | None = None  # None: the last step of training
@@ -649,7 +651,7 @@ class Schedule(Section):
         return self
 
     def warmup(self, last_step: int) -> int:
-        """Steps of rising learning rate, in a run of so many."""
+        """Steps of rising learning rate, in a run of last_step steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * last_step)
 
 
@@ -672,7 +674,7 @@ class Train(Section):
     clip_norm: PositiveFloat | None = None  # largest gradient norm; None: no clipping
     checkpoint_every: Steps | None = None  # steps; None: only at the end and when stopped
     keep: Steps = 2  # checkpoints to keep besides the best
-    patience: Steps | None = None  # evaluations in a row without a better one, after which training stops
+    patience: Steps | None = None  # stop after n evaluations in a row without a better one
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is NaN or infinite
     freeze: Annotated[list[str], BeforeValidator(_listed)] | None = None  # not trained: [blocks.0]; [all, -head]
     qat: bool = False  # quantization-aware: Linears compute with inputs and weights rounded as int8 would round them

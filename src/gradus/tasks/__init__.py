@@ -48,8 +48,8 @@ def load_tokenizers(checkpoint: Path) -> dict | None:
 
 
 def _beside(folder: Path) -> dict[str, str]:
-    """What says how the model of a folder is spoken to and where it stops, by the names of the files. Several end
-    tokens of a config.json alone are kept as generation_config.json has them."""
+    """Chat templates and settings of generation beside the weights of a folder, by the names of their files. Several
+    end tokens of a config.json alone are kept as generation_config.json has them."""
     from gradus.data import tokenizer_files
 
     beside, file, config = tokenizer_files.chat_templates(folder), folder / GENERATION, folder / "config.json"

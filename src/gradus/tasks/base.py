@@ -69,10 +69,10 @@ class Task:
         return {split: content for split, content in contents.items() if content}
 
     def notes(self) -> Iterator[str]:
-        """What of the data a metric does not show."""
-        cut = (getattr(data, "cut", None) for data in self.splits.values())
-        for line in dict.fromkeys(filter(None, cut)):
-            yield f"{line}. Longer: data.max_len or model.seq_len."
+        """Notes on the data, printed before the first step: what metrics do not show."""
+        truncated = (getattr(data, "truncation", None) for data in self.splits.values())
+        for line in dict.fromkeys(filter(None, truncated)):
+            yield f"{line}. To keep more, raise data.max_len or model.seq_len."
 
     prepare = None  # (sample, rng) -> sample, for training
     prepare_evaluation = None  # the same for evaluation, where chance must play no part or the same part every time
@@ -120,14 +120,14 @@ def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[in
     first = t.cls_id if t.cls_id is not None else t.bos_id
     last = t.sep_id if t.sep_id is not None else t.eos_id
     needed = {**more, "padding": t.pad_id}
-    if not t.whole([]):
+    if not t.with_special_tokens([]):
         needed |= {"class or begin": first, "separator or end": last}
     for name, token in needed.items():
         if token is None:
             raise UserError(f"tokenizer: no {name} token, which {what} needs. Use BERT's, or tokenizer.kind=bpe.")
     t.around(first, last)
-    if (n := len(t.whole([]))) > 2:
-        raise UserError(f"tokenizer: it puts {n} tokens around a text, and {what} takes two. Use another.")
+    if (n := len(t.with_special_tokens([]))) > 2:
+        raise UserError(f"tokenizer: it adds {n} special tokens to a text, and {what} allows two. Use another.")
     return t.before, t.after
 
 

@@ -19,7 +19,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_labelled
 
-UNEVEN = 10  # times as many samples as another class has: told
+UNEVEN = 10  # times as many samples as another class has: a note says so
 
 
 class Classification(Task):
@@ -51,7 +51,7 @@ class Classification(Task):
                     "Name each once, in this order, or leave task.classes out."
                 )
             self._reorder(named, by_name(self.classes, named) or range(n))
-        self._follow(model)
+        self._match_head(model)
         if model.n_classes not in (None, n):
             raise UserError(f"model.n_classes={model.n_classes}: the data has {n} classes: {shown}. Leave it out.")
         weights = self.recipe.task.class_weights
@@ -63,7 +63,7 @@ class Classification(Task):
         self.weights = weights
         return super().complete(model.model_copy(update={"n_classes": n}))
 
-    def _follow(self, model: ModelConfig) -> None:
+    def _match_head(self, model: ModelConfig) -> None:
         """Give the classes the order of the head. A start for other classes gets a new head, and where the recipe names
         them it learns these from here on; the weights of an evaluation have to have them."""
         head = model
@@ -72,8 +72,11 @@ class Classification(Task):
                 head = models.config_of(model.init)
         ours, theirs, trained = self.classes, list(head.classes), head is not model
         if head.outputs != "softmax" and not (trained and head.n_classes != len(ours)):
-            what = "several labels of each sample" if head.outputs == "sigmoid" else "scores"
-            raise UserError(f"the head gives {what} (problem_type, num_labels), and this task is one class of each.")
+            what = "several labels per sample" if head.outputs == "sigmoid" else "a score"
+            raise UserError(
+                f"the weights' head predicts {what} (problem_type, num_labels in config.json), and this task needs one "
+                "class per sample. Give other weights, or correct config.json."
+            )
         if not theirs:
             return
         if order := by_name(ours, theirs):
@@ -81,10 +84,10 @@ class Classification(Task):
                 self.matched = f"the data's {_shown(ours)} are the head's {_shown([theirs[i] for i in order])}"
             self._reorder(theirs, order)
         elif not trained or (len(theirs) == len(ours) and self.recipe.task.classes is None):
-            learn = f" To learn the data's in their place: task.classes=[{_shown(ours)}]." if trained else ""
+            learn = f" To train a head for the data's classes: task.classes=[{_shown(ours)}]." if trained else ""
             raise UserError(
                 f"the weights' head has the classes {_shown(theirs)}; the data has {_shown(ours)}. If they are the "
-                f"same, name the data's so: task.classes=[{_shown(theirs)}].{learn}"
+                f"same, give the data's the head's names, in the data's order: task.classes=[{_shown(theirs)}].{learn}"
             )
 
     def _reorder(self, classes: list[str], order: Sequence[int]) -> None:
@@ -123,7 +126,7 @@ class Classification(Task):
         return Targets(labels, count_right=True).sums(logits, len(labels)) | {"macro_f1": (counts, len(labels))}
 
     def metrics(self, means: dict[str, Any], split: str) -> dict[str, float]:
-        """macro_f1: the mean over the classes that are there, or were chosen, of 2 right / (chosen + there)."""
+        """macro_f1: the mean F1, 2 right / (predicted + true), over the classes that occur or were predicted."""
         right, of = means["macro_f1"]
         return super().metrics(means | {"macro_f1": float((right[of > 0] / of[of > 0]).mean())}, split)
 
@@ -133,12 +136,12 @@ class Classification(Task):
             np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", "valid")
         )
         if missing := [name for name, n in zip(self.classes, valid) if not n]:
-            alone = " is of one class, so that an accuracy of 1 says nothing: it" * (len(missing) == len(valid) - 1)
-            yield f"what is evaluated{alone} has no sample of {', '.join(missing[:10])}."
+            alone = ": all are of one class, and an accuracy of 1 says nothing" * (len(missing) == len(valid) - 1)
+            yield f"the validation split has no sample of {', '.join(missing[:10])}{alone}."
         if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
-            how = "" if self.weights else "; task.class_weights=balanced trains so"
-            yield f"uneven classes ({few}, {many}): macro_f1 counts them alike{how}."
+            how = "" if self.weights else ", and so does task.class_weights=balanced in the loss"
+            yield f"uneven classes ({few}, {many}): macro_f1 weighs all classes alike{how}."
 
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""

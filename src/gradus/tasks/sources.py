@@ -65,8 +65,8 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
 
 
 def in_documents(recipe: Recipe) -> bool:
-    """Whether the texts that a language model learns begin and end as the tokenizer's files say: those of weights that
-    are trained on did, and so do documents."""
+    """Whether a language model's texts have the special tokens that the tokenizer's files put around a text: documents
+    do, and so does all that continues from published weights."""
     return recipe.model.init is not None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
 
 
@@ -105,7 +105,7 @@ def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple
 def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
     """Return (tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one,
     and a note says so; without both, a fixed tenth of the training rows of every class. A split without any label is
-    none."""
+    not used."""
     data, files = recipe.data, _files(recipe)
     asked = {"valid": data.valid, "test": recipe.evaluate.test or data.test}
     if "valid" in files and not asked["test"]:
@@ -115,7 +115,7 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
         if asked[split]:
             raise UserError(f"{what}, so it cannot be evaluated on. Leave out data.{split} or evaluate.test.")
         rest = "" if {"valid", "test"} & files.keys() else " A tenth of the training rows is held out."
-        print(f"note: {what}, so it is no {split} split.{rest}", flush=True)
+        print(f"note: {what}, so it is not used as the {split} split.{rest}", flush=True)
     if "valid" not in files and "test" in files:
         print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
         files["valid"] = files.pop("test")

@@ -140,7 +140,7 @@ class Translation(SequenceToSequence):
         self.start_id = (t.pad_id or 0) if padding or t.bos_id is None else t.bos_id
         self.start, self.end = (np.array([i]) for i in (self.start_id, self.eos_id))
         self.tokenizer.around(None, self.eos_id if source_eos is None else source_eos)
-        self.source_room = self.room + 1 - len(self.tokenizer.whole([]))
+        self.source_room = self.room + 1 - len(self.tokenizer.with_special_tokens([]))
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         sizes = self.tokenizer.vocab_size, self.target_tokenizer.vocab_size
@@ -149,7 +149,7 @@ class Translation(SequenceToSequence):
     def sequences(self, sample):
         source, target = sample["source"][: self.source_room], sample["target"][: self.room]
         target_in, target_out = np.concatenate((self.start, target)), np.concatenate((target, self.end))
-        return np.array(self.tokenizer.whole(source)), target_in, target_out
+        return np.array(self.tokenizer.with_special_tokens(source)), target_in, target_out
 
     def translate(self, model: nn.Module, sources: list[list[int]], max_new: int | None = None) -> list[str]:
         """Translations of source ids (with their end token): greedy, or with evaluate.beams. max_new: tokens of each
@@ -162,7 +162,8 @@ class Translation(SequenceToSequence):
 
     def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
         """Translations of texts."""
-        rows = [self.tokenizer.whole(ids[: self.source_room]) for ids in self.tokenizer.encode_batch(texts)]
+        t = self.tokenizer
+        rows = [t.with_special_tokens(ids[: self.source_room]) for ids in t.encode_batch(texts)]
         return self.translate(model, rows, self.recipe.evaluate.max_new)
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:

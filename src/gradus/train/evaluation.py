@@ -56,7 +56,7 @@ class Evaluation(Hook):
         if patience and p.not_better >= patience and p.step < trainer.last_step:
             trainer.last_step = p.step
             if trainer.parallel.mesh.world.first:
-                print(f"stopped: {p.not_better} evaluations were not better (train.patience)", flush=True)
+                print(f"stopped: {p.not_better} evaluations in a row without a better one (train.patience)", flush=True)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:

@@ -53,7 +53,7 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | bool
     Raises UserError for what no reader knows, and for a table where more than one column may be the text or the label.
     """
     if len(paths) > 2:
-        mend = "Give one (the folder of several), or the two files of parallel text"
+        mend = "Give one file, one folder, or the two files of parallel text"
         raise UserError(f"--data: {len(paths)} paths. {mend}.")
     path = expanded(paths[0])
     if len(paths) == 2:
@@ -87,7 +87,7 @@ def _pair(first: Path, second: Path) -> DataSummary:
     a, b = _side(first), _side(second)
     if not (a and b) or a[0] != b[0] or a[1] == b[1] or first.parent.absolute() != second.parent.absolute():
         both = "parallel text must lie in one folder as NAME.en and NAME.de, say"
-        raise UserError(f"{first} and {second}: {both}. Of files to read one after another, give the folder.")
+        raise UserError(f"{first} and {second}: {both}. To read files one after another, give their folder.")
     return _pairs(first.parent, a[0], a[1], b[1])
 
 
@@ -243,7 +243,7 @@ def _table(path: str | Path, file: Readable, text: str | None, label: str | bool
         lines = [f"found      {file}: texts, each in the folder of its class"]
     n, all_of = len(getattr(file, "files", "1")), re.search(r"-of-(\d+)", str(file))
     if all_of and int(all_of[1]) != n:
-        lines.append(f"note       {n} of {int(all_of[1])} parts of {file} {'is' if n == 1 else 'are'} here")
+        lines.append(f"note       only {n} of {int(all_of[1])} parts of {file} {'is' if n == 1 else 'are'} there")
     if label and (several := others[label].several):
         text_of = f"{several!r} is a class by itself: a text has one class here, not several"
         lines.append(f"note       column {label!r}: {text_of}; for one of them, write a column with yes and no")

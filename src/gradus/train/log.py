@@ -114,7 +114,7 @@ class LiveLine:
 
 def check_trackers(config: Log) -> None:
     """Before anything is planned or measured: raises UserError where what `log` names is not installed, or W&B knows no
-    key (on a terminal it asks for one), or cannot be reached and was not told to stay offline."""
+    key (on a terminal it asks for one), or cannot be reached and is not set to offline."""
     if config.tensorboard:
         need("tensorboard", "track", "log.tensorboard=true")
     if config.wandb:

@@ -142,9 +142,9 @@ class Facts:
         if kind == "images":
             shape = self.train.shape
             size = f"{shape[2]} × {shape[1]} pixels"
-            if how := getattr(self.train, "how", None):
+            if how := getattr(self.train, "preprocess", None):
                 published = self.task.recipe.model.init is not None  # else the size is chosen below
-                size = f"made {size}: {how}" if published else "several sizes: scaled and cut to one"
+                size = f"prepared to {size}: {how}" if published else "several sizes: scaled and cut to one"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
         elif kind == "text":
             n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
@@ -154,7 +154,7 @@ class Facts:
             yield f"lengths    {low} to {high} tokens, median {middle}"
         if kind == "labelled" and (n := sum(int((data.lengths == 0).sum()) for data in splits.values())):
             are = "are" if n > 1 else "is"
-            yield f"note       {n:,} of the texts {are} empty: learned with the label, without a word"
+            yield f"note       {n:,} of the texts {are} empty, and learned with the label all the same"
 
     def _held_out(self) -> str:
         kind, data = self.summary.kind, self.summary.data
@@ -228,7 +228,7 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
             sections["evaluate"]["max_new"] = length - 1
     elif kind == "images" and config is None:
         channels, height, width = facts.train.shape
-        side = 64 if getattr(facts.train, "how", None) else min(height, width, 64)
+        side = 64 if getattr(facts.train, "preprocess", None) else min(height, width, 64)
         model["image_size"] = max(8, 4 * (side // 4))
         side = model["image_size"]
         model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
@@ -277,7 +277,7 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
         "schedule": "The learning rate rises over a tenth of the steps, then falls to 0.",
         "batch": "Samples per optimizer step, on any number of devices. Out of memory: layout.micro_batch=8.",
         "train": "Chosen for minutes on two CPU cores. Longer: train.steps=N, or train.epochs=N. "
-        "patience: N stops after N evaluations in a row that were not better.",
+        "patience: N stops after N evaluations in a row without a better one.",
         "evaluate": "The best checkpoint is kept. test: true evaluates the test split too, once, at the end.",
     }
     usual = "2e-4 to 1e-3 with an adapter" if "adapter" in sections else "2e-5 to 1e-4"

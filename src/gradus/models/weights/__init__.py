@@ -90,9 +90,9 @@ class Rule:
 @dataclass
 class LoadReport:
     """What a load that was not strict left open: `new` are our tensors that kept their fresh initialisation, `unused`
-    tensors of the file that the model has no place for, and dropouts that it has not, `reshaped` tensors of the head
-    whose size differs (also in `new`). `resized`: what was made to fit, in words. `stored`: the configuration beside
-    the weights."""
+    tensors of the file that the model has no place for, and dropouts that differ from the model's, `reshaped` tensors
+    of the head whose size differs (also in `new`). `resized`: what was made to fit, in words. `stored`: the
+    configuration beside the weights."""
 
     new: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -150,26 +150,26 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     return unwrapped(tensors, path)
 
 
-# what DDP, torch.compile, FSDP and checkpointing put before the names within a module that they wrap
+# prefixes that DDP, torch.compile, FSDP and activation checkpointing add to the names of a wrapped module's tensors
 WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> dict[str, Any]:
-    """The tensors without the names of what wraps a model; inside: also without that of the attribute that holds it,
-    where all names begin with one. A line on standard error says so."""
+    """The tensors, their names without the prefixes of wrappers. inside: also without the name of the attribute that
+    holds the model, where all begin with one. A note on standard error says so."""
     names = [WRAPPERS.sub("", name) for name in tensors]
     if inside and len({name.partition(".")[0] for name in names}) == 1:
         names = [name.partition(".")[2] for name in names]
     if names == [*tensors] or len({*names}) < len(names):
         return tensors
     change = f"{next(iter(tensors))} is read as {names[0]}, and so on"
-    _note(f"{where}: names of what wraps the model are left out: {change}")
+    _note(f"{where}: prefixes of wrappers are removed from the tensors' names: {change}")
     return dict(zip(names, tensors.values()))
 
 
 @functools.cache
 def _note(text: str) -> None:
-    """Said once, however often a file is read."""
+    """Printed once, however often a file is read."""
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
@@ -209,10 +209,10 @@ def _read_file(file: Path) -> dict[str, Stored]:
 
 def unpickle(file: Path) -> dict[str, Tensor]:
     """A flat dictionary of tensors from a .bin, .pt or .pth, or that of a training program's checkpoint: the state_dict
-    of Lightning and others, nanoGPT's model. Raises UserError as `opened`, and where it holds anything but tensors."""
+    of Lightning and others, nanoGPT's model. Raises UserError as `read_pickle`, and for anything but tensors."""
     import torch
 
-    state = opened(file)
+    state = read_pickle(file)
     named = state.get("state_dict", state["model"] if "model_args" in state else state)
     if not isinstance(named, dict):
         named = {"state_dict": named}
@@ -224,7 +224,7 @@ def unpickle(file: Path) -> dict[str, Tensor]:
     return unwrapped(named, file, "state_dict" in state)
 
 
-def opened(file: Path) -> dict[Any, Any]:
+def read_pickle(file: Path) -> dict[Any, Any]:
     """What a .bin, .pt, .pth or .ckpt holds, its tensors memory-mapped where the format allows.
 
     Raises UserError where weights_only refuses the file, it is damaged, or it holds no dictionary.
@@ -344,7 +344,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def shared(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of these tensors of theirs that are those of other modules of theirs too."""
+    """Of these tensors (by Hugging Face's names) those that several modules share."""
     first, modules = first_names(model), {}
     for rule in (known := rules(model)):
         modules.setdefault(tuple(rule.keys(first)), set()).add(rule.theirs.rpartition(".")[0])

@@ -99,7 +99,7 @@ def rules(config: BertConfig) -> list[Rule]:
     body = "" if config.head == "none" else f"{config.variant}."
     layers = {"embedding_norm": f"{body}embeddings.LayerNorm"}
     layers |= fields.blocks(config.n_layers, "blocks", f"{body}{names['layers']}", names["block"])
-    if config.pools:
+    if config.has_pooler:
         layers["pooler"] = f"{body}pooler.dense"
     kinds = ["word", "position", *(["token_type"] if config.n_token_types else [])]
     embeddings = {f"{kind.removeprefix('token_')}_embedding": f"{body}embeddings.{kind}_embeddings" for kind in kinds}

@@ -87,13 +87,13 @@ def joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-# ---------------------------------------------------------------- what a classifier's outputs are
+# ---------------------------------------------------------------- a classifier's outputs
 
 PROBLEMS = {"none": "regression", "sigmoid": "multi_label_classification"}  # ModelConfig.outputs → problem_type
 
 
 def outputs(family: str, hf: Mapping[str, Any], n_classes: int) -> str:
-    """What makes answers of a classifier's outputs, as ModelConfig.outputs has it: by `problem_type`, or for one
+    """How a classifier's outputs are read, as in ModelConfig.outputs: by `problem_type`, or for one
     output, a score, by the activation that sentence-transformers keeps. Raises UserError for one that is not known."""
     own = (hf.get("sentence_transformers") or hf).get("activation_fn", hf.get("sbert_ce_default_activation_function"))
     name, value = ("activation_fn", own) if n_classes == 1 and own else ("problem_type", hf.get("problem_type"))
@@ -125,15 +125,15 @@ class Fields(dict[str, Any]):
 
 
 def refuse_unknown(hf: Fields, without_effect: Collection[str], what: str) -> None:
-    """Raises UserError for fields that no reader asks for and that are not known to change nothing of what a model
-    computes: neither those of names.yaml, nor the reader's own (its WITHOUT_EFFECT). null and {} say nothing, nor does
-    what begins with an underscore: names that libraries give to their own notes."""
+    """Raises UserError for fields that the reader does not use and that may change what a model computes: all but those
+    in names.yaml and in the reader's WITHOUT_EFFECT. Empty values (null, {}, []) are ignored, and so are names that
+    begin with an underscore, which libraries use for their own notes."""
     known = {*names()["all"]["without effect"], *without_effect, *hf.used}
     if unknown := [n for n in hf if n not in known and not n.startswith("_") and hf[n] not in (None, {}, [])]:
         first = f"{unknown[0]}={hf[unknown[0]]!r:.60}"
         raise UserError(
-            f"config.json: {some([first, *unknown[1:]])}: not known for {what}, so it may compute something else. "
-            "Take a field out of config.json that changes no output; give quantized weights as they were before"
+            f"config.json: {some([first, *unknown[1:]])}: unknown for {what}, so the model may compute something else. "
+            "If a field changes no output, remove it from config.json; of quantized weights, give the original ones"
         )
 
 

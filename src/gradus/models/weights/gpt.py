@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradus.models.weights import Rule, Stored, fields, opened, read_tensors, transpose
+from gradus.models.weights import Rule, Stored, fields, read_pickle, read_tensors, transpose
 from gradus.recipe.schema import GPTConfig
 
 MODEL_TYPES = ("gpt2", "gradus-gpt-moe")
@@ -37,7 +37,7 @@ def config_from_hf(hf: dict) -> GPTConfig:
 def from_nanogpt(file: Path) -> tuple[GPTConfig, dict[str, Stored]]:
     """(configuration, tensors as Hugging Face's) of nanoGPT's ckpt.pt, whose matrices lie (out, in). It does not say
     its activation: the exact gelu, as in nanoGPT since June 2023."""
-    args = opened(file)["model_args"]
+    args = read_pickle(file)["model_args"]
     hf = {"n_positions": args["block_size"], "resid_pdrop": args["dropout"], **args}
     config = GPTConfig(**fields.read(hf, NAMES["fields"]), activation="gelu", bias=args.get("bias", True))
     tensors = read_tensors(file)
