@@ -313,6 +313,18 @@ def test_unsupported_fields_are_named(field):
         config_from_hf({"model_type": "bert", **field})
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": "distilbert", "tie_weights_": True, "sinusoidal_pos_embds": True, "qa_dropout": 0.1},
+        {"model_type": "modernbert", "layer_norm_eps": 1e-5, "position_embedding_type": "absolute", "gradient_checkpointing": False},
+    ],
+)
+def test_fields_of_published_configurations_that_change_nothing(more, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(more))
+    assert config_of(tmp_path).variant == more["model_type"]
+
+
 def test_layers_of_another_pattern_are_named():
     with pytest.raises(UserError, match=r"layer_types=.*every n-th layer"):
         config_from_hf({"model_type": "modernbert", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]})

@@ -384,8 +384,8 @@ def _parted(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfi
     the saved one, and the other keeps the base's values. Raises UserError where ours cannot be untied."""
     config = base
     if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
-        same = {"scale_output": base.scale_output is not False} if hasattr(base, "scale_output") else {}  # of a tied one
-        config = type(base)(**{**base.model_dump(), **same, "tie_output": False}).named(base.classes, base._outputs)
+        scale = {"scale_output": base.scale_output is not False} if hasattr(base, "scale_output") else {}  # as tied
+        config = type(base)(**{**base.model_dump(), **scale, "tie_output": False}).named(base.classes, base._outputs)
     if parted := weights.shared(build(config, "meta"), saved):
         raise UserError(
             f"modules_to_save: {weights.some(parted)}: shared in the model, and PEFT parts it. Merge it with PEFT "
