@@ -643,7 +643,8 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
     fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
     _refuse_unfit(fitted.model, fitted.report, config.init)
     hf = limits.read_object(file) if (file := path / "config.json").is_file() else {}
-    other = [n for n in hf if n.endswith(("dropout", "_prob", "pdrop")) and hf[n] not in (None, config.dropout)]
+    dropouts = [n for n in hf if n.endswith(("dropout", "_prob", "pdrop")) and "classif" not in n]
+    other = [n for n in dropouts if hf[n] not in (None, config.dropout)]
     fitted.report.unused += [f"{n}={hf[n]} (config.json)" for n in other]
     frozen = {name for name, p in fitted.model.named_parameters() if not p.requires_grad}
     if left := [name for name in fitted.report.new if name in frozen]:

@@ -72,7 +72,7 @@ class Classification(Task):
                 head = models.config_of(model.init)
         ours, theirs, trained = self.classes, list(head.classes), head is not model
         if head.outputs != "softmax" and not (trained and head.n_classes != len(ours)):
-            what = "several labels of each sample" if head.outputs == "sigmoid" else "scores"
+            what = "scores" if head.outputs == "none" or head.n_classes == 1 else "several labels of each sample"
             raise UserError(f"the head gives {what} (problem_type, num_labels), and this task is one class of each.")
         if not theirs:
             return
