@@ -217,6 +217,33 @@ def test_a_saved_one_is_the_same_here_and_in_transformers(kind, make, tmp_path, 
     assert again.fingerprint == ours.fingerprint and again.token(size) == "[tok]"
 
 
+def test_special_tokens_of_tokenizer_json_alone_are_those_of_its_export(vocabularies, tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"}))
+    byte_level([*SPECIALS, "[tok]"]).save(str(tmp_path / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(TEXTS)["input_ids"]
+    (ours := load(tmp_path)).save(tmp_path / "saved")
+    assert [ours.whole(ids) for ids in ours.encode_batch(TEXTS)] == theirs
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS)["input_ids"] == theirs
+
+
+def test_a_llama_reads_pieces_without_their_normaliser(tmp_path):
+    import sentencepiece
+    from transformers import AutoTokenizer
+
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(LINES), model_prefix=str(tmp_path / "tokenizer"), model_type="bpe", byte_fallback=True, vocab_size=340, hard_vocab_limit=False, minloglevel=2)
+    n = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")).get_piece_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[tok]": n}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False}))
+    texts = [*TEXTS, "two  spaces, a\nline"]
+    ours, theirs = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)(texts)["input_ids"]
+    ours.save(tmp_path / "saved")
+    for tokenizer in (ours, load(tmp_path / "saved")):
+        assert [tokenizer.whole(ids) for ids in tokenizer.encode_batch(texts)] == theirs
+
+
 @pytest.mark.parametrize("name", ["PegasusTokenizer", "XLMRobertaTokenizerFast", "CamembertTokenizer", "MBartTokenizer", "AlbertTokenizer", "GemmaTokenizer"])
 def test_pieces_that_a_class_numbers_anew_are_refused_by_its_name(name, make, tmp_path):
     make("t5", of_class(name))

@@ -303,7 +303,6 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
         {"architectures": ["BertForQuestionAnswering"]},
         {"tie_word_embeddings": False, "architectures": ["BertForMaskedLM"]},
         {"architectures": ["RobertaForTokenClassification"], "model_type": "roberta"},
-        {"sinusoidal_pos_embds": True, "model_type": "distilbert"},
         {"norm_bias": True, "model_type": "modernbert"},
         {"rope_type": "linear", "rope_parameters": {"full_attention": {"rope_type": "linear"}}, "model_type": "modernbert"},
     ],
@@ -312,6 +311,18 @@ def test_unsupported_fields_are_named(field):
     name, value = next(iter(field.items()))
     with pytest.raises(UserError, match=f"{name}={value[0] if isinstance(value, list) else value}"):
         config_from_hf({"model_type": "bert", **field})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": "distilbert", "tie_weights_": True, "sinusoidal_pos_embds": True, "qa_dropout": 0.1},
+        {"model_type": "modernbert", "layer_norm_eps": 1e-5, "position_embedding_type": "absolute", "gradient_checkpointing": False},
+    ],
+)
+def test_fields_of_published_configurations_that_change_nothing(more, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(more))
+    assert config_of(tmp_path).variant == more["model_type"]
 
 
 def test_layers_of_another_pattern_are_named():

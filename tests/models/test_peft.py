@@ -375,12 +375,12 @@ def test_pickled_weights_and_a_base_beside_the_adapter(bases, tmp_path):
     compare("llama", models.load(tmp_path / "adapter"), theirs)
 
 
-@pytest.mark.parametrize(("family", "saved"), [("gpt", ["wte"]), ("llama", ["embed_tokens"]), ("llama", ["lm_head"]), ("llama", ["lm_head", "embed_tokens"])])
+@pytest.mark.parametrize(("family", "saved"), [("gpt", ["wte"]), ("llama", ["embed_tokens"]), ("llama", ["lm_head"]), ("llama", ["lm_head", "embed_tokens"]), ("t5", ["lm_head"])])
 def test_a_saved_embedding_leaves_the_tied_other_to_the_base(family, saved, tmp_path):
     """transformers ties the base's two; PEFT copies the one that it saves."""
     config = CONFIGS[family].model_copy(update={"tie_output": True})
     models.save(shaken(models.build(config, seed=1)), tmp_path / "base")
-    targets = {"gpt": ["c_attn"], "llama": ["q_proj"]}[family]
+    targets = {"gpt": ["c_attn"], "llama": ["q_proj"], "t5": ["q"]}[family]
     about = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=saved, fan_in_fan_out=family == "gpt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

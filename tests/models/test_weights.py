@@ -764,7 +764,7 @@ def test_a_start_that_lacks_more_than_a_classifiers_head_is_refused(tmp_path):
         with pytest.raises(UserError, match=said):
             models.load_start(config.model_copy(update={"init": str(tmp_path / name)}), seed=0)
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 20}
-    transformers.BertForMaskedLM(transformers.BertConfig(**small, attention_probs_dropout_prob=0.3)).save_pretrained(tmp_path / "bert")
+    transformers.BertForMaskedLM(transformers.BertConfig(**small, attention_probs_dropout_prob=0.3, classifier_dropout=0.5)).save_pretrained(tmp_path / "bert")
     start = models.config_of(tmp_path / "bert").model_copy(update={"init": str(tmp_path / "bert"), "head": "classification", "n_classes": 2})
     report = models.load_start(start, seed=0).report
     assert report.new == ["pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"]

@@ -12,6 +12,9 @@ from typing import Any
 from gradus import files
 from gradus.data.tokenizers import ROLES, Tokenizer
 
+# behind a model's bytes: its normalizer_spec with an empty precompiled_charsmap and remove_extra_whitespaces=false
+PLAIN = b"\x1a\x04\x12\x00\x20\x00"
+
 
 class SentencePieceTokenizer(Tokenizer):
     """Wraps a SentencePiece `.model` (its bytes).
@@ -25,8 +28,11 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, config: Mapping[str, Any] | None = None):
         from sentencepiece import SentencePieceProcessor
 
-        self.model, self.config = model, dict(config or {})
-        self.sp = sp = SentencePieceProcessor(model_proto=model)
+        self.config = dict(config or {})
+        # transformers' Llama takes no heed of the model's normaliser. Files that `save` wrote (extra_ids) are as read
+        llama = str(self.config.get("tokenizer_class")).lower().startswith("llamatokenizer")
+        self.model = model + PLAIN * (llama and "extra_ids" not in self.config)
+        self.sp = sp = SentencePieceProcessor(model_proto=self.model)
         self.n_pieces = sp.get_piece_size()
         # T5's files (padding 0, end 1, no begin) lack the 100 sentinels that its tokenizer puts after the pieces
         self.like_t5 = (sp.pad_id(), sp.eos_id(), sp.bos_id()) == (0, 1, -1)

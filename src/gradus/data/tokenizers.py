@@ -225,7 +225,8 @@ class FastTokenizer(Tokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))
-        settings = {k: v for k, v in self.config.items() if v is not None}
+        # transformers takes an empty added_tokens_decoder for the whole, and reads no token of tokenizer.json
+        settings = {k: v for k, v in self.config.items() if v not in (None, [], {})}
         files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | settings)
 
 

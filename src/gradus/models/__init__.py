@@ -384,7 +384,8 @@ def _untied(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfi
     the saved one, and the other keeps the base's values. Raises UserError where our model cannot untie it."""
     config = base
     if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
-        config = type(base)(**{**base.model_dump(), "tie_output": False}).named(base.classes, base._outputs)
+        scale = {"scale_output": base.scale_output is not False} if hasattr(base, "scale_output") else {}  # as tied
+        config = type(base)(**{**base.model_dump(), **scale, "tie_output": False}).named(base.classes, base._outputs)
     if parted := weights.shared(build(config, "meta"), saved):
         raise UserError(
             f"modules_to_save: {weights.some(parted)}: tied in the model, and PEFT unties it. Merge the adapter with "
@@ -642,7 +643,8 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
     fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
     _refuse_unfit(fitted.model, fitted.report, config.init)
     hf = limits.read_object(file) if (file := path / "config.json").is_file() else {}
-    other = [n for n in hf if n.endswith(("dropout", "_prob", "pdrop")) and hf[n] not in (None, config.dropout)]
+    dropouts = [n for n in hf if n.endswith(("dropout", "_prob", "pdrop")) and "classif" not in n]
+    other = [n for n in dropouts if hf[n] not in (None, config.dropout)]
     fitted.report.unused += [f"{n}={hf[n]} (config.json)" for n in other]
     frozen = {name for name, p in fitted.model.named_parameters() if not p.requires_grad}
     if left := [name for name in fitted.report.new if name in frozen]:

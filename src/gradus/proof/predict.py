@@ -24,6 +24,7 @@ from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
 from gradus.proof.memory_budget import MemoryBudget, budget_of, changed, largest_evaluation, powered, suggested_fix
+from gradus.recipe.axes import data_parallel_size, evaluation_samples
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, size
@@ -119,7 +120,7 @@ def predict(case: Case) -> Predicted:
     refusal = None if fits else refusal_of(case, need, fix or SMALLER)
     writing = memory.outside[0] == engine.WRITING  # takes no activations
     least = need if writing else sum(memory.state.values()) + need - memory.allocated
-    return Predicted(rows, line, memory.notes, need, least, refusal, fix)
+    return Predicted(rows, line, [*memory.notes, *decoding_note(case, largest)], need, least, refusal, fix)
 
 
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:
@@ -162,6 +163,19 @@ def untimed(case: Case) -> bool:
     device = case.budget.device
     coarse = device is not None and device.kind == "cpu" and "coarse" in (device.measured or {})
     return coarse and case.budget.local_processes > 1
+
+
+def decoding_note(case: Case, largest: list[Batch]) -> Iterator[str]:
+    """An evaluation that writes its answers token by token is not in the plan. It keeps nothing for a backward pass, so
+    it takes less of as many samples as a step; not of many more."""
+    recipe, budget = case.recipe, case.budget
+    evaluated = evaluation_samples(recipe, data_parallel_size(recipe.layout, budget.processes))
+    trained = max(len(next(v for v in batch.values() if isinstance(v, Tensor))) for batch in largest)
+    if budget.task.decodes and "valid" in budget.task.splits and evaluated > 2 * trained:
+        yield (
+            f"an evaluation takes {evaluated} samples at a time (evaluate.batch), a step {trained}: what it needs is "
+            "not in the plan"
+        )
 
 
 def shapes(micro_batches: list[Batch]) -> list[dict[str, tuple[int, ...]]]:

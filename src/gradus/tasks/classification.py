@@ -72,7 +72,8 @@ class Classification(Task):
                 head = models.config_of(model.init)
         ours, theirs, trained = self.classes, list(head.classes), head is not model
         if head.outputs != "softmax" and not (trained and head.n_classes != len(ours)):
-            what = "several labels per sample" if head.outputs == "sigmoid" else "a score"
+            score = head.outputs == "none" or head.n_classes == 1
+            what = "a score" if score else "several labels per sample"
             raise UserError(
                 f"the weights' head predicts {what} (problem_type, num_labels in config.json), and this task needs one "
                 "class per sample. Give other weights, or correct config.json."
