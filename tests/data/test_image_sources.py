@@ -24,6 +24,7 @@ def test_class_folders(tmp_path):
     pictures = random_images(8)
     for i, image in enumerate(pictures):
         save(tmp_path / ("valid" if i == 7 else "train") / ("ant" if i % 2 else "bee") / f"{i}.png", picture(image))
+    (tmp_path / "train" / "ant" / "Thumbs.db").write_text("x")
     splits = open_images(ImagesData(path=str(tmp_path)))
     assert list(splits) == ["train", "valid"] and splits["train"].classes == ["ant", "bee"]
     assert content(splits["train"]) == [(pictures[i].tolist(), int(i % 2 == 0)) for i in (1, 3, 5, 0, 2, 4, 6)]

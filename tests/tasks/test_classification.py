@@ -206,7 +206,7 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     weighted = of_texts(tmp_path, "task.class_weights=balanced", classes=(*["good"] * 39, "fair"))
     weighted.complete(weighted.recipe.model)
     [note] = weighted.notes()
-    assert note.endswith("macro_f1 counts them alike."), "what is set already is not proposed"
+    assert note.endswith("macro_f1 weighs all classes alike."), "what is set already is not proposed"
     alone = of_texts(tmp_path, classes=("good", "fair"))
     alone.splits["valid"] = Part(alone.splits["train"], np.flatnonzero(alone.splits["train"].labels == 0))
     (note,) = alone.notes()

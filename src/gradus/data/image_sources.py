@@ -36,6 +36,7 @@ from gradus.recipe.text import looked_for
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 HASHED = GB  # bytes of a folder of images that are read for its hash
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+SYSTEM = ("Thumbs.db", "desktop.ini")  # which Windows writes into folders of images
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside images, as the package datasets reads them
 
 
@@ -110,7 +111,7 @@ class FolderSource:
             if each.name not in self.classes:
                 meant = did_you_mean(each.name, self.classes)
                 raise UserError(f"{each}: a class that the training set does not have.{meant}")
-            files = [f for f in sorted(each.iterdir()) if not f.name.startswith(".")]
+            files = [f for f in sorted(each.iterdir()) if not f.name.startswith(".") and f.name not in SYSTEM]
             for file in files:
                 if file.suffix.lower() not in SUFFIXES or not file.is_file():
                     kinds = ", ".join(SUFFIXES)
