@@ -395,7 +395,7 @@ class ReaderConfig(ModelConfig):
     head: ClassVar[str] = "masked_lm"
     variant: ClassVar[str] = "bert"
     pooler: ClassVar[bool] = False
-    pools: ClassVar[bool] = False
+    has_pooler: ClassVar[bool] = False
     alternation: ClassVar[None] = None
     n_classes: ClassVar[None] = None
     first_position: ClassVar[int] = 0
