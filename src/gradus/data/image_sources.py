@@ -24,6 +24,7 @@ from gradus.data.readers import (
     no_column,
     open_packed,
     read_rows,
+    split_called,
     table_of,
 )
 from gradus.data.splits import find_split, folders_in
@@ -169,7 +170,7 @@ def find_metadata(path: Path, label: str | None = None) -> dict[str, MetadataSou
             if not file.is_file():
                 raise UserError(f"{table}, row {i}: file_name {name}: no such file.{near(file)}")
             first = os.path.relpath(file, path).split(os.sep)[0]
-            split = next((split for split, aliases in SPLITS.items() if first.casefold() in aliases), "train")
+            split = split_called(first) or "train"
             value = row.get(label or ("label" if "label" in row else "labels"))
             splits.setdefault(split, {})[file] = "" if value is None else str(value).strip()
     if tables and not any(splits["train"].values()):
@@ -278,7 +279,7 @@ def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict
         return {split: TableSource(files, config) for split, files in tables.items()}
     no_effect(config, ("image", "label"), f"class folders such as {config.path}")
     folders = folders_in(path)
-    by_split = {split: d for split, aliases in SPLITS.items() for d in folders if d.name.casefold() in aliases}
+    by_split = {split: d for split in SPLITS for d in folders if split_called(d.name) == split}
     if not folders:
         raise UserError(f"data.path={config.path}: no parquet file, no class folder and no CIFAR-10 archive in it")
     if not by_split:

@@ -338,6 +338,11 @@ def hub_split(path: str | Path) -> Any:
     return splits[key]
 
 
+def split_called(name: str) -> str | None:
+    """The split that a name, in small or capital letters, is one of."""
+    return next((split for split, names in SPLITS.items() if name.casefold() in names), None)
+
+
 def alias_in(splits: Iterable[str], split: str) -> str | None:
     """The name that a split has among these: itself, else one of the same meaning (validation for valid)."""
     alike = next((names for names in SPLITS.values() if split in names), ())

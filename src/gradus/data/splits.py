@@ -12,7 +12,19 @@ import numpy as np
 
 from gradus.data.cache import digest
 from gradus.data.corpus import Corpus
-from gradus.data.readers import KINDS, SPLITS, Readable, Shards, alias_in, expanded, hub_splits, is_hub, near, suffix
+from gradus.data.readers import (
+    KINDS,
+    SPLITS,
+    Readable,
+    Shards,
+    alias_in,
+    expanded,
+    hub_splits,
+    is_hub,
+    near,
+    split_called,
+    suffix,
+)
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
 
@@ -143,11 +155,10 @@ def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Pa
 
 def _split_of(path: Path) -> tuple[str, bool] | None:
     """(the split that a file is called after by its name, else by its folder's; whether by the whole of it)."""
-    for part in map(str.casefold, reversed(path.parts)):
+    for part in reversed(path.parts):
         for i, word in enumerate([part.split(".")[0], *re.split(r"[\W\d_]+", part)]):
-            for split, names in SPLITS.items():
-                if word in names:
-                    return split, i == 0
+            if split := split_called(word):
+                return split, i == 0
     return None
 
 

@@ -267,10 +267,10 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
             raise UserError(f"the tokenizer has no begin token. {own}")
         return Encoded([[start]] * len(rows), sources, ends)
 
-    if recipe is None or in_documents(recipe):
+    documents = recipe is None or in_documents(recipe)
+    if documents:
         rows = [tokenizer.with_special_tokens(row) for row in rows]
     if not all(rows):
-        documents = recipe is None or in_documents(recipe)
         first = special(tokenizer, "eos" if recipe is not None else "bos", "bos", "eos") if documents else None
         begin = tokenizer.encode("\n") if first is None else [first]
         if not begin:
