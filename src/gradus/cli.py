@@ -259,7 +259,7 @@ def _looking(verb: Verb) -> None:
     add("--json", **FLAG, help="the lines as JSON rows")
     text = "the largest micro-batch that fits: planned, then confirmed by one step"
     add = verb("fit", lambda a: room("proof.fit").fit(load_recipe(a), a), text).add_argument
-    add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: what this device has)")
+    add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: all of a GPU, 80 %% of free CPU memory)")
     add("--sweep", metavar="N,...", help="instead, measure speed and memory at these micro-batches, e.g. 8,16,32,64")
     add("--json", **FLAG, help="the figures as JSON rows")
     add = verb("show", show, "print the resolved recipe and everything derived from it").add_argument

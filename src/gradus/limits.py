@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -296,15 +296,20 @@ def cores() -> int:
 def cpu_quota() -> float:
     """Processors whose time this process's control groups may use (docker run --cpus), rounded up; infinity for no
     limit."""
-    quota = math.inf
+    quota = min(map(_quota_of, control_groups("cpu")), default=math.inf)
+    return max(1, math.ceil(quota)) if quota < math.inf else quota
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups and of those above, of version 2 and of version 1's controller
+    (cpu, memory). Empty where the system has none."""
     with contextlib.suppress(OSError):
         for line in CGROUP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or "cpu" in controllers.split(","):  # of version 2, of version 1
+            if not controllers or controller in controllers.split(","):
                 group = PurePosixPath(path)
                 for folder in (group, *group.parents):  # in a container, the whole path may not be there
-                    quota = min(quota, _quota_of(CGROUPS / ("cpu" if controllers else "") / str(folder).strip("/")))
-    return max(1, math.ceil(quota)) if quota < math.inf else quota
+                    yield CGROUPS / (controller if controllers else "") / str(folder).strip("/")
 
 
 def _quota_of(group: Path) -> float:

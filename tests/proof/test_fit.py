@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import pytest
+import torch
 
 from gradus import recipe as recipes
 from gradus.cli import main
@@ -110,6 +112,33 @@ def test_a_step_that_fails_is_no_crash(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fit, "run_group", start)
     assert fit.run_in_processes(1, fit.measured_step, None, str(tmp_path)) == "rank 0 of 1 was killed by SIGKILL."
+
+
+def test_what_is_free_now_is_the_budget_of_a_host(monkeypatch):
+    on_cpu = MemoryBudget(25 * 10**9, 2, 2, "cpu", None, 200_000_000, None)
+    monkeypatch.setattr(machine, "free_bytes", lambda: 20 * 10**9)
+    assert fit.free_now(on_cpu) == (
+        8 * 10**9,
+        ["20 GB of memory are free now; 20% of it is left to other programs: 8 GB for each of 2 processes"],
+    )
+    assert fit.free_now(dataclasses.replace(on_cpu, target="cuda")) == (25 * 10**9, []), "there running out is an error"
+    monkeypatch.setattr(machine, "free_bytes", lambda: None)
+    assert fit.free_now(on_cpu) == (25 * 10**9, [])
+
+
+def _takes(recipe, folder, world):
+    fit.take_no_more(300_000_000, 2)
+    kept = [torch.ones(20_000_000)]  # 80 MB
+    return {"more": len([*kept, torch.ones(40_000_000)])}  # 160 MB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what is free")
+def test_a_step_that_takes_more_than_is_free_is_told_and_not_killed(tmp_path):
+    assert (
+        fit.run_in_processes(1, _takes, None, str(tmp_path))
+        == "it took more than the memory that was free. Use a smaller one."
+    )
 
 
 @pytest.mark.parametrize(("text", "expected"), [("8GiB", 8 * 2**30), ("8GB", 8 * 10**9), ("1.5 MiB", 1_572_864), ("500 B", 500), ("2TB", 2 * 10**12)])

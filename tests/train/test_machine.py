@@ -12,6 +12,7 @@ import pytest
 import torch
 from nvml_parts import GIB, a100
 
+from gradus import limits
 from gradus.measure.machine import lines
 from gradus.train import log, machine, sampler
 
@@ -149,3 +150,29 @@ def test_what_is_kept_for_every_shape_in_bf16_is_bounded():
     if unbounded < 100e6:
         pytest.skip(f"200 shapes take {unbounded / 1e6:.0f} MB on this processor")
     assert growth() < 0.7 * unbounded
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_memory_of_a_job_in_a_control_group(monkeypatch, tmp_path, names):
+    """The least of the host's and of each group's, as Slurm nests them; files that are not in use can be given up."""
+    version1 = "limit" in names[0]
+    (tmp_path / "groups").write_text("4:memory:/job/step\n" if version1 else "0::/job/step\n")
+    monkeypatch.setattr(limits, "CGROUP", tmp_path / "groups")
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    root = tmp_path / ("memory" if version1 else "")
+    for folder, limit, used, files in (("job", 3 * 10**8, 2 * 10**8, 10**8), ("job/step", 4 * 10**8, 10**8, 0)):
+        (root / folder).mkdir(parents=True)
+        for name, text in zip(names, (limit, used, f"{names[2]} {files}\nanon 5\n")):
+            (root / folder / ("memory.stat" if name == names[2] else name)).write_text(str(text))
+    assert machine.memory_bytes() == (limits.memory(), 3 * 10**8)
+    assert machine.free_bytes() == 2 * 10**8
+    (root / "job/memory.stat").unlink()
+    assert machine.free_bytes() == 3 * 10**8, "a group that does not tell all is left out"
+    (tmp_path / "groups").unlink()
+    assert 0 < machine.free_bytes() <= limits.memory() and machine.memory_bytes() == (limits.memory(), None)

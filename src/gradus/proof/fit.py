@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ from gradus.train.session import open_for, open_session
 
 TIMED, WARM_UP, ROUNDS = 8, 3, 3  # of a study: steps of a round, steps before them, rounds
 MOST = 2**16  # samples of a micro-batch that are tried
+SPARE = 0.2  # of a host's free memory: for the system, for other programs and for the plan's error
 SWEEP_COLUMNS = ("samples_per_s", "ratio", "time/step", "memory/allocated", "memory/process", "memory/device")
 
 
@@ -57,11 +60,24 @@ def fit(recipe: Recipe, args: Any) -> Iterator[str]:
             lines = ["", *results.lines([row.known() for row in rows], SWEEP_COLUMNS)]
         else:
             budget = budget_of(session, local_processes=n)
+            budget.available, said = free_now(budget)
             capacity = budget.available
             if args.memory is not None:
-                budget.available = parse_size(args.memory)
+                budget.available, said = parse_size(args.memory), []
             rows, lines = largest(session.recipe, budget, capacity, folder)
+            lines = [*said, *lines]
     yield from (row.json() for row in rows) if args.json else lines
+
+
+def free_now(budget: MemoryBudget) -> tuple[int, list[str]]:
+    """(bytes that each process may take, lines that say so): of a GPU all that it has, and running out of it is an
+    error; of a host what is free now, less a part, since Linux kills a program where no memory is left."""
+    free = machine.free_bytes() if budget.target == "cpu" else None
+    if free is None:
+        return budget.available, []
+    usable = min(budget.available, int(free * (1 - SPARE)) // budget.local_processes)
+    each = f": {size(usable)} for each of {budget.local_processes} processes" if budget.local_processes > 1 else ""
+    return usable, [f"{size(free)} of memory are free now; {SPARE:.0%} of it is left to other programs{each}"]
 
 
 def sweep(recipe: Recipe, n: int, text: str) -> Study:
@@ -93,6 +109,8 @@ def measured_step(recipe: Recipe, folder: str, world: World) -> dict[str, float]
     """
     meet(world, recipe.layout)
     session = open_session(recipe, None, world)
+    if session.device.type == "cpu":
+        take_no_more(machine.free_bytes(), world.local_size)
     resident = machine.resident()
     trainer = Trainer(session, session.lay_out(), Path(folder))
     micro_batches = batches.micro_batches(session.recipe, world.size, task=session.task)
@@ -104,12 +122,27 @@ def measured_step(recipe: Recipe, folder: str, world: World) -> dict[str, float]
     return {**memory, "resident": resident, "need": memory.get("device", process)}
 
 
+def take_no_more(free: int | None, processes: int) -> None:
+    """From here on, memory beyond this process's share of what is free is an error, where otherwise the system would
+    kill a program: this one before any other."""
+    with contextlib.suppress(ImportError, OSError, TypeError, ValueError):  # only Linux tells and has both
+        import resource
+
+        has = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (has + int(free * (1 - SPARE / 4)) // processes,) * 2)
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def run_in_processes(n: int, function: Callable, recipe: Recipe, folder: str) -> dict[str, float] | str:
     """The largest value of all processes, by name; where they did not come to an end, why."""
     try:
         by_rank = run_group(n, function, recipe, folder, log=Path(folder) / "log")
     except UserError as e:
         return str(e)
+    except RuntimeError as e:
+        if "can't allocate memory" not in str(e):
+            raise
+        return "it took more than the memory that was free. Use a smaller one."
     return {key: max(values[key] for values in by_rank) for key in by_rank[0]}
 
 
@@ -207,7 +240,7 @@ def largest(recipe: Recipe, budget: MemoryBudget, capacity: int, folder: str) ->
         whole = "all the data" if search.most > search.share else "the recipe's whole batch"
         lines.append(f"larger ones were not tried: this is {whole}")
     if memory.device_total > capacity:
-        return search.rows, [*lines, f"not confirmed: this machine has {size(capacity)} per process"]
+        return search.rows, [*lines, f"not confirmed: this machine has {size(capacity)} free per process"]
     return search.rows, [*lines, confirm(search, micro_batch, folder)]
 
 

@@ -35,6 +35,10 @@ CPU_FLAGS = (  # of x86, then of ARM: what matrix products run faster with
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("asimd", "sve", "sve2", "i8mm", "bf16"),
 )
+GROUP_FILES = (  # of a control group, of version 2 and of version 1: its limit, what it has; of that, files not in use
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 # what lies between two GPUs (NVML's nvmlGpuTopologyLevel_t)
 PATHS = {0: "same board", 10: "one PCIe switch", 20: "several PCIe switches", 30: "PCIe host bridge",
@@ -169,11 +173,28 @@ def memory_bytes() -> tuple[int | None, int | None]:
     memory = limits.memory()
     if memory == math.inf:
         return None, None
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # cgroup 2, cgroup 1
-        with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
-            limit = int(Path(file).read_text())
-            return memory, limit if limit < memory else None
-    return memory, None
+    limit = min((limit for limit, _ in _group_memory()), default=memory)
+    return memory, limit if limit < memory else None
+
+
+def free_bytes() -> int | None:
+    """Bytes that programs may still take now, of this host or of this container or job where that is less; memory of
+    files, which the system gives up, counts as free. None where the system does not tell (only Linux does)."""
+    with contextlib.suppress(OSError, TypeError):  # TypeError: a kernel older than 3.14
+        free = int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+        return max(0, min([free, *(limit - used for limit, used in _group_memory())]))
+    return None
+
+
+def _group_memory() -> Iterator[tuple[int, int]]:
+    """(bytes that it may take, bytes that it has less those of files not in use) of each control group that has a
+    limit."""
+    for folder in limits.control_groups("memory"):
+        for limit, used, files in GROUP_FILES:
+            with contextlib.suppress(OSError, ValueError):  # ValueError: `max`, no limit
+                limited, taken = (int((folder / name).read_text()) for name in (limit, used))
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                yield limited, taken - int(stat.get(files, 0))
 
 
 def resident(of_files: bool = False) -> int:
