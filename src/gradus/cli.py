@@ -357,6 +357,7 @@ def _measuring(verb: Verb) -> None:
     add("--repeat", **whole(10**6), default=3, help="rounds, each with every number of processes (default 3)")
     add("--to-the-end", **FLAG, help="also run the whole training once, with its evaluations")
     add("--weak", **FLAG, help="weak scaling: the recipe's batch per process, not in total; also with --to-the-end")
+    add("--scale-lr", **FLAG, help="with --weak: the learning rate times the number of processes (the linear rule)")
     add("--force", **FLAG, help="start even if the plan says that the run will not fit")
     add("--to", metavar="DIR", help="folder (default: scale/RECIPE/TIME); an interrupted one is continued")
     text = "faster, or smaller, step by step: each optimisation measured side by side with the best so far"

@@ -109,15 +109,15 @@ def test_a_folder_with_all_samples_is_only_read(strong, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weak_takes_a_batch_for_every_process(tmp_path, monkeypatch):
+def test_weak_takes_a_batch_for_every_process_and_scales_the_rate(tmp_path, monkeypatch):
     start = runs.run_program  # a process for the training of one, and workers for that of two
     monkeypatch.setattr(runs, "run_program", lambda words, **more: (main(words[3:]), "") if "--processes" in words else start(words, **more))
-    text, rows = run(tmp_path / "weak", "--processes", "1,2", "--steps", "2", "--warmup", "2", "--repeat", "1", "--weak")
+    text, rows = run(tmp_path / "weak", "--processes", "1,2", "--steps", "2", "--warmup", "2", "--repeat", "1", "--weak", "--scale-lr")
     found = {(r["name"], r["configuration"]): r["value"] for r in rows}
     names = {1: "1 process", 2: "2 processes"}
     one, two = (recipes.load(tmp_path / "weak/runs" / f"{name.replace(' ', '-')}--to-the-end-1") for name in names.values())
     assert (one.batch.samples, one.train.steps, one.optimizer.lr) == (8, 8, tiny().optimizer.lr)
-    assert (two.batch.samples, two.train.steps, two.optimizer.lr) == (16, 4, tiny().optimizer.lr)
+    assert (two.batch.samples, two.train.steps, two.optimizer.lr) == (16, 4, 2 * tiny().optimizer.lr)
     assert (two.schedule.warmup_steps, two.layout.threads) == (2, 1)
     for n, name in names.items():
         whole = f"{name}, to the end"
@@ -147,15 +147,16 @@ def test_what_weak_leaves_and_changes():
 @pytest.mark.parametrize("name", ["noam", "cosine", "constant"])
 def test_weak_has_the_rate_of_one_process_at_the_same_sample(name):
     r = recipes.load("copy-task", **{"schedule.name": name, "schedule.warmup_steps": 40, "train.steps": 200})
-    w = scale.recipe_for(r, 4, weak=True)
-    for step in (2, 10, 30, 50):
-        alone = learning_rate(r.schedule, r.optimizer.lr, 4 * step, 200, 128)
-        assert learning_rate(w.schedule, w.optimizer.lr, step, w.train.steps, 128) == pytest.approx(alone)
+    for scale_lr, times in ((False, 1), (True, 4)):
+        w = scale.recipe_for(r, 4, weak=True, scale_lr=scale_lr)
+        for step in (2, 10, 30, 50):
+            alone = learning_rate(r.schedule, r.optimizer.lr, 4 * step, 200, 128)
+            assert learning_rate(w.schedule, w.optimizer.lr, step, w.train.steps, 128) == pytest.approx(times * alone)
 
 
 def test_one_replica_leaves_out_what_replicas_do():
     r = tiny(**{"layout.replicate": "ddp", "layout.shard_optimizer": True})
-    one, two = (found.recipe.layout for found in scale.configurations_of(r, [1, 2], weak=False))
+    one, two = (found.recipe.layout for found in scale.configurations_of(r, [1, 2], weak=False, scale_lr=False))
     assert (one.replicate, one.shard_optimizer) == ("auto", False) and (two.replicate, two.shard_optimizer) == ("ddp", True)
     assert (one.threads, two.threads) == (1, 1)
 
@@ -194,6 +195,7 @@ def test_parts_of_a_step():
         (["--processes", "0,2"], "'0' is not a whole number from 1 to"),
         (["--processes", "1,3"], "3 processes: copy-task: batch.samples=128 does not divide among 3 processes"),
         (["--processes", "1,2", "layout.shard=2"], "--processes 1: this layout needs a multiple of 2"),
+        (["--processes", "1,2", "--scale-lr"], "--scale-lr"),
         (["--processes", "1,2", "--warmup", "1"], "--warmup 1: must be at least 2"),
         (["--processes", "1,2", "--repeat", "0"], "--repeat=0: must be at least 1"),
         (["--processes", "1,2", "log.dir=x"], "log.dir cannot take effect"),

@@ -44,12 +44,13 @@ TO_THE_END = ", to the end"
 RIGHT = set(range(1, 7))  # columns aligned to the right
 
 
-def recipe_for(recipe: Recipe, n: int, *, weak: bool = False) -> Recipe:
+def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = False) -> Recipe:
     """The recipe as n processes train it: the same (strong), or with the recipe's batch for every process that sees
     samples of its own.
 
-    Weak: what is counted in steps is divided by their number k; the learning rate stays. What a layout cannot do with
-    one replica is left out for one. On a CPU every process has `layout.threads` threads, else 1.
+    Weak: what is counted in steps is divided by their number k; the learning rate stays, or is multiplied by k with
+    `scale_lr` (Goyal et al. 2017, section 2.1). What a layout cannot do with one replica is left out for one. On a CPU
+    every process has `layout.threads` threads, else 1.
     """
     layout, changes = recipe.layout, {}
     if layout.threads is None and pick_device(layout.device).type == "cpu":
@@ -64,8 +65,10 @@ def recipe_for(recipe: Recipe, n: int, *, weak: bool = False) -> Recipe:
     def fewer(section: Any, *keys: str) -> dict[str, int]:
         return {key: max(1, round(n / k)) for key in keys if (n := getattr(section, key))}
 
-    # noam's peak is proportional to warmup_steps^-0.5: without this, fewer of them would raise it
-    rate = r.optimizer.lr / (math.sqrt(k) if r.schedule.name == "noam" else 1.0)
+    rate = r.optimizer.lr * (k if scale_lr else 1)
+    # its peak is proportional to warmup_steps^-0.5: without this, fewer of them would raise it
+    if r.schedule.name == "noam":
+        rate /= math.sqrt(k)
     return changed(
         r,
         batch={key: n * k for key in ("samples", "tokens") if (n := getattr(r.batch, key))},
@@ -269,7 +272,7 @@ def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:
 
 
 def configurations_of(
-    recipe: Recipe, counts: Sequence[int], *, weak: bool, force: bool = False
+    recipe: Recipe, counts: Sequence[int], *, weak: bool, scale_lr: bool, force: bool = False
 ) -> list[Configuration]:
     """The recipe for each number of processes. Raises UserError, in the terms of this verb where it has its own."""
     if recipe.layout.transport == "mpi":
@@ -278,7 +281,7 @@ def configurations_of(
     for n in counts:
         if n % needed(recipe.layout):
             raise UserError(f"--processes {n}: this layout needs a multiple of {needed(recipe.layout)}.")
-    recipes = {n: recipe_for(recipe, n, weak=weak) for n in counts}
+    recipes = {n: recipe_for(recipe, n, weak=weak, scale_lr=scale_lr) for n in counts}
     return [Configuration(named(n), r, {"processes": named(n)}, processes=n, force=force) for n, r in recipes.items()]
 
 
@@ -303,7 +306,8 @@ def scale(recipe: Recipe, counts: list[int], args: Any) -> Iterator[str]:
     """`gradus scale RECIPE --processes 1,2,4`. counts: of processes. Yields what is printed. Raises UserError."""
     refuse(args)
     folder = Path(args.to) if args.to else Path("scale") / recipe.name / time.strftime("%Y%m%d-%H%M%S")
-    configurations = configurations_of(recipe, sorted(counts), weak=args.weak, force=args.force)
+    how = {"weak": args.weak, "scale_lr": args.scale_lr, "force": args.force}
+    configurations = configurations_of(recipe, sorted(counts), **how)
     powersgd = recipe.layout.compress == "powersgd"
     warm_up = max(args.warmup, POWERSGD_START + COUNTED_STEP) if powersgd else args.warmup
     yield from notes(recipe, configurations, warm_up)
@@ -329,6 +333,8 @@ def refuse(args: Any) -> None:
         raise UserError("log.dir cannot take effect: what is measured goes to --to. Use --to DIR.")
     if args.warmup < COUNTED_STEP:
         raise UserError(f"--warmup {args.warmup}: must be at least {COUNTED_STEP}, for what the first steps set up.")
+    if args.scale_lr and not args.weak:
+        raise UserError("--scale-lr: without --weak the global batch stays, and its learning rate too. Add --weak.")
 
 
 def to_the_end(c: Configuration) -> Configuration:
