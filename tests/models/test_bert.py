@@ -303,6 +303,7 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
         {"architectures": ["BertForQuestionAnswering"]},
         {"tie_word_embeddings": False, "architectures": ["BertForMaskedLM"]},
         {"architectures": ["RobertaForTokenClassification"], "model_type": "roberta"},
+        {"pad_token_id": None, "model_type": "roberta"},
         {"norm_bias": True, "model_type": "modernbert"},
         {"rope_type": "linear", "rope_parameters": {"full_attention": {"rope_type": "linear"}}, "model_type": "modernbert"},
     ],

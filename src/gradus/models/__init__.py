@@ -384,7 +384,7 @@ def _untied(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfi
     the saved one, and the other keeps the base's values. Raises UserError where our model cannot untie it."""
     config = base
     if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
-        scale = {"scale_output": base.scale_output is not False} if hasattr(base, "scale_output") else {}  # as tied
+        scale = {"scale_output": base.scales} if hasattr(base, "scales") else {}
         config = type(base)(**{**base.model_dump(), **scale, "tie_output": False}).named(base.classes, base._outputs)
     if parted := weights.shared(build(config, "meta"), saved):
         raise UserError(

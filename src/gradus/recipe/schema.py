@@ -319,6 +319,11 @@ class T5Config(ModelConfig):
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms
 
+    @property
+    def scales(self) -> bool:
+        """Whether the decoder's output is scaled."""
+        return self.tie_output if self.scale_output is None else self.scale_output
+
     @model_validator(mode="after")
     def _far(self):
         near = self.n_buckets // 2  # the decoder's, one for each distance; the others grow up to max_distance

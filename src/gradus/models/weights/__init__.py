@@ -10,8 +10,8 @@
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
     WITHOUT_EFFECT         optional: fields of config.json that change nothing of what is computed. Those that
                            config_from_hf asks for are known too; any other is refused (`fields.refuse_unknown`)
-    with_tensors(config, names)
-                           optional: the configuration, of which the names of the file's tensors say a part
+    with_tensors(config, tensors)
+                           optional: the configuration, of which the file's tensors say a part
     MODULES                optional: pattern → replacement, in turn, of tensors' names, where transformers calls its
                            modules otherwise than its files do; adapters are named after modules
     unknown_to_transformers(config)

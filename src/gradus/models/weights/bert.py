@@ -29,7 +29,9 @@ def config_from_hf(hf: dict) -> BertConfig:
     activation = fields.activation("bert", names["activation"], hf.get(names["activation"], "gelu"))
     stated = fields.read(hf, names["fields"])
     if variant == "roberta":
-        stated["first_position"] = hf.get("pad_token_id", 1) + 1
+        if (padding := hf.get("pad_token_id", 1)) is None:
+            raise fields.unsupported("bert", "pad_token_id", None, ": positions begin behind its number (published: 1)")
+        stated["first_position"] = padding + 1
         stated["seq_len"] -= stated["first_position"]
     elif variant == "distilbert":
         stated |= {"n_token_types": 0, "pooler": head == "classification"}
