@@ -157,9 +157,11 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
-        if (path.parent / "config.json").is_file() and [*weights.files_of(path.parent)] == [path]:
+        described = (path.parent / "config.json").is_file()
+        if described and [*weights.files_of(path.parent)] == [path]:
             return path.parent
-        if path.suffix == ".bin" or _is_nanogpt(path) or _is_vit(path):
+        of_training = described and path.suffix in weights.CHECKPOINTS
+        if path.suffix == ".bin" or of_training or _is_nanogpt(path) or _is_vit(path):
             return path
         raise UserError(
             f"{path}: weights alone do not say what model they are. Give a folder that holds them and config.json"
@@ -183,6 +185,10 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
                 f"{folder}: the run's best weights are not there, and others do not stand for them "
                 f"({weights.some(sorted(kept))}). Copy the run again, or give one of the folders in {runs}."
             )
+    if kept := weights.checkpoints(path):
+        if len(kept) > 1:
+            raise UserError(f"{path}: several checkpoints: {weights.some([str(file) for file in kept])}. Give one of them")
+        return locate(kept[0], weights_too)
     if runs.is_dir():
         raise UserError(
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
@@ -238,20 +244,21 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 
         with one_line(path / "params.json"):
             return meta_llama.read(path)
-    hf: dict[str, Any] = {}
     if path.is_dir():
         _verify(path, weights_too)
         if is_adapter(path):
             return _open_adapter(path, weights_too)
-        hf = limits.read_object(path / "config.json")
-    if path.is_file() or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    alone = not (path.is_dir() or (path.suffix in weights.CHECKPOINTS and file.is_file()))
+    hf = {} if alone else limits.read_object(file)
+    if alone or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
         from gradus.models.weights import gpt, vit_names
 
         with one_line(path):
             if _is_nanogpt(path):
                 return gpt.from_nanogpt(path)
             return vit_names.read(weights.read_tensors(path), path)
-    config = _from_config_json(hf, path / "config.json")
+    config = _from_config_json(hf, file)
     if (with_tensors := getattr(weights.rules_of(config.family), "with_tensors", None)) and weights.files_of(path):
         config = with_tensors(config, weights.read_tensors(path))
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes

@@ -31,7 +31,7 @@ import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -140,8 +140,10 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     """
     path = Path(path)
     if not (parts := files_of(path)):
-        where = "whole or in shards with an index, nor one .ckpt (graphs for engines and quantized folders have none:"
-        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where} give their run)")
+        if kept := checkpoints(path, CHECKPOINTS[:1]):
+            raise UserError(f"{path}: no weights but several checkpoints. Give one of {some([str(f) for f in kept])}")
+        where = "whole or in shards with an index (graphs for engines and quantized folders have none: give their run)"
+        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}")
     tensors: dict[str, Stored] = {}
     for part in parts:
         tensors |= _read_file(part)
@@ -173,6 +175,14 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
+CHECKPOINTS = (".ckpt", ".pt", ".pth")  # of which Lightning's are the first, nanoGPT's the second
+
+
+def checkpoints(folder: Path, ends: Sequence[str] = CHECKPOINTS) -> list[Path]:
+    """What training programs keep in a folder, or in `checkpoints` below it."""
+    return sorted(f for f in (*folder.glob("*"), *folder.glob("checkpoints/*")) if f.suffix in ends)
+
+
 def files_of(path: Path) -> dict[Path, list[str]]:
     """The files that `read_tensors` opens, each with the tensors that an index puts into it; none in a folder without
     weights. Raises UserError for a shard that is missing."""
@@ -184,7 +194,7 @@ def files_of(path: Path) -> dict[Path, list[str]]:
         if (index := path / f"{name}.index.json").is_file():
             break
     else:
-        kept = list(path.glob("*.ckpt"))  # Lightning's
+        kept = checkpoints(path, CHECKPOINTS[:1])
         return {kept[0]: []} if len(kept) == 1 else {}
     weight_map = limits.read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
