@@ -9,9 +9,9 @@ from typing import Any
 
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import ModelSource, encode, note, note_unapplied, sources
+from gradus.infer import ModelSource, encode, note, repetition_penalty, sources
 from gradus.infer.checked import checked
-from gradus.models.decoding import Choose, beam_search, sampler
+from gradus.models.decoding import Choose, Penalised, beam_search, sampler
 from gradus.models.decoding import generate as decode
 from gradus.models.finite import NotFinite
 
@@ -38,13 +38,15 @@ class Continuation:
         if sliding and family.attention != "causal":
             raise UserError(f"--sliding-window: it is for decoders, which {family.name} is not. Leave it out.")
         tokenizers = source.tokenizers(tokenizer)
-        note_unapplied(source)
+        penalty = repetition_penalty(source, applied=beams == 1)
         self.encoded = encode(source, tokenizers, self.prompts, fit=not sliding)
         self.max_new = self._new_that_fit(source, max_new, sliding)
         self.window = source.config.seq_len if sliding else None
         if beams > 1 and sliding:
             raise UserError("--beams: not with --sliding-window. Leave one out.")
         self.beams, self.engine = beams, checked(source, engine, precision, self.encoded)
+        if penalty != 1:
+            self.engine = Penalised(self.engine, penalty)
         self.tokenizer = tokenizers.get("target", tokenizers[""])
         answers = self.encoded.sources is not None
         self.before = [[] for _ in self.prompts] if answers else [list(row) for row in self.encoded.prompts]

@@ -132,6 +132,29 @@ class Steps:
         return self.model.decode(ids, *self.memory, positions=positions, **kwargs)
 
 
+class Penalised:
+    """Steps, or an engine: scores of the tokens that a row has already, its prompt's too, are divided by `penalty` where
+    they are positive, else multiplied by it (Keskar et al. 2019, section 4.1, as transformers does it)."""
+
+    def __init__(self, steps: Steps, penalty: float):
+        self.steps, self.penalty = steps, penalty
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    def prefill(self, ids: Tensor, lengths: Tensor, *source: Tensor, **room: int | None) -> Tensor:
+        real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        return self._penalised(self.steps.prefill(ids, lengths, *source, **room), ids.where(real, ids[:, :1]))
+
+    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._penalised(self.steps.decode(ids, positions), ids[:, None], self.seen)
+
+    def _penalised(self, scores: Tensor, ids: Tensor, seen: Tensor | None = None) -> Tensor:
+        seen = torch.zeros_like(scores, dtype=torch.bool) if seen is None else seen
+        self.seen = seen.scatter(1, ids, True)  # (batch, vocab)
+        return scores.where(~self.seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty))
+
+
 def to_host(ids: Tensor) -> Callable[[], Tensor]:
     """Starts a copy and waits for nothing; the call waits for the copy and for nothing that was asked for later."""
     if ids.device.type == "cpu":
