@@ -238,15 +238,14 @@ def repetition_penalty(source: ModelSource, applied: bool = True) -> float:
     penalty = None
     for file in source.beside(GENERATION, "config.json"):
         asked = read_object(file)
-        if applied and (stated := asked.pop("repetition_penalty", None)) is not None and penalty is None:
-            if type(stated) not in (int, float) or stated <= 0:
-                raise UserError(f"{file}: repetition_penalty={stated!r:.40}: must be a positive number.")
-            penalty = stated
-            if penalty != 1:
-                note(f"{file}: applied: repetition_penalty={penalty}")
+        penalty = penalty or (asked.pop("repetition_penalty", None) if applied else 1)
+        if penalty is not None and (type(penalty) not in (int, float) or penalty <= 0):
+            raise UserError(f"{file}: repetition_penalty={penalty!r:.40}: must be a positive number.")
         unapplied = [(key, value) for key, value in asked.items() if UNAPPLIED.search(key)]
         if told := [f"{key}={v!s:.40}" for key, v in unapplied if v is True or v not in (None, 0, 1, [])]:
             note(f"{file}: not applied: {', '.join(told)}. gradus generate --help lists what can be set")
+    if (penalty or 1) != 1:
+        note(f"repetition_penalty={penalty} is applied, which the files beside the weights ask for")
     return penalty or 1
 
 

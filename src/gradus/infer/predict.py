@@ -40,7 +40,7 @@ from gradus.infer import (
 from gradus.infer import sources as sources_of
 from gradus.infer.checked import LazyEngine
 from gradus.limits import read_json
-from gradus.models.decoding import Penalised, complete
+from gradus.models.decoding import complete, greedy, penalised
 from gradus.models.finite import first_not_finite, not_finite
 from gradus.parallel import qat
 from gradus.parallel.apply import apply
@@ -316,8 +316,9 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     def answered(texts: list[str]) -> list[list[int]]:
         encoded = encode(source, tokenizers, texts)
         max_new = [min(source.config.seq_len, asked or 2 * len(row) + 10) for row in encoded.sources]
-        options = {"sources": encoded.sources, "max_new": max_new, "eos_id": encoded.ends}
-        return complete(Penalised(model.on(encoded), penalty), encoded.prompts, **options)
+        choose = penalised(greedy, penalty, encoded.prompts)
+        options = {"sources": encoded.sources, "max_new": max_new, "eos_id": encoded.ends, "choose": choose}
+        return complete(model.on(encoded), encoded.prompts, **options)
 
     for part in batches(texts):
         rows = iter(answered(read) if (read := [text for text in part if text.strip()]) else [])

@@ -187,7 +187,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
             )
     if kept := weights.checkpoints(path):
         if len(kept) > 1:
-            raise UserError(f"{path}: several checkpoints: {weights.some([str(file) for file in kept])}. Give one of them")
+            raise UserError(f"{path}: several checkpoints: {weights.some(list(map(str, kept)))}. Give one of them")
         return locate(kept[0], weights_too)
     if runs.is_dir():
         raise UserError(
@@ -301,18 +301,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     own = _ours(hf, file)
     about = peft.read_config(path) if (path / peft.CONFIG).is_file() else {}  # none in one of several processes
     key = f"base_model_name_or_path in {peft.CONFIG}" if about else "gradus.base in config.json"
-    named = about.get("base_model_name_or_path") if about else own.get("base")
-    if not isinstance(named, str) or not named.strip():
-        raise UserError(f"{path}: {key}: expected the folder or name of the base, got {named!r:.40}")
-    here = Path(os.path.expanduser(named)).exists()
-    try:
-        base = locate(path / named if not here and (path / named).exists() else named, weights_too)
-    except UserError as e:
-        raise UserError(f"{path}: its base: {e} Set {key} to where it is.") from None
-    if base.is_dir() and is_adapter(base):
-        if base.samefile(path):
-            raise UserError(f"{path}: its base {named} is the adapter itself. Set {key} to the model that it is for")
-        raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
+    base = _named_base(path, key, about.get("base_model_name_or_path") if about else own.get("base"), weights_too)
     stored, tensors = _open(base, weights_too)
     if "adapter" in own:
         config, known = _from_config_json(hf, file), own.get("base_digest")
@@ -359,6 +348,22 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
         embedding = f"{lookup(config.family).tokens[0]}.weight"
         kept.setdefault("lm_head.weight", next(tensors[n] for n, rule in used.items() if rule.ours == embedding))
     return config, kept
+
+
+def _named_base(path: Path, key: str, named: Any, weights_too: bool) -> Path:
+    """The base that the adapter in `path` names by `key`. Raises UserError where there is none."""
+    if not isinstance(named, str) or not named.strip():
+        raise UserError(f"{path}: {key}: expected the folder or name of the base, got {named!r:.40}")
+    here = Path(os.path.expanduser(named)).exists()
+    try:
+        base = locate(path / named if not here and (path / named).exists() else named, weights_too)
+    except UserError as e:
+        raise UserError(f"{path}: its base: {e} Set {key} to where it is.") from None
+    if base.is_dir() and is_adapter(base):
+        if base.samefile(path):
+            raise UserError(f"{path}: its base {named} is the adapter itself. Set {key} to the model that it is for")
+        raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
+    return base
 
 
 def _of_peft(

@@ -61,6 +61,24 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
     return choose
 
 
+def penalised(choose: Choose, penalty: float, prompts: Sequence[Sequence[int]]) -> Choose:
+    """The same choice from scores of which those of tokens that a row has already, its prompt's too, are divided by
+    `penalty` where they are positive, else multiplied by it (Keskar et al. 2019, section 4.1, as transformers does it).
+    """
+    seen: list[Tensor] = []  # (batch, vocab)
+
+    def chosen(logits: Tensor) -> Tensor:
+        if not seen:
+            seen.append(torch.zeros_like(logits, dtype=torch.bool))
+            for row, prompt in zip(seen[0], prompts):
+                row[prompt] = True
+        new = choose(torch.where(seen[0], torch.where(logits < 0, logits * penalty, logits / penalty), logits))
+        seen[0].scatter_(1, new[:, None], True)
+        return new
+
+    return chosen if penalty != 1 else choose
+
+
 def end_ids(eos_id: int | Sequence[int] | None) -> list[int]:
     return [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
 
@@ -130,29 +148,6 @@ class Steps:
         if self.memory is None:
             return self.model(ids, positions=positions, **kwargs)
         return self.model.decode(ids, *self.memory, positions=positions, **kwargs)
-
-
-class Penalised:
-    """Steps, or an engine: scores of the tokens that a row has already, its prompt's too, are divided by `penalty` where
-    they are positive, else multiplied by it (Keskar et al. 2019, section 4.1, as transformers does it)."""
-
-    def __init__(self, steps: Steps, penalty: float):
-        self.steps, self.penalty = steps, penalty
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.steps, name)
-
-    def prefill(self, ids: Tensor, lengths: Tensor, *source: Tensor, **room: int | None) -> Tensor:
-        real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        return self._penalised(self.steps.prefill(ids, lengths, *source, **room), ids.where(real, ids[:, :1]))
-
-    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._penalised(self.steps.decode(ids, positions), ids[:, None], self.seen)
-
-    def _penalised(self, scores: Tensor, ids: Tensor, seen: Tensor | None = None) -> Tensor:
-        seen = torch.zeros_like(scores, dtype=torch.bool) if seen is None else seen
-        self.seen = seen.scatter(1, ids, True)  # (batch, vocab)
-        return scores.where(~self.seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty))
 
 
 def to_host(ids: Tensor) -> Callable[[], Tensor]:

@@ -479,7 +479,7 @@ class ClassificationTask(Section):
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
     label_smoothing: Fraction = 0.0  # share of the target spread over all classes
-    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # in the loss; balanced: n / (classes · own n)
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # in the loss; balanced: n / (classes · own)
 
 
 Task = Annotated[

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pickle
 import re
 import shutil
@@ -444,6 +445,30 @@ WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 SHARD = 5e9  # bytes of a file of weights, at most
 
 
+def _write_shards(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: float
+) -> tuple[list[list[str]], int]:
+    """Write 0.safetensors, 1.safetensors, ... Returns the names of the tensors in each, and the bytes of all."""
+    from safetensors.torch import save_file
+
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
+            flush()
+        shard[name] = tensor.cpu().contiguous()
+        total += tensor.nbytes
+    flush()
+    return shards, total
+
+
 def write(
     tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = SHARD,
     adapter: dict | None = None,
@@ -455,53 +480,38 @@ def write(
     into place, and config.json comes last. Raises UserError where the disk refuses.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     from gradus.models.weights import peft
 
     folder = Path(folder)
     aside = folder / ".writing"
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        save_file(shard, aside / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
+    whole, described = ("model.safetensors", "config.json") if adapter is None else (peft.WEIGHTS, peft.OURS)
+    if adapter is not None:
+        tensors, max_shard_bytes = ((peft.key(name, config), x) for name, x in tensors), math.inf
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
-        for name, tensor in tensors:
-            name = name if adapter is None else peft.key(name, config)
-            if adapter is None and shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
-                flush()
-            shard[name] = tensor.cpu().contiguous()
-            total += tensor.nbytes
-        flush()
+        shards, total = _write_shards(tensors, aside, max_shard_bytes)
         n = len(shards)
-        numbered = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
-        names = numbered if n > 1 else ["model.safetensors" if adapter is None else peft.WEIGHTS]
-        moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
+        names = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)] if n > 1 else [whole]
+        moves = {f"{i}.safetensors": name for i, name in enumerate(names)}
+        notes: dict[str, dict] = {}
         if n > 1:
             weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (aside / "index").write_text(json.dumps(index, indent=2) + "\n")
-            moves.append((aside / "index", folder / "model.safetensors.index.json"))
+            notes["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         if adapter is not None:
-            (aside / "adapter").write_text(json.dumps(adapter, indent=2) + "\n")
-            moves.append((aside / "adapter", folder / peft.CONFIG))
-        (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
-        moves.append((aside / "config", folder / ("config.json" if adapter is None else peft.OURS)))
+            notes[peft.CONFIG] = adapter
+        for name, content in (notes | {described: config}).items():
+            (aside / name).write_text(json.dumps(content, indent=2) + "\n")
+            moves[name] = name
         (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
             if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS, peft.PICKLED, peft.OURS):
                 old.unlink()
-        for source, target in moves:
-            files.appear(source, target)
+        for source, target in moves.items():
+            files.appear(aside / source, folder / target)
         aside.rmdir()
     except (OSError, SafetensorError) as e:
         shutil.rmtree(aside, ignore_errors=True)
