@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gradus.errors import UserError
-from gradus.models import build, config_of, count, load, save
+from gradus.models import build, config_of, count, load, load_start, save
 from gradus.models.weights.bert import config_from_hf, rules
 from gradus.recipe.schema import BertConfig
 
@@ -292,6 +292,17 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
     save(build(tiny("masked_lm")), tmp_path / "masked_lm")
     report = load(tmp_path / "masked_lm", strict=False, head="classification", n_classes=3).load_report
     assert report.new == ["pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"]
+
+
+def test_what_stands_behind_the_encoder_of_sentence_transformers_is_said_not_to_be_read(tmp_path, capsys):
+    save(build(tiny("none")), tmp_path)
+    load_start(tiny("classification", init=str(tmp_path)), seed=0)
+    assert "modules.json" not in capsys.readouterr().err
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds.items())]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    load_start(tiny("classification", init=str(tmp_path)), seed=0)
+    assert "modules.json: the encoder alone is read, not what stands behind it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

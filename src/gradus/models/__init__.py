@@ -651,6 +651,8 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
             f"model.init={config.init}: an adapter beside other weights. Merge it (gradus export {config.init} --merge "
             "--to FOLDER) and give that folder."
         )
+    if (modules := path / "modules.json").is_file():  # of sentence-transformers
+        weights.note(f"{modules}: the encoder alone is read, not what stands behind it (pooling, normalisation)")
     start = {"preset": None, "init": str(path.absolute()) if config.adapter else None}
     fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
     _refuse_unfit(fitted.model, fitted.report, config.init)

@@ -166,12 +166,12 @@ def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> d
     if names == [*tensors] or len({*names}) < len(names):
         return tensors
     change = f"{next(iter(tensors))} is read as {names[0]}, and so on"
-    _note(f"{where}: prefixes of wrappers are removed from the tensors' names: {change}")
+    note(f"{where}: prefixes of wrappers are removed from the tensors' names: {change}")
     return dict(zip(names, tensors.values()))
 
 
 @functools.cache
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Printed once, however often a file is read."""
     print(f"note: {text}", file=sys.stderr, flush=True)
 
