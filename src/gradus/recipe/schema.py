@@ -276,7 +276,8 @@ class BertConfig(ModelConfig):
     @property
     def has_pooler(self) -> bool:
         """Whether there is a pooler: other classifiers than BERT's have a layer of their own instead."""
-        return self.pooler and self.head != "masked_lm" and (self.variant == "bert" or self.head != "classification")
+        reads = {"bert": self.head != "masked_lm", "roberta": self.head == "none"}
+        return self.pooler and reads.get(self.variant, False)
 
     @property
     def head_dropout(self) -> float:
