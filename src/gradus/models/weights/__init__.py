@@ -445,28 +445,14 @@ WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 SHARD = 5e9  # bytes of a file of weights, at most
 
 
-def _write_shards(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: float
-) -> tuple[list[list[str]], int]:
-    """Write 0.safetensors, 1.safetensors, ... Returns the names of the tensors in each, and the bytes of all."""
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
+def _shards(tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups of at most so many bytes, of which each has to be emptied before the next is asked for."""
     shard: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        save_file(shard, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
     for name, tensor in tensors:
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
-            flush()
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > most:
+            yield shard
         shard[name] = tensor.cpu().contiguous()
-        total += tensor.nbytes
-    flush()
-    return shards, total
+    yield shard
 
 
 def write(
@@ -480,6 +466,7 @@ def write(
     into place, and config.json comes last. Raises UserError where the disk refuses.
     """
     from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
     from gradus.models.weights import peft
 
@@ -492,13 +479,18 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
-        shards, total = _write_shards(tensors, aside, max_shard_bytes)
-        n = len(shards)
+        contents, total = [], 0
+        for shard in _shards(tensors, max_shard_bytes):
+            save_file(shard, aside / f"{len(contents)}.safetensors", metadata={"format": "pt"})
+            contents.append([*shard])
+            total += sum(tensor.nbytes for tensor in shard.values())
+            shard.clear()
+        n = len(contents)
         names = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)] if n > 1 else [whole]
         moves = {f"{i}.safetensors": name for i, name in enumerate(names)}
         notes: dict[str, dict] = {}
         if n > 1:
-            weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
+            weight_map = {tensor: name for name, inside in zip(names, contents) for tensor in inside}
             notes["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         if adapter is not None:
             notes[peft.CONFIG] = adapter
