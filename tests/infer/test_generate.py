@@ -14,9 +14,10 @@ from gradus import models
 from gradus import recipe as recipes
 from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
-from gradus.infer import find
-from gradus.infer.generate import Stream, generate
-from gradus.models.decoding import beam_search, complete
+from gradus.infer import encode, find
+from gradus.infer.generate import Continuation, Stream, generate
+from gradus.infer.predict import records_of
+from gradus.models.decoding import beam_search, complete, greedy
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
 
 TEXT = ["once upon a time there was a little girl named Lily", "the café costs 5 € – naïve 日本語 🙂 and more", "she saw a big, red ball."] * 4
@@ -165,12 +166,49 @@ def test_what_generation_config_asks_for_and_is_not_done_is_told(gpt, capsys):
     folder, _ = gpt
     file = folder / "generation_config.json"
     usual = {"eos_token_id": 2, "max_length": 20, "temperature": 1.0, "top_p": 1.0, "do_sample": False, "repetition_penalty": 1.0}
-    for asked in ({}, {"repetition_penalty": 1.1}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"no_repeat_ngram_size": 3}, {"num_beams": 4}):
+    for asked in ({}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"no_repeat_ngram_size": 3}, {"num_beams": 4}):
         file.write_text(json.dumps(usual | asked))
         told = run(folder, "once", "--max-new", "1", capsys=capsys)[1]
         assert ("not applied" in told) == bool(asked) and all(f"{key}={value}" in told for key, value in asked.items())
         assert "max_length" not in told and "eos_token_id" not in told
+    file.write_text(json.dumps({"repetition_penalty": 1.1}))
+    assert "not applied: repetition_penalty=1.1" in run(folder, "once", "--max-new", "2", "--beams", "2", capsys=capsys)[1]
     file.unlink()
+
+
+@pytest.mark.parametrize("penalty", [5.0, 0.5])
+@pytest.mark.parametrize("family", ["gpt", "llama", "t5"])
+def test_a_repetition_penalty_is_transformers_on_each_text_alone(tmp_path, bpe, family, penalty, capsys):
+    import transformers
+
+    config = {"gpt": GPTConfig, "llama": LlamaConfig, "t5": T5Config}[family](**TINY, d_ff=32, vocab_size=bpe.vocab_size, seq_len=48)
+    saved(tmp_path, config, bpe)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": penalty, "eos_token_id": bpe.eos_id}))
+    prompts, kind = ["once upon a time", "she", "a big, red ball. she saw"], "AutoModelForSeq2SeqLM" if family == "t5" else "AutoModelForCausalLM"
+    theirs, own = getattr(transformers, kind).from_pretrained(tmp_path), find(str(tmp_path))
+    encoded = encode(own, own.tokenizers(), prompts)
+    start = {"decoder_start_token_id": encoded.prompts[0][0]} if family == "t5" else {}
+    for cache, plain in ((True, False), (False, False), (True, True)):
+        growing = Continuation(own, prompts, max_new=16)
+        growing.penalty = 1 if plain else growing.penalty
+        for _ in growing.steps(greedy, cache=cache):
+            pass
+        wanted = []
+        for row in encoded.sources or encoded.prompts:
+            out = theirs.generate(torch.tensor([row]), max_new_tokens=16, do_sample=False, pad_token_id=0, repetition_penalty=1.0 if plain else penalty, **start)[0]
+            wanted.append([i for i in out.tolist()[1 if family == "t5" else 0 :] if i != bpe.eos_id])
+        assert growing.rows == wanted
+        if family == "t5" and not plain:
+            answered = [record["answer"] for record in records_of(own, prompts, top=1)]
+            assert all(a.startswith(bpe.decode(w[:12])) for a, w in zip(answered, wanted)), "predict too"
+    assert f"repetition_penalty={penalty} is applied" in capsys.readouterr().err
+
+
+def test_a_repetition_penalty_that_is_none(gpt, capsys):
+    folder, _ = gpt
+    for wrong in (0, -1.5, "1.1", True):
+        (folder / "generation_config.json").write_text(json.dumps({"repetition_penalty": wrong}))
+        assert "must be a positive number" in fails(folder, "once", capsys=capsys)
 
 
 def test_several_end_tokens_of_config_json_alone_are_exported(tmp_path, bpe):

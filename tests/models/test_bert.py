@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gradus.errors import UserError
-from gradus.models import build, config_of, count, load, save
+from gradus.models import build, config_of, count, load, load_start, save
 from gradus.models.weights.bert import config_from_hf, rules
 from gradus.recipe.schema import BertConfig
 
@@ -171,7 +171,7 @@ def test_variants_as_theirs_and_back(kind, head, tmp_path):
     hf = theirs_of(kind, head)
     hf.save_pretrained(tmp_path / "theirs")
     model, fields = load(tmp_path / "theirs").eval(), VARIANTS[kind][2]
-    assert model.config == tiny(head, **fields, pooler=fields["n_token_types"] > 0 or head == "classification")
+    assert model.config == tiny(head, **fields)
     ours, theirs = outputs_of_variant(model, hf.eval())
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     if head != "none":  # the bare model's pooler is not in its states
@@ -294,6 +294,17 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
     assert report.new == ["pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"]
 
 
+def test_what_stands_behind_the_encoder_of_sentence_transformers_is_said_not_to_be_read(tmp_path, capsys):
+    save(build(tiny("none")), tmp_path)
+    load_start(tiny("classification", init=str(tmp_path)), seed=0)
+    assert "modules.json" not in capsys.readouterr().err
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds.items())]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    load_start(tiny("classification", init=str(tmp_path)), seed=0)
+    assert "modules.json: the encoder alone is read, not what stands behind it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -303,6 +314,7 @@ def test_a_head_for_a_checkpoint_without_one(tmp_path):
         {"architectures": ["BertForQuestionAnswering"]},
         {"tie_word_embeddings": False, "architectures": ["BertForMaskedLM"]},
         {"architectures": ["RobertaForTokenClassification"], "model_type": "roberta"},
+        {"pad_token_id": None, "model_type": "roberta"},
         {"norm_bias": True, "model_type": "modernbert"},
         {"rope_type": "linear", "rope_parameters": {"full_attention": {"rope_type": "linear"}}, "model_type": "modernbert"},
     ],

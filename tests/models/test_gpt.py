@@ -107,11 +107,15 @@ def test_a_checkpoint_of_nanogpt(tmp_path, bias, wrapper):
     torch.save({"model": state, "model_args": args, **beside}, file)
     assert config_of(file) == GPTConfig(**GPT_TINY, bias=bias, activation="gelu", dropout=0.0)
     assert_same(load(file), hf.train())
+    assert config_of(tmp_path) == config_of(file), "the one checkpoint of a folder"
     start = load_start(GPTConfig(**GPT_TINY, bias=bias, activation="gelu", init=str(file)), seed=0).on("cpu")
     assert torch.equal(start.head.weight, hf.lm_head.weight.float()) and start.load_report.new == []
     torch.save({"model": state, "model_args": {k: v for k, v in args.items() if k != "block_size"}}, file)
     with pytest.raises(UserError, match=r"ckpt\.pt: block_size is missing"):
         load(file)
+    (tmp_path / "old.pt").write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match=r"several checkpoints: \S+/ckpt\.pt, \S+/old\.pt\. Give one of them"):
+        load(tmp_path)
 
 
 def test_configuration_there_and_back():

@@ -57,6 +57,12 @@ def test_absent_folders(tmp_path):
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
     with pytest.raises(UserError, match=r"no weights: neither model.safetensors nor pytorch_model.bin"):
         models.load(tmp_path / "bert")
+    (tmp_path / "version_0" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="a run without a checkpoint yet"):
+        models.load(tmp_path / "version_0")
+    torch.save({"state_dict": {}}, tmp_path / "version_0" / "checkpoints" / "epoch=0.ckpt")  # as Lightning's logger lays it
+    with pytest.raises(UserError, match=r"epoch=0\.ckpt: weights alone do not say what model they are"):
+        models.load(tmp_path / "version_0")
     for folder, error in (("bert", "not a whole safetensors file"), ("alone", "Give a folder that holds them and config.json")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "model.safetensors").write_bytes(b"")

@@ -120,12 +120,30 @@ def test_mistral_without_a_window_is_a_llama(tmp_path, window):
     assert_same(model, back)
 
 
+@pytest.mark.parametrize("stated", [{}, {"sliding_window": 8}, {"sliding_window": None}, {"sliding_window": 8, "max_window_layers": 1}, {"max_window_layers": 1},
+                                    {"max_window_layers": 1, "sliding_window": 64}, {"sliding_window": 8, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}])  # fmt: skip
+def test_qwen2_has_a_window_where_transformers_has_one(tmp_path, stated):
+    """A window of 4,096 unless stated, in the layers from max_window_layers on (28 unless stated); none where no layer has it or no text fills it."""
+    fields = {"use_sliding_window": True, "max_position_embeddings": 64 if "sliding_window" in stated else 5000, **stated}
+    theirs = transformers.Qwen2Config(**{**HF_TINY, **fields}, num_key_value_heads=2)
+    config = {**HF_TINY, "model_type": "qwen2", "num_key_value_heads": 2, **fields}
+    windows = [theirs.sliding_window for kind in theirs.layer_types if kind == "sliding_attention"]
+    if windows and windows[0] < fields["max_position_embeddings"]:
+        with pytest.raises(UserError, match=f"sliding_window={windows[0]} is not supported"):
+            config_from_hf(dict(config))
+    else:
+        model, ids = build(config_from_hf(dict(config))).eval(), torch.randint(1, VOCAB, (1, 40))
+        save(model, tmp_path)
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(model(ids), back(ids).logits)
+
+
 def test_a_window_that_is_used_is_refused():
     for stated in ({"sliding_window": 8}, {}):  # one that config.json does not state is 4,096 tokens long
         with pytest.raises(UserError, match=f"sliding_window={stated.get('sliding_window', 4096)} is not supported"):
             config_from_hf({"model_type": "mistral", **stated})
-    with pytest.raises(UserError, match="sliding_window=8 is not supported"):
-        config_from_hf({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8})
     with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one out"):
         LlamaConfig(**TINY, qkv_bias=True, n_experts=4)
 

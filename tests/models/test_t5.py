@@ -126,17 +126,30 @@ def test_scaling_and_tying_are_two_fields(tied, scaled, tmp_path):
         hf.lm_head.weight = torch.nn.Parameter(torch.randn_like(hf.lm_head.weight))
     hf.save_pretrained(tmp_path / "theirs")
     batch = padded_batch()
-    if tied or not scaled:  # its own head, scaled: no configuration that transformers writes says so
-        model = load(tmp_path / "theirs").eval()
-    else:
-        file = tmp_path / "theirs" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
-        model = load(tmp_path / "theirs").eval()
+    model = load(tmp_path / "theirs").eval()
     assert (model.config.tie_output, model.config.scale_output) == (tied, None if tied == scaled else scaled)
     torch.testing.assert_close(run_ours(model, batch), run_theirs(hf.eval(), batch), rtol=1e-4, atol=1e-4)
     save(model, tmp_path / "ours")
     again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
     torch.testing.assert_close(run_theirs(again, batch), run_ours(model, batch), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": True, "scale_decoder_outputs": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("head", ["absent", "the embedding", "another"])
+def test_a_head_is_its_own_where_the_file_has_another_than_the_embedding(head, said, tmp_path):
+    """Whatever config.json says: of older versions of transformers too, whose files have a tied head once more."""
+    hf = shake(transformers.T5ForConditionalGeneration(transformers.T5Config(**HF_TINY)))
+    state = {name: tensor.clone() for name, tensor in hf.state_dict().items() if "embed_tokens" not in name}
+    if head == "absent":
+        del state["lm_head.weight"]
+    elif head == "another":
+        state["lm_head.weight"].add_(1.0)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    config = {**HF_TINY, "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs, model, batch = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval(), load(tmp_path).eval(), padded_batch()
+    assert config_of(tmp_path) == model.config
+    torch.testing.assert_close(run_ours(model, batch), run_theirs(theirs, batch), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -301,8 +314,9 @@ def test_old_names_of_published_checkpoints(tmp_path):
     torch.testing.assert_close(run_ours(load(tmp_path).eval(), batch), run_ours(model, batch))
     state["lm_head.weight"] += 1
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"lm_head\.weight"):
-        load(tmp_path)
+    theirs, ours = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval(), load(tmp_path).eval()
+    assert not ours.config.tie_output, "a head of its own, as for transformers"
+    torch.testing.assert_close(run_ours(ours, batch), run_theirs(theirs, batch), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("field", [{"feed_forward_proj": "gated-silu"}, {"architectures": ["T5EncoderModel"]}, {"decoder_start_token_id": 2}])

@@ -429,8 +429,10 @@ def test_what_else_a_training_program_keeps_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"last\.ckpt: refused"):
         models.load(tmp_path)
     (tmp_path / "best.ckpt").touch()
-    with pytest.raises(UserError, match=r"nor one \.ckpt"):
+    with pytest.raises(UserError, match=r"Give one of \S+best\.ckpt, \S+last\.ckpt$"):
         models.load(tmp_path)
+    torch.save(train_checkpoint(state), tmp_path / "last.ckpt")
+    assert torch.equal(models.load(tmp_path / "last.ckpt").head.weight, state["model.lm_head.weight"]), "one of several, by its name"
     for content, why in (({"state_dict": None}, "tensors: state_dict"), ({"state_dict": {1: torch.ones(2)}}, "tensors: 1"), ([1], "not a dictionary")):
         torch.save(content, tmp_path / "a.pth")
         with pytest.raises(UserError, match=why):

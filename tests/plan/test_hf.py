@@ -191,6 +191,16 @@ def test_original_transformers(kind, tmp_path):
     assert "the output bias" in note and "activation_dropout=0.0 planned as 0.1" in note
 
 
+def test_what_is_not_known_of_a_configuration_is_said(tmp_path):
+    """Of each field that transformers writes a plan knows what it does; of another a note says so, also of types that are not trained."""
+    for name, (config, cls, *_) in (THEIRS | NEAR).items():
+        folder = written(tmp_path, config, cls)
+        assert ": unknown for" not in from_hf(folder)[1], name
+        ours, note = from_hf(written(tmp_path, config, cls, kv_rank=8, note=None))
+        assert f"config.json: kv_rank=8: unknown for model_type={config.model_type}, planned as if it changed nothing" in note
+        assert models.count(ours) == models.count(from_hf(written(tmp_path, config, cls))[0])
+
+
 def test_a_window_limits_the_length(tmp_path):
     config, cls = THEIRS["mistral"]
     ours, note = from_hf(written(tmp_path, config, cls))
@@ -297,7 +307,10 @@ def test_qwen2_as_published(tmp_path, width, inner, layers, heads, keys, vocab, 
     ours, note = from_hf(name)
     assert (ours.qkv_bias, ours.seq_len, ours.tie_output, note) == (True, 32_768, tied, "")
     assert models.count(ours)["total"] == count_of(hf.Qwen2ForCausalLM, config) == published
-    ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, use_sliding_window=True, sliding_window=4096))
+    window = {"use_sliding_window": True, "sliding_window": 4096}
+    ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, **window))
+    assert (ours.seq_len, note) == (32_768, ""), "only layers from max_window_layers=28 on have the window: none"
+    ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, **window, max_window_layers=4))
     assert ours.seq_len == 4096 and "sliding_window=4096 can be planned, not trained: up to 4096 tokens" in note
 
 

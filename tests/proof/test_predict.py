@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import signal
 import time
 
@@ -220,5 +221,9 @@ def test_an_evaluation_that_does_not_fit_is_refused_or_a_default_made_smaller(tm
     assert predicted.notes[0] == "evaluate.batch=16: an evaluation of more samples would not fit"
     with Planner() as planner:
         refused = planner.plan(dataclasses.replace(case, recipe=changed(case.recipe, evaluate={"batch": 32})))
+    fix = suggested_fix(changed(case.recipe, evaluate={"batch": 32}), case.budget)
+    micro_batch = int(re.fullmatch(r"Set layout\.micro_batch=(\d+) evaluate\.batch=\1", fix)[1])
+    fixed = changed(case.recipe, layout={"micro_batch": micro_batch}, evaluate={"batch": micro_batch})
+    assert case.budget.need(fixed) <= case.budget.available, "what a step and an evaluation need together"
     assert refused.evaluate_batch is None and "Set evaluate.batch=16: an evaluation needs more memory than a step." in refused.refusal
     assert " in an evaluation; " in refused.line

@@ -189,7 +189,11 @@ def test_class_weights_are_pytorchs_and_balanced_ones_scikit_learns(tmp_path):
     parts = [task.collate([task.splits["train"][i] for i in part]) for part in (range(2), range(2, 7))]
     in_parts = sum(task.losses(Fixed(s.tolist()), b)["samples"] for s, b in zip(scores.split([2, 5]), parts))
     torch.testing.assert_close(in_parts, found)  # a sum over the samples, however they are split
+    # The divisor is the number of samples, not the sum of their weights as in PyTorch's mean: parts of a batch then add up.
     assert batch["counts"] == {"samples": 7}
+    mean = torch.nn.functional.cross_entropy(scores, batch["labels"], torch.tensor(task.weights))
+    torch.testing.assert_close(found.detach() / 7, mean * sum(task.weights[i] for i in batch["labels"].tolist()) / 7)
+    assert sum(task.weights[i] for i in labels.tolist()) == pytest.approx(len(labels)), "balanced: over all data the two are one"
     wrong = of_texts(tmp_path, "task.class_weights=[1, 2]")
     with pytest.raises(UserError, match="2 numbers for 3 classes: bad, fair, good"):
         wrong.complete(wrong.recipe.model)

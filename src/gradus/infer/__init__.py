@@ -231,12 +231,22 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
     return [i for i in [usual] if i is not None]
 
 
-def note_unapplied(source: ModelSource) -> None:
-    """A note on settings in the files beside the weights that transformers applies and Gradus does not."""
+def repetition_penalty(source: ModelSource, applied: bool = True) -> float:
+    """That of generation_config.json, else of a published config.json; 1 is none. A note tells of it, and of settings
+    there that transformers applies and Gradus does not. applied: False where it is one of these. Raises UserError for
+    one that is no positive number."""
+    penalty = None
     for file in source.beside(GENERATION, "config.json"):
-        asked = [(key, value) for key, value in read_object(file).items() if UNAPPLIED.search(key)]
-        if told := [f"{key}={v!s:.40}" for key, v in asked if v is True or v not in (None, 0, 1, [])]:
+        asked = read_object(file)
+        penalty = penalty or (asked.pop("repetition_penalty", None) if applied else 1)
+        if penalty is not None and (type(penalty) not in (int, float) or penalty <= 0):
+            raise UserError(f"{file}: repetition_penalty={penalty!r:.40}: must be a positive number.")
+        unapplied = [(key, value) for key, value in asked.items() if UNAPPLIED.search(key)]
+        if told := [f"{key}={v!s:.40}" for key, v in unapplied if v is True or v not in (None, 0, 1, [])]:
             note(f"{file}: not applied: {', '.join(told)}. gradus generate --help lists what can be set")
+    if (penalty or 1) != 1:
+        note(f"repetition_penalty={penalty} is applied, which the files beside the weights ask for")
+    return penalty or 1
 
 
 def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[str], fit: bool = True) -> Encoded:

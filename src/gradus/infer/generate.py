@@ -9,9 +9,9 @@ from typing import Any
 
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import ModelSource, encode, note, note_unapplied, sources
+from gradus.infer import ModelSource, encode, note, repetition_penalty, sources
 from gradus.infer.checked import checked
-from gradus.models.decoding import Choose, beam_search, sampler
+from gradus.models.decoding import Choose, beam_search, penalised, sampler
 from gradus.models.decoding import generate as decode
 from gradus.models.finite import NotFinite
 
@@ -38,7 +38,7 @@ class Continuation:
         if sliding and family.attention != "causal":
             raise UserError(f"--sliding-window: it is for decoders, which {family.name} is not. Leave it out.")
         tokenizers = source.tokenizers(tokenizer)
-        note_unapplied(source)
+        self.penalty = repetition_penalty(source, applied=beams == 1)
         self.encoded = encode(source, tokenizers, self.prompts, fit=not sliding)
         self.max_new = self._new_that_fit(source, max_new, sliding)
         self.window = source.config.seq_len if sliding else None
@@ -71,6 +71,7 @@ class Continuation:
             self.rows = [row + more for row, more in zip(self.rows, new)]
             yield
             return
+        choose = penalised(choose, self.penalty, encoded.prompts)
         for new in decode(
             self.engine, encoded.prompts, max_new=self.max_new, choose=choose, sources=encoded.sources,
             eos_id=encoded.ends, cache=cache, window=self.window,

@@ -32,15 +32,15 @@ from gradus.infer import (
     engines,
     fits,
     note,
-    note_unapplied,
     read_export_info,
     readable,
+    repetition_penalty,
     with_finite_weights,
 )
 from gradus.infer import sources as sources_of
 from gradus.infer.checked import LazyEngine
 from gradus.limits import read_json
-from gradus.models.decoding import complete
+from gradus.models.decoding import complete, greedy, penalised
 from gradus.models.finite import first_not_finite, not_finite
 from gradus.parallel import qat
 from gradus.parallel.apply import apply
@@ -308,8 +308,7 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     if source.recipe is not None and source.recipe.task.name == "copy":
         yield from copies(source, texts, model)
         return
-    note_unapplied(source)
-    tokenizers = source.tokenizers()
+    penalty, tokenizers = repetition_penalty(source), source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = source.recipe.evaluate.max_new if source.recipe is not None else None
     spans = source.recipe is not None and source.recipe.task.name == "span_corruption"  # decode leaves sentinels out
@@ -317,7 +316,8 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
     def answered(texts: list[str]) -> list[list[int]]:
         encoded = encode(source, tokenizers, texts)
         max_new = [min(source.config.seq_len, asked or 2 * len(row) + 10) for row in encoded.sources]
-        options = {"sources": encoded.sources, "max_new": max_new, "eos_id": encoded.ends}
+        choose = penalised(greedy, penalty, encoded.prompts)
+        options = {"sources": encoded.sources, "max_new": max_new, "eos_id": encoded.ends, "choose": choose}
         return complete(model.on(encoded), encoded.prompts, **options)
 
     for part in batches(texts):

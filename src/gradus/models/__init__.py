@@ -157,9 +157,11 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
     """
     path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
-        if (path.parent / "config.json").is_file() and [*weights.files_of(path.parent)] == [path]:
+        described = (path.parent / "config.json").is_file()
+        if described and [*weights.files_of(path.parent)] == [path]:
             return path.parent
-        if path.suffix == ".bin" or _is_nanogpt(path) or _is_vit(path):
+        of_training = described and path.suffix in weights.CHECKPOINTS
+        if path.suffix == ".bin" or of_training or _is_nanogpt(path) or _is_vit(path):
             return path
         raise UserError(
             f"{path}: weights alone do not say what model they are. Give a folder that holds them and config.json"
@@ -183,6 +185,10 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
                 f"{folder}: the run's best weights are not there, and others do not stand for them "
                 f"({weights.some(sorted(kept))}). Copy the run again, or give one of the folders in {runs}."
             )
+    if kept := weights.checkpoints(path):
+        if len(kept) > 1:
+            raise UserError(f"{path}: several checkpoints: {weights.some(list(map(str, kept)))}. Give one of them")
+        return locate(kept[0], weights_too)
     if runs.is_dir():
         raise UserError(
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
@@ -238,20 +244,21 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
 
         with one_line(path / "params.json"):
             return meta_llama.read(path)
-    hf: dict[str, Any] = {}
     if path.is_dir():
         _verify(path, weights_too)
         if is_adapter(path):
             return _open_adapter(path, weights_too)
-        hf = limits.read_object(path / "config.json")
-    if path.is_file() or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    alone = not (path.is_dir() or (path.suffix in weights.CHECKPOINTS and file.is_file()))
+    hf = {} if alone else limits.read_object(file)
+    if alone or ("model_type" not in hf and str(hf.get("architecture", "")).startswith("vit_")):  # timm's
         from gradus.models.weights import gpt, vit_names
 
         with one_line(path):
             if _is_nanogpt(path):
                 return gpt.from_nanogpt(path)
             return vit_names.read(weights.read_tensors(path), path)
-    config = _from_config_json(hf, path / "config.json")
+    config = _from_config_json(hf, file)
     if (with_tensors := getattr(weights.rules_of(config.family), "with_tensors", None)) and weights.files_of(path):
         config = with_tensors(config, weights.read_tensors(path))
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
@@ -294,18 +301,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     own = _ours(hf, file)
     about = peft.read_config(path) if (path / peft.CONFIG).is_file() else {}  # none in one of several processes
     key = f"base_model_name_or_path in {peft.CONFIG}" if about else "gradus.base in config.json"
-    named = about.get("base_model_name_or_path") if about else own.get("base")
-    if not isinstance(named, str) or not named.strip():
-        raise UserError(f"{path}: {key}: expected the folder or name of the base, got {named!r:.40}")
-    here = Path(os.path.expanduser(named)).exists()
-    try:
-        base = locate(path / named if not here and (path / named).exists() else named, weights_too)
-    except UserError as e:
-        raise UserError(f"{path}: its base: {e} Set {key} to where it is.") from None
-    if base.is_dir() and is_adapter(base):
-        if base.samefile(path):
-            raise UserError(f"{path}: its base {named} is the adapter itself. Set {key} to the model that it is for")
-        raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
+    base = _named_base(path, key, about.get("base_model_name_or_path") if about else own.get("base"), weights_too)
     stored, tensors = _open(base, weights_too)
     if "adapter" in own:
         config, known = _from_config_json(hf, file), own.get("base_digest")
@@ -354,6 +350,22 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     return config, kept
 
 
+def _named_base(path: Path, key: str, named: Any, weights_too: bool) -> Path:
+    """The base that the adapter in `path` names by `key`. Raises UserError where there is none."""
+    if not isinstance(named, str) or not named.strip():
+        raise UserError(f"{path}: {key}: expected the folder or name of the base, got {named!r:.40}")
+    here = Path(os.path.expanduser(named)).exists()
+    try:
+        base = locate(path / named if not here and (path / named).exists() else named, weights_too)
+    except UserError as e:
+        raise UserError(f"{path}: its base: {e} Set {key} to where it is.") from None
+    if base.is_dir() and is_adapter(base):
+        if base.samefile(path):
+            raise UserError(f"{path}: its base {named} is the adapter itself. Set {key} to the model that it is for")
+        raise UserError(f"{path}: its base {base} is an adapter itself. Merge that: gradus export {base} --merge")
+    return base
+
+
 def _of_peft(
     base: schema.ModelConfig, about: dict[str, Any], tensors: dict[str, weights.Stored]
 ) -> tuple[schema.ModelConfig, dict[str, weights.Stored]]:
@@ -384,7 +396,7 @@ def _untied(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfi
     the saved one, and the other keeps the base's values. Raises UserError where our model cannot untie it."""
     config = base
     if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
-        scale = {"scale_output": base.scale_output is not False} if hasattr(base, "scale_output") else {}  # as tied
+        scale = {"scale_output": base.scales} if hasattr(base, "scales") else {}
         config = type(base)(**{**base.model_dump(), **scale, "tie_output": False}).named(base.classes, base._outputs)
     if parted := weights.shared(build(config, "meta"), saved):
         raise UserError(
@@ -639,6 +651,8 @@ def load_start(config: schema.ModelConfig, seed: int | None) -> Deferred:
             f"model.init={config.init}: an adapter beside other weights. Merge it (gradus export {config.init} --merge "
             "--to FOLDER) and give that folder."
         )
+    if (modules := path / "modules.json").is_file():  # of sentence-transformers
+        weights.note(f"{modules}: the encoder alone is read, not what stands behind it (pooling, normalisation)")
     start = {"preset": None, "init": str(path.absolute()) if config.adapter else None}
     fitted = _fitted(config.model_copy(update=start), stored, tensors, path, False, seed)
     _refuse_unfit(fitted.model, fitted.report, config.init)

@@ -61,6 +61,24 @@ def sampler(temperature: float = 1.0, top_k: int | None = None, top_p: float | N
     return choose
 
 
+def penalised(choose: Choose, penalty: float, prompts: Sequence[Sequence[int]]) -> Choose:
+    """The same choice from scores of which those of tokens that a row has already, its prompt's too, are divided by
+    `penalty` where they are positive, else multiplied by it (Keskar et al. 2019, section 4.1, as transformers does it).
+    """
+    seen: list[Tensor] = []  # (batch, vocab)
+
+    def chosen(logits: Tensor) -> Tensor:
+        if not seen:
+            seen.append(torch.zeros_like(logits, dtype=torch.bool))
+            for row, prompt in zip(seen[0], prompts):
+                row[prompt] = True
+        new = choose(torch.where(seen[0], torch.where(logits < 0, logits * penalty, logits / penalty), logits))
+        seen[0].scatter_(1, new[:, None], True)
+        return new
+
+    return chosen if penalty != 1 else choose
+
+
 def end_ids(eos_id: int | Sequence[int] | None) -> list[int]:
     return [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
 

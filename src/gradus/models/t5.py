@@ -163,8 +163,7 @@ class T5(nn.Module):
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         if select is not None:
             x = x[select]
-        scaled = self.config.tie_output if self.config.scale_output is None else self.config.scale_output
-        if scaled:
+        if self.config.scales:
             x = x * self.config.d_model**-0.5
         return self.head(x)
 

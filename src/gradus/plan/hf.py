@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gradus import limits, models
 from gradus.errors import UserError
 from gradus.models import weights
-from gradus.models.weights import others
+from gradus.models.weights import fields, others
 from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
 from gradus.recipe.schema import MODELS, ModelConfig, Recipe
@@ -52,14 +52,15 @@ def read_hf(name: str) -> Read:
         raise UserError(f"{name}: {others.refused(kind, others.planned())}")
     with models.one_line(name):
         try:
-            return _map(dict(hf), kind)
+            return _map(fields.Fields(hf), kind)
         except UserError as e:
             raise UserError(f"{name}: {str(e).removeprefix('config.json: ')}") from None
 
 
-def _map(hf: dict[str, Any], kind: str) -> Read:
+def _map(hf: fields.Fields, kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
+    table = weights.rules_of(entry["family"])
     for field in ("layer_types", "dense_act_fn"):  # which repeat other fields
         hf.pop(field, None)
     _check_fields(hf, entry)
@@ -78,7 +79,9 @@ def _map(hf: dict[str, Any], kind: str) -> Read:
     for field, names in entry.get("rename", {}).items():
         hf |= dict.fromkeys([names] if isinstance(names, str) else names, hf[field])
     hf["model_type"] = entry.get("as", kind)
-    config = weights.rules_of(entry["family"]).config_from_hf(hf)
+    config = table.config_from_hf(hf)
+    if unknown := fields.unknown(hf, (*table.WITHOUT_EFFECT, *entry.get("neither", ()))):
+        notes.append(f"config.json: {unknown}: unknown for model_type={kind}, planned as if it changed nothing")
     return Read(config, [*notes, *([entry["note"]] if "note" in entry else [])], usable, kind)
 
 
@@ -86,8 +89,7 @@ def _check_fields(hf: dict[str, Any], entry: dict[str, Any]) -> None:
     """Raises UserError for a field that is missing, or whose parameters are not ours; puts in what an absent one means.
     """
     default = entry.get("default", {})
-    stated = {field for field, value in hf.items() if value is not None}
-    missing = [field for field in entry.get("needs", ()) if not {field, str(default.get(field))} & stated]
+    missing = [f for f in entry.get("needs", ()) if hf.get(f) is None and hf.get(str(default.get(f))) is None]
     if missing:
         raise UserError(f"{', '.join(missing)}: missing, and the model cannot be planned without")
     for field, (only, why) in entry.get("only", {}).items():
@@ -124,17 +126,19 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
 def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
     """A window of attention limits the length; a way to rescale rotary positions that is not among `types` is left out.
     """
-    window = hf.pop("sliding_window", None)
-    if window and window < hf.get("max_position_embeddings", 2048) and hf.get("use_sliding_window", True):
+    window, hf["sliding_window"] = hf.get("sliding_window"), None
+    used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
+    if window and used and window < hf.get("max_position_embeddings", 2048):
         limit = f"up to {window} tokens, where the window changes nothing"
         yield f"sliding_window={window} can be planned, not trained: {limit}"
         hf["max_position_embeddings"] = window
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope  # of each kind of layer its own
     how = rope.get("rope_type") or rope.get("type") or "default"
     if how not in types or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
         yield f"rotary positions of type {how} planned as plain ones"
-        hf.pop("rope_parameters", None)
-        hf["rope_scaling"] = None
+        rope = None
+    hf |= {"rope_scaling": rope, "rope_parameters": None}
 
 
 # ---------------------------------------------------------------- a configuration → a recipe

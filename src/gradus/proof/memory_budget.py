@@ -172,7 +172,9 @@ def suggested_fix(recipe: Recipe, budget: MemoryBudget, least: int = 0) -> str:
             continue
         if micro_batch := largest_micro_batch(changed(recipe, layout=changes, evaluate={"batch": None}), budget):
             keys = {**changes, "micro_batch": micro_batch}
-            return "Set " + " ".join(f"layout.{key}={value}" for key, value in keys.items())
+            fix = "Set " + " ".join(f"layout.{key}={value}" for key, value in keys.items())
+            stated = recipe.evaluate.batch and budget.need(changed(recipe, layout=keys)) > budget.available
+            return f"{fix} evaluate.batch={micro_batch}" if stated else fix
     if recipe.adapter and recipe.adapter.base:  # which layout.shard does not split
         return "Not even one sample fits: use a smaller model"
     if budget.target == "cuda":

@@ -90,17 +90,21 @@ def predict(case: Case) -> Predicted:
     step = predict_step(case) if case.micro_batches else None
     one_process = budget.target == "cpu" and recipe.layout.pipeline == 1
     same_plan = step and one_process and shapes(largest) == shapes(case.micro_batches)
-    if same_plan:
+
+    def memory_with(recipe: Recipe) -> Memory:
+        if not same_plan:
+            return budget.memory(recipe)
         more = budget.processes, budget.target, budget.task, case.micro_batches[0], budget.resident
-        memory = engine.with_evaluation(step[0], recipe, *more)
-    else:
-        memory = budget.memory(recipe)
+        return engine.with_evaluation(step[0], recipe, *more)
+
+    memory, smaller, chosen = memory_with(recipe), None, None
+    if 0 < budget.available < memory.device_total and memory.at == engine.EVALUATION:
+        smaller = largest_evaluation(recipe, budget)
+        if smaller and not recipe.evaluate.batch:
+            chosen, case = smaller, dataclasses.replace(case, recipe=changed(recipe, evaluate={"batch": smaller}))
+            memory = memory_with(case.recipe)
     need, evaluates = memory.device_total, memory.at == engine.EVALUATION
-    fits, smaller = not 0 < budget.available < need, None
-    if not fits and evaluates and (smaller := largest_evaluation(recipe, budget)) and not recipe.evaluate.batch:
-        predicted = predict(dataclasses.replace(case, recipe=changed(recipe, evaluate={"batch": smaller})))
-        predicted.notes.insert(0, f"evaluate.batch={smaller}: an evaluation of more samples would not fit")
-        return dataclasses.replace(predicted, evaluate_batch=smaller)
+    fits = not 0 < budget.available < need
     batch = batches.describe_largest(largest) + (f", rank {memory.rank}" if memory.rank else "")
     rows = rows_of_largest(memory, budget, batch)
     whole = f"reserved {size(memory.reserved)}, device" if budget.target == "cuda" else "process"
@@ -120,7 +124,9 @@ def predict(case: Case) -> Predicted:
     refusal = None if fits else refusal_of(case, need, fix or SMALLER)
     writing = memory.outside[0] == engine.WRITING  # takes no activations
     least = need if writing else sum(memory.state.values()) + need - memory.allocated
-    return Predicted(rows, line, [*memory.notes, *decoding_note(case, largest)], need, least, refusal, fix)
+    notes = [f"evaluate.batch={chosen}: an evaluation of more samples would not fit"] if chosen else []
+    notes += [*memory.notes, *decoding_note(case, largest)]
+    return Predicted(rows, line, notes, need, least, refusal, fix, chosen)
 
 
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:

@@ -276,7 +276,8 @@ class BertConfig(ModelConfig):
     @property
     def has_pooler(self) -> bool:
         """Whether there is a pooler: other classifiers than BERT's have a layer of their own instead."""
-        return self.pooler and self.head != "masked_lm" and (self.variant == "bert" or self.head != "classification")
+        reads = {"bert": self.head != "masked_lm", "roberta": self.head == "none"}
+        return self.pooler and reads.get(self.variant, False)
 
     @property
     def head_dropout(self) -> float:
@@ -318,6 +319,11 @@ class T5Config(ModelConfig):
     n_buckets: Annotated[Whole, upto(limits.HEADS, 4)] = 32  # distances that relative positions distinguish
     max_distance: Length = 128  # tokens beyond which all distances are one
     norm_eps: Epsilon = 1e-6  # added to the mean square in norms
+
+    @property
+    def scales(self) -> bool:
+        """Whether the decoder's output is scaled."""
+        return self.tie_output if self.scale_output is None else self.scale_output
 
     @model_validator(mode="after")
     def _far(self):
@@ -474,7 +480,7 @@ class ClassificationTask(Section):
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
     label_smoothing: Fraction = 0.0  # share of the target spread over all classes
-    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # of each class in the loss
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = None  # in the loss; balanced: n / (classes · own)
 
 
 Task = Annotated[

@@ -133,6 +133,8 @@ class Classification(Task):
 
     def notes(self) -> Iterator[str]:
         yield from super().notes()
+        if self.matched:
+            yield self.matched
         train, valid = (
             np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", "valid")
         )

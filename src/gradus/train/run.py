@@ -84,8 +84,6 @@ def train(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_own_folder(recipe, resume, world))
         _validate(recipe, world, resume is None)
-        for place in (folder, folder / "checkpoints") if world.first else ():
-            files.sweep(place, locked=True)
         status = stack.enter_context(Status(folder, world))
         stack.enter_context(watched(folder, world, passing=(Stopped,)))
 
@@ -176,7 +174,10 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
         if resumes != (resume is not None):
             seen = "a run that this process does not see" if resumes else "no run, and this process sees one"
             raise EnvironmentFault(f"{folder}: rank 0 found {seen}. Let all hosts share log.dir, and start again.")
-        yield Path(folder)
+        folder = Path(folder)
+        for place in (folder, folder / "checkpoints") if world.first else ():
+            files.sweep(place, locked=True)
+        yield folder
 
 
 def emulated(layout: Layout, device: torch.device) -> str | None:
@@ -233,8 +234,6 @@ def _print_model(session: Session, report: LoadReport | None, new: bool) -> None
     """Print where its weights come from and, for a task that can show it, the result of an untrained model."""
     if report:
         print(weights_line(session.recipe, report), flush=True)
-    if matched := getattr(session.task, "matched", ""):
-        print(f"note: {matched}", flush=True)
     if new and hasattr(session.task, "untrained"):
         print("ten untrained models decode 1 2 3 ...:", *session.task.untrained(), sep="\n  ", flush=True)
 

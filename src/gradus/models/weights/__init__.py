@@ -10,8 +10,8 @@
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
     WITHOUT_EFFECT         optional: fields of config.json that change nothing of what is computed. Those that
                            config_from_hf asks for are known too; any other is refused (`fields.refuse_unknown`)
-    with_tensors(config, names)
-                           optional: the configuration, of which the names of the file's tensors say a part
+    with_tensors(config, tensors)
+                           optional: the configuration, of which the file's tensors say a part
     MODULES                optional: pattern → replacement, in turn, of tensors' names, where transformers calls its
                            modules otherwise than its files do; adapters are named after modules
     unknown_to_transformers(config)
@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -140,8 +141,10 @@ def read_tensors(path: str | Path) -> dict[str, Stored]:
     """
     path = Path(path)
     if not (parts := files_of(path)):
-        where = "whole or in shards with an index, nor one .ckpt (graphs for engines and quantized folders have none:"
-        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where} give their run)")
+        if kept := checkpoints(path, CHECKPOINTS[:1]):
+            raise UserError(f"{path}: no weights but several checkpoints. Give one of {some([str(f) for f in kept])}")
+        where = "whole or in shards with an index (graphs for engines and quantized folders have none: give their run)"
+        raise UserError(f"{path}: no weights: neither model.safetensors nor pytorch_model.bin, {where}")
     tensors: dict[str, Stored] = {}
     for part in parts:
         tensors |= _read_file(part)
@@ -163,14 +166,22 @@ def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> d
     if names == [*tensors] or len({*names}) < len(names):
         return tensors
     change = f"{next(iter(tensors))} is read as {names[0]}, and so on"
-    _note(f"{where}: prefixes of wrappers are removed from the tensors' names: {change}")
+    note(f"{where}: prefixes of wrappers are removed from the tensors' names: {change}")
     return dict(zip(names, tensors.values()))
 
 
 @functools.cache
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Printed once, however often a file is read."""
     print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+CHECKPOINTS = (".ckpt", ".pt", ".pth")  # of which Lightning's are the first, nanoGPT's the second
+
+
+def checkpoints(folder: Path, ends: Sequence[str] = CHECKPOINTS) -> list[Path]:
+    """What training programs keep in a folder, or in `checkpoints` below it."""
+    return sorted(f for f in (*folder.glob("*"), *folder.glob("checkpoints/*")) if f.suffix in ends)
 
 
 def files_of(path: Path) -> dict[Path, list[str]]:
@@ -184,7 +195,7 @@ def files_of(path: Path) -> dict[Path, list[str]]:
         if (index := path / f"{name}.index.json").is_file():
             break
     else:
-        kept = list(path.glob("*.ckpt"))  # Lightning's
+        kept = checkpoints(path, CHECKPOINTS[:1])
         return {kept[0]: []} if len(kept) == 1 else {}
     weight_map = limits.read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -434,6 +445,16 @@ WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 SHARD = 5e9  # bytes of a file of weights, at most
 
 
+def _shards(tensors: Iterable[tuple[str, Tensor]], most: float) -> Iterator[dict[str, Tensor]]:
+    """Tensors in groups of at most so many bytes, of which each has to be emptied before the next is asked for."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > most:
+            yield shard
+        shard[name] = tensor.cpu().contiguous()
+    yield shard
+
+
 def write(
     tensors: Iterable[tuple[str, Tensor]], config: dict, folder: str | Path, max_shard_bytes: float = SHARD,
     adapter: dict | None = None,
@@ -451,47 +472,38 @@ def write(
 
     folder = Path(folder)
     aside = folder / ".writing"
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        save_file(shard, aside / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
+    whole, described = ("model.safetensors", "config.json") if adapter is None else (peft.WEIGHTS, peft.OURS)
+    if adapter is not None:
+        tensors, max_shard_bytes = ((peft.key(name, config), x) for name, x in tensors), math.inf
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)  # left by a save that was killed
         aside.mkdir()
-        for name, tensor in tensors:
-            name = name if adapter is None else peft.key(name, config)
-            if adapter is None and shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes:
-                flush()
-            shard[name] = tensor.cpu().contiguous()
-            total += tensor.nbytes
-        flush()
-        n = len(shards)
-        numbered = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
-        names = numbered if n > 1 else ["model.safetensors" if adapter is None else peft.WEIGHTS]
-        moves = [(aside / f"{i}.safetensors", folder / name) for i, name in enumerate(names)]
+        contents, total = [], 0
+        for shard in _shards(tensors, max_shard_bytes):
+            save_file(shard, aside / f"{len(contents)}.safetensors", metadata={"format": "pt"})
+            contents.append([*shard])
+            total += sum(tensor.nbytes for tensor in shard.values())
+            shard.clear()
+        n = len(contents)
+        names = [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)] if n > 1 else [whole]
+        moves = {f"{i}.safetensors": name for i, name in enumerate(names)}
+        notes: dict[str, dict] = {}
         if n > 1:
-            weight_map = {tensor: name for name, inside in zip(names, shards, strict=True) for tensor in inside}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (aside / "index").write_text(json.dumps(index, indent=2) + "\n")
-            moves.append((aside / "index", folder / "model.safetensors.index.json"))
+            weight_map = {tensor: name for name, inside in zip(names, contents) for tensor in inside}
+            notes["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         if adapter is not None:
-            (aside / "adapter").write_text(json.dumps(adapter, indent=2) + "\n")
-            moves.append((aside / "adapter", folder / peft.CONFIG))
-        (aside / "config").write_text(json.dumps(config, indent=2) + "\n")
-        moves.append((aside / "config", folder / ("config.json" if adapter is None else peft.OURS)))
+            notes[peft.CONFIG] = adapter
+        for name, content in (notes | {described: config}).items():
+            (aside / name).write_text(json.dumps(content, indent=2) + "\n")
+            moves[name] = name
         (folder / checksums.FILE).unlink(missing_ok=True)  # of what lay here before
         (folder / "config.json").unlink(missing_ok=True)  # from here until the last rename the folder is not whole
         for old in folder.iterdir():
             if WEIGHT_FILES.fullmatch(old.name) or old.name in (peft.CONFIG, peft.WEIGHTS, peft.PICKLED, peft.OURS):
                 old.unlink()
-        for source, target in moves:
-            files.appear(source, target)
+        for source, target in moves.items():
+            files.appear(aside / source, folder / target)
         aside.rmdir()
     except (OSError, SafetensorError) as e:
         shutil.rmtree(aside, ignore_errors=True)

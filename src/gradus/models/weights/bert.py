@@ -27,14 +27,14 @@ def config_from_hf(hf: dict) -> BertConfig:
     tied = {"tie_word_embeddings": True} if head in ("masked_lm", "pretraining") else {}
     fields.only("bert", hf, names["fixed"] | tied)
     activation = fields.activation("bert", names["activation"], hf.get(names["activation"], "gelu"))
-    stated = fields.read(hf, names["fields"])
+    stated = fields.read(hf, names["fields"]) | names["stated"]
     if variant == "roberta":
-        stated["first_position"] = hf.get("pad_token_id", 1) + 1
+        if (padding := hf.get("pad_token_id", 1)) is None:
+            raise fields.unsupported("bert", "pad_token_id", None, ": positions begin behind its number (published: 1)")
+        stated["first_position"] = padding + 1
         stated["seq_len"] -= stated["first_position"]
-    elif variant == "distilbert":
-        stated |= {"n_token_types": 0, "pooler": head == "classification"}
     elif variant == "modernbert":
-        stated |= {"n_token_types": 0, "pooler": head == "classification", "alternation": _alternation(hf)}
+        stated["alternation"] = _alternation(hf)
     n_classes = fields.n_classes(hf) if head == "classification" else None
     return BertConfig(**stated, variant=variant, head=head, n_classes=n_classes, activation=activation)
 
@@ -70,49 +70,36 @@ def config_to_hf(config: BertConfig) -> dict:
     if config.variant == "roberta":
         hf["pad_token_id"] = config.first_position - 1
         hf["max_position_embeddings"] += config.first_position
-    elif config.variant == "distilbert":
-        hf["seq_classif_dropout"] = config.head_dropout
     elif how := config.alternation:
         hf |= {"local_attention": 2 * how.window, "global_attn_every_n_layers": how.global_every}
         hf |= {"global_rope_theta": how.theta, "local_rope_theta": how.local_theta}
-        hf |= {"classifier_dropout": config.head_dropout, **names["fixed"], **dict.fromkeys(names["tokens"])}
+        hf |= {**names["fixed"], **dict.fromkeys(names["tokens"])}
+    if config.variant in ("distilbert", "modernbert"):  # where null is no dropout
+        hf[names["fields"]["classifier_dropout"][0]] = config.head_dropout
     return hf
 
 
-def _modernbert(config: BertConfig) -> list[Rule]:
-    names, body = NAMES["modernbert"], "" if config.head == "none" else "model."
-    layers = {ours: f"{body}{theirs}" for ours, theirs in names["outside"].items()}
-    layers |= fields.blocks(config.n_layers, "blocks", f"{body}layers", names["block"])
-    del layers["blocks.0.attention_norm"]
-    table = fields.layers(layers | names.get(config.head, {}), ["weight"])
+def rules(config: BertConfig) -> list[Rule]:
+    names = NAMES[config.variant]
+    body = "" if config.head == "none" else names["body"]
+    layers = names["outside"] | fields.blocks(config.n_layers, "blocks", names["layers"], names["block"])
+    if not config.has_pooler:
+        layers.pop("pooler", None)
+    if config.alternation:
+        del layers["blocks.0.attention_norm"]
+    layers = {ours: f"{body}{theirs}" for ours, theirs in layers.items()} | names["head"].get(config.head, {})
+    table = fields.layers(layers, names["kinds"])
     for i in range(config.n_layers):
         for theirs, ours in names["fused"].items():
             parts = [f"blocks.{i}.{name}.weight" for name in ours]
-            table.append(fields.fused(parts, f"{body}layers.{i}.{theirs}.weight"))
-    return table + [Rule(ours, theirs) for ours, theirs in names["output"].get(config.head, ())]
-
-
-def rules(config: BertConfig) -> list[Rule]:
-    if config.variant == "modernbert":
-        return _modernbert(config)
-    names = NAMES[config.variant]
-    body = "" if config.head == "none" else f"{config.variant}."
-    layers = {"embedding_norm": f"{body}embeddings.LayerNorm"}
-    layers |= fields.blocks(config.n_layers, "blocks", f"{body}{names['layers']}", names["block"])
-    if config.has_pooler:
-        layers["pooler"] = f"{body}pooler.dense"
-    kinds = ["word", "position", *(["token_type"] if config.n_token_types else [])]
-    embeddings = {f"{kind.removeprefix('token_')}_embedding": f"{body}embeddings.{kind}_embeddings" for kind in kinds}
-    table = fields.layers(embeddings, ["weight"])
+            table.append(fields.fused(parts, f"{body}{names['layers']}.{i}.{theirs}.weight"))
+    tensors = names["tensors"].items()
+    table += [Rule(ours, f"{body}{their}") for ours, their in tensors if config.n_token_types or "type" not in ours]
     if config.head in ("masked_lm", "pretraining"):
-        layers |= names["masked_lm"]
-        table += [Rule("masked_lm.decoder.bias", theirs) for theirs in names["output_bias"]]
-        table.append(Rule("word_embedding.weight", names["output"]))
-    if config.head == "pretraining":
-        layers["next_sentence"] = "cls.seq_relationship"
-    if config.head == "classification":
-        layers |= names["classification"]
-    table += fields.layers(layers)
+        weight, *biases = names["output"]
+        table += [Rule("word_embedding.weight", weight), *(Rule("masked_lm.decoder.bias", bias) for bias in biases)]
+    elif config.head == "classification":
+        table += fields.layers(names.get("last", {}))
     norms = [rule for rule in table if "LayerNorm" in rule.theirs]
     # The published checkpoints still say gamma and beta, as TensorFlow did.
     new = [rule.theirs.replace(".weight", ".gamma").replace(".bias", ".beta") for rule in norms]

@@ -124,15 +124,20 @@ class Fields(dict[str, Any]):
         return super().items()
 
 
-def refuse_unknown(hf: Fields, without_effect: Collection[str], what: str) -> None:
-    """Raises UserError for fields that the reader does not use and that may change what a model computes: all but those
-    in names.yaml and in the reader's WITHOUT_EFFECT. Empty values (null, {}, []) are ignored, and so are names that
-    begin with an underscore, which libraries use for their own notes."""
+def unknown(hf: Fields, without_effect: Collection[str]) -> str:
+    """The fields that the reader does not use and that may change what a model computes: all but those in names.yaml
+    and in the reader's WITHOUT_EFFECT. Empty values (null, {}, []) are ignored, and so are names that begin with an
+    underscore, which libraries use for their own notes."""
     known = {*names()["all"]["without effect"], *without_effect, *hf.used}
-    if unknown := [n for n in hf if n not in known and not n.startswith("_") and hf[n] not in (None, {}, [])]:
-        first = f"{unknown[0]}={hf[unknown[0]]!r:.60}"
+    left = [n for n in hf if n not in known and not n.startswith("_") and hf[n] not in (None, {}, [])]
+    return some([f"{name}={hf[name]!r:.60}" if i == 0 else name for i, name in enumerate(left)])
+
+
+def refuse_unknown(hf: Fields, without_effect: Collection[str], what: str) -> None:
+    """Raises UserError where there are `unknown` ones."""
+    if fields := unknown(hf, without_effect):
         raise UserError(
-            f"config.json: {some([first, *unknown[1:]])}: unknown for {what}, so the model may compute something else. "
+            f"config.json: {fields}: unknown for {what}, so the model may compute something else. "
             "If a field changes no output, remove it from config.json; of quantized weights, give the original ones"
         )
 

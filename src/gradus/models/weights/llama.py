@@ -22,16 +22,17 @@ def config_from_hf(hf: dict) -> LlamaConfig:
     kind = hf.get("model_type", "llama")
     for name, value in NAMES["lacking"].get(kind, {}).items():
         hf.setdefault(name, value)
-    if kind == "qwen2" and not hf.get("use_sliding_window", False):
-        hf["sliding_window"] = None  # published ones name a window that is not used
-    if kind == "mistral" and (hf["sliding_window"] or 0) >= hf["max_position_embeddings"]:
-        hf["sliding_window"] = None  # a window that holds every text is none
-    if set(hf.get("layer_types") or ()) == {"full_attention"}:
+    same, window = fields.read(hf, NAMES["fields"]), hf.get("sliding_window") or 0
+    if full := set(hf.get("layer_types") or ()) == {"full_attention"}:
         hf["layer_types"] = None
+    if kind == "qwen2":  # published ones name a window that no layer has
+        used = hf.get("use_sliding_window", False) and hf["max_window_layers"] < same["n_layers"]
+        window = window if used and not full else 0
+    hf["sliding_window"] = window if 0 < window < same["seq_len"] else None  # one that holds every text is none
     fields.only("llama", hf, NAMES["fixed"])
     fields.architecture("llama", hf, ARCHITECTURES[kind])
     experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}
-    same, d_head, theta = fields.read(hf, NAMES["fields"]), hf.get("head_dim"), hf.get("rope_theta", 10_000.0)
+    d_head, theta = hf.get("head_dim"), hf.get("rope_theta", 10_000.0)
     new = hf.get("rope_parameters")  # the name since transformers 5
     rope = type(hf)(hf.get("rope_scaling") or new or {})
     return LlamaConfig(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
-from gradus.models.weights import Rule, fields
+from gradus.models.weights import Rule, Stored, fields
 from gradus.recipe.schema import T5Config
 
 MODEL_TYPES = ("t5",)
@@ -45,12 +45,14 @@ def config_from_hf(hf: dict) -> T5Config:
     )
 
 
-def with_tensors(config: T5Config, names: Collection[str]) -> T5Config:
+def with_tensors(config: T5Config, tensors: Mapping[str, Stored]) -> T5Config:
     """The configuration of a file with these tensors. transformers 5 ties every T5 by its configuration, and leaves it
-    to the file whether there is a head of its own (v1.1)."""
-    if config.tie_output and config.scale_output is False and "lm_head.weight" in names:
-        return config.model_copy(update={"tie_output": False, "scale_output": None})
-    return config
+    to the file whether there is a head of its own: v1.1 has one, and older files have the embedding once more."""
+    head, embedding, scaled = tensors.get("lm_head.weight"), tensors.get("shared.weight"), config.scales
+    tied = head is None
+    if head and embedding and config.tie_output and scaled:
+        tied = head.read().equal(embedding.read())
+    return config.model_copy(update={"tie_output": tied, "scale_output": None if scaled == tied else scaled})
 
 
 def config_to_hf(config: T5Config) -> dict:
