@@ -309,7 +309,9 @@ def _using(verb: Verb) -> None:
     add("--split", choices=["valid", "test"], help="take the first --n samples of the run's data instead")
     add("--n", type=limits.whole(1, limits.SAMPLES), default=16, help="with --split: how many (default 16)")
     add("--top", type=limits.whole(1, limits.CLASSES), default=5, help="how many of the likeliest answers (default 5)")
-    add("--to", metavar="FILE", help="the predictions as .jsonl")
+    add("--to", metavar="FILE", help="the predictions as .jsonl; as RUN/predictions.jsonl they are in the run's report")
+    text = "of images: a picture with the answers, green or red where the right ones are known, as .svg"
+    add("--grid", dest="grid_file", metavar="FILE", help=text)
     add("--adapter", action="append", metavar="DIR", help=ADAPTER)
     _engine(add)
     text = "what a model does with a text or an image, as one page: attention, positions, patches, nearest words"

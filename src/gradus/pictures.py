@@ -103,6 +103,13 @@ def image(x: float, y: float, width: float, height: float, rows: Sequence[bytes]
     return f'<image {place} {drawn} href="data:image/png;base64,{data}"/>'
 
 
+def photo(pixels: Any, x: float, y: float, size: float) -> str:
+    """An image in a square. pixels: uint8 (1 or 3, height, width), an array or a tensor."""
+    channels = pixels.tolist() if len(pixels) == 3 else pixels.tolist() * 3
+    rows = [bytes(v for pixel in zip(*line) for v in (*pixel, 255)) for line in zip(*channels)]
+    return image(x, y, size, size, rows, "photo")
+
+
 def shades(values: Any, most: float | None = None) -> list[bytes]:
     """Rows for `image`, in the colours of `heatmap`."""
     table = _numbers(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from gradus import models
 from gradus import recipe as recipes
@@ -23,7 +25,7 @@ from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
 from gradus.data.tokenizers import ByteTokenizer
 from gradus.errors import UserError
-from gradus.infer import find
+from gradus.infer import find, grid
 from gradus.infer.predict import evaluate, open_evaluation, predict, prepared, read_images, rows_of, texts_of
 from gradus.infer.sidecar import image_processor
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
@@ -367,7 +369,7 @@ def test_evaluate_needs_weights_of_the_family(digits, tmp_path, capsys):
 
 def test_a_runs_split_with_right_and_wrong(digits, tmp_path):
     folder, _ = digits
-    lines = run(folder, "--split", "test", "--n", "20", "--to", tmp_path / "o.jsonl")
+    lines = run(folder, "--split", "test", "--n", "20", "--to", tmp_path / "o.jsonl", "--grid", tmp_path / "o.svg")
     session = open_session(recipes.load(folder))
     data, model = session.task.splits["test"], models.load(folder).eval()
     with torch.no_grad():
@@ -379,11 +381,17 @@ def test_a_runs_split_with_right_and_wrong(digits, tmp_path):
     assert f"{sum(right)} of 20 right" in lines
     records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [(r["label"], r["truth"], r["right"]) for r in records] == [(str(g), str(t), ok) for g, t, ok in zip(guesses, truths, right)]
+    svg = (tmp_path / "o.svg").read_text()
+    assert [svg.count(colour) for colour in (grid.RIGHT, grid.WRONG)] == [sum(right), 20 - sum(right)]
+    texts = re.findall("<text[^>]*>([^<]*)</text>", svg)
+    assert f"{sum(right)} of 20 right" in texts and [t for t in texts if t.startswith("it is")] == [f"it is {t}" for t, ok in zip(truths, right) if not ok]
+    shown = [Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall("base64,([^\"]*)", svg)]
+    for i, picture in enumerate(shown):
+        assert np.array_equal(np.asarray(picture)[..., :3], np.broadcast_to(data[i]["image"], (3, 8, 8)).transpose(1, 2, 0))
+    assert len(shown) == 20
 
 
 def test_an_image_file_is_read_as_in_training(digits, tmp_path):
-    from PIL import Image
-
     folder, _ = digits
     data = open_session(recipes.load(folder)).task.splits["test"]
     for i in range(4):
@@ -541,6 +549,8 @@ def test_options_without_effect_and_models_without_a_head(tmp_path, capsys):
         (["masked", "a [MASK]", "--to", f"{tmp_path}/no/folder/x.jsonl"], "cannot be written"),
         (["masked", "a [MASK]", "--top", "0"], "--top=0"),
         (["vit", f"{tmp_path}/none.png"], "no such image file"),
+        (["vit", f"{tmp_path}/none.png", "--grid", "x.png"], "saved as .svg"),
+        (["masked", "a [MASK]", "--grid", "x.svg"], "--to RUN/predictions.jsonl, which gradus report RUN shows"),
     ]
     for (name, *words), said in cases:
         message = fails("predict", tmp_path / name, *words, capsys=capsys)

@@ -15,7 +15,7 @@ from report_parts import Tags, rows_of, variant
 from gradus.errors import FAULT, UserError, exit_code
 from gradus.report import plots
 from gradus.report.blocks import Figure, Heading, Table
-from gradus.report.report import compared, content, energy, planned, report
+from gradus.report.report import SHOWN, compared, content, energy, planned, predictions, report
 from gradus.report.runs import by_recipe, read
 
 pytest.importorskip("matplotlib")
@@ -260,3 +260,17 @@ def test_efficiency_is_against_all_processes_of_the_first_run():
 
     speed = next(compared([run(2, 1.0), run(4, 1.6), run(8, 2.0)]))
     assert [row[-2:] for row in speed.rows] == [["1", "1"], ["1.6", "0.8"], ["2", "0.5"]]
+
+
+def test_predictions_that_lie_in_a_runs_folder_are_a_table(folders, tmp_path):
+    variant(folders / "long", tmp_path / "run")
+    rows = [{"input": "1 2", "answer": "2 1", "truth": "1 2", "right": False}, *[{"input": f"{i} <", "label": "good", "truth": "good", "right": True} for i in range(40)]]
+    (tmp_path / "run/predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = read([str(tmp_path / "run")])
+    (table,) = predictions([run])
+    assert table.head == ["input", "answer", "it is", ""] and len(table.rows) == SHOWN
+    assert table.rows[:2] == [["1 2", "2 1", "1 2", "wrong"], ["0 <", "good", "good", "right"]]
+    assert table.caption == f"{run.name}: 40 of 41 right; the first 32 of 41."
+    (tmp_path / "run/predictions.jsonl").write_text('{"input": 5}\n')
+    with pytest.raises(UserError, match=r"predictions.jsonl: line 1 is no prediction"):
+        list(predictions(read([str(tmp_path / "run")])))

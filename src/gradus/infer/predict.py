@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradus import files, limits, models, tasks
+from gradus import files, limits, models, pictures, tasks
 from gradus import recipe as recipes
 from gradus.data import preprocessor, readers
 from gradus.data.augment import normalise
@@ -31,6 +31,7 @@ from gradus.infer import (
     encode,
     engines,
     fits,
+    grid,
     note,
     read_export_info,
     readable,
@@ -72,11 +73,18 @@ def predict(args: Any) -> Iterator[str]:
     """
     if args.split and args.inputs:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
+    if args.grid_file and Path(args.grid_file).suffix != ".svg":
+        raise UserError(f"--grid={args.grid_file}: the picture is saved as .svg. Give a name with that ending.")
     if args.to and Path(args.to).suffix != ".jsonl":
         raise UserError(f"--to={args.to}: this is saved as .jsonl. Give a name with that ending.")
     sources = sources_of(args.model, args.adapter, args.engine, args.precision)
     if len(sources) > 1 and (args.inputs in ([], ["-"]) or args.split):
         raise UserError("several of --adapter answer the same inputs: give these as arguments.")
+    if args.grid_file and sources[0].config.reads != "images":
+        table = "--to RUN/predictions.jsonl, which gradus report RUN shows as a table"
+        raise UserError(
+            f"--grid={args.grid_file}: it shows images, and this model reads {sources[0].config.reads}. Use {table}."
+        )
     records: list[Record] = []
     if "-" in args.inputs and len(args.inputs) > 1:
         raise UserError('"-" stands for the lines of standard input, so it is given alone. Leave the other inputs out.')
@@ -96,11 +104,14 @@ def predict(args: Any) -> Iterator[str]:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:
         try:
-            files.write_text(Path(args.to), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+            lines = ({k: v for k, v in record.items() if k != "pixels"} for record in records)
+            files.write_text(Path(args.to), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         except OSError as e:
             why = f"cannot be written ({e.strerror or e})"
             raise UserError(f"--to={args.to}: {why}. Give a file in a folder you may write.") from None
         yield f"wrote {args.to}"
+    if args.grid_file and (shown := [record for record in records if "pixels" in record]):
+        yield f"wrote {pictures.write(grid.of_predictions(shown), args.grid_file, '')}"
     if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
         few = f"{len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first"
         raise UserError(f"standard input: {few}. The output has the reason in place of each answer.")
@@ -388,7 +399,8 @@ def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device
 
 def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
     images = read_images(source, files)
-    return labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
+    records = labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
+    return ({**record, "pixels": image} for record, image in zip(records, images))
 
 
 # ---------------------------------------------------------------- the run's own data
@@ -413,7 +425,8 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
 
         for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # of a run: no scores
             truth = class_names(source)[int(sample["label"])]
-            yield {**record, "truth": truth, "right": record["label"] == truth}
+            pixels = {"pixels": sample["image"]} if image else {}
+            yield {**record, "truth": truth, "right": record["label"] == truth, **pixels}
     elif isinstance(task, Copy):
         yield from copies(source, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], LazyEngine(source))
     elif isinstance(task, Translation):

@@ -209,22 +209,17 @@ def gaze(weights: Tensor) -> str:
     return f"{text}; entropy {entropy(row[None]):.1f} of at most {math.log2(len(row)):.1f} bits"
 
 
-def _photo(pixels: Tensor, x: float, y: float, size: float) -> str:
-    rows = torch.cat([pixels, torch.full_like(pixels[:1], 255)]).permute(1, 2, 0)  # (height, width, 4)
-    return pictures.image(x, y, size, size, [bytes(row.flatten().tolist()) for row in rows], "photo")
-
-
 def _over_image(pixels: Tensor, weights: Tensor, x: float, y: float, size: float) -> str:
     (side, before), row = _cut(weights), _look(weights)
     times = (row[before:] * len(row)).clamp_min(1e-9).log2().clamp(-2, 2).view(side, side)
     grey = pixels.float().mean(0, keepdim=True).byte().expand(3, -1, -1)
-    return _photo(grey, x, y, size) + pictures.image(x, y, size, size, pictures.shades(0.8 * times, 2.0))
+    return pictures.photo(grey, x, y, size) + pictures.image(x, y, size, size, pictures.shades(0.8 * times, 2.0))
 
 
 def patches(pixels: Tensor, n_tokens: int) -> Picture:
     side, before = _cut(torch.empty(n_tokens))
     size, gap, (height, width) = 280, 3 if side <= 32 else 1, pixels.shape[1:]
-    body = [_photo(pixels, 14, 14, size)]
+    body = [pictures.photo(pixels, 14, 14, size)]
     for i in range(1, side):
         at = 14 + size * i / side - gap / 2
         body.append(f'<rect class="paper" x="{at:.1f}" y="14" width="{gap}" height="{size}"/>')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gradus.report.studies import Study
 from gradus.text import cell as text_of
 from gradus.text import duration, size
 
+SHOWN = 32  # predictions in a table
 NOTES = 2**20  # bytes of notes at most
 cell = functools.partial(text_of, nothing="–")
 
@@ -83,6 +85,7 @@ def content(title: str, trained: Sequence[Run], notes: str, studied: Sequence[St
         yield from map(narrow, compared(group))
         yield from energy(group)
         yield from planned(group)
+        yield from predictions(group)
         yield from plots.drawn(plots.of_runs(group))
         if text := plots.not_drawn(group):
             yield plain(text)
@@ -180,6 +183,18 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
     if rows:
         head = [*["run"] * several, "figure", "planned", "measured", "error"]
         yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")
+
+
+def predictions(group: Sequence[Run]) -> Iterator[Table]:
+    """What the model of each run says of some inputs, where `gradus predict` has left it in the run's folder."""
+    for run in group:
+        if rows := run.predictions:
+            known = [row[3] for row in rows if row[3]]
+            of = f"{run.name}: {known.count('right')} of {len(known)} right" if known else run.name
+            more = f"; the first {SHOWN} of {len(rows)}" if len(rows) > SHOWN else ""
+            head = ["input", "answer", *["it is", ""] * bool(known)]
+            cut = [[textwrap.shorten(cell, 120, placeholder=" …") for cell in row[: len(head)]] for row in rows[:SHOWN]]
+            yield Table(head, cut, f"{of}{more}.", words=True)
 
 
 def machines(measured: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:

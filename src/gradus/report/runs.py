@@ -52,6 +52,17 @@ class Energy(Content):
     text: str
 
 
+class Prediction(Content):
+    """A line of what `gradus predict --to` wrote."""
+
+    input: str
+    label: str | None = None  # of a class
+    answer: str | None = None  # of an encoder-decoder
+    filled: str | None = None  # of a masked word
+    truth: str | None = None
+    right: bool | None = None
+
+
 class Summary(Content):
     """summary.json, as train.run writes it."""
 
@@ -176,6 +187,21 @@ class Run:
             path.name: path.read_text(encoding="utf-8", errors="replace")
             for path in sorted(self.folder.glob("*.sbatch"))
         }
+
+    @functools.cached_property
+    def predictions(self) -> list[list[str]]:
+        """Input, answer, right answer and whether that is the answer, of what `gradus predict --to` left there."""
+        file, rows = self.folder / "predictions.jsonl", []
+        for number, line in enumerate(
+            limits.read_text(file, limits.ROWS_FILE).splitlines() if file.is_file() else [], 1
+        ):
+            try:
+                row = Prediction.model_validate_json(line)
+            except ValueError:
+                raise UserError(f"{file}: line {number} is no prediction ({line[:60]!r}). Delete the file.") from None
+            right = {True: "right", False: "wrong", None: ""}[row.right]
+            rows.append([row.input, row.answer or row.label or row.filled or "", row.truth or "", right])
+        return rows
 
     @functools.cached_property
     def model_code(self) -> str:
