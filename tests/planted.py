@@ -217,7 +217,7 @@ LIST = (
       "train/test_evaluation.py::test_a_perplexity_of_words_is_of_models_that_are_told_by_words", of="gpt causal_lm evaluate"),
     M("tasks/masked_lm.py", "np.arange(len(row)) >= split + 2)", "np.arange(len(row)) >= split + 1)",
       "tasks/test_masked_lm.py::test_an_evaluation_sees_no_training_text", of="bert masked_lm train"),
-    M("tasks/classification.py", 'reduction="none", label_smoothing=smoothing)', 'reduction="none")',
+    M("tasks/classification.py", '"label_smoothing": self.recipe.task.label_smoothing}', '"label_smoothing": 0.0}',
       "train/test_golden.py::test_losses_are_the_golden_ones", of="vit classification train"),
     M("tasks/translation.py", 'getattr(self.splits[split], "indices", range(len(written)))', "range(len(written))",
       "tasks/test_translation.py::test_a_translation_is_compared_with_its_own_line", of="seq2seq translation evaluate"),

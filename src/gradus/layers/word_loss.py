@@ -19,13 +19,11 @@ IGNORE = -100  # a target that does not count
 ROWS = 2048  # of a chunk: the weight's gradient is read and written once a chunk, beside products over so many rows
 
 
-def summed_cross_entropy(
-    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, weights: Tensor | None = None
-) -> Tensor:
+def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
-    targets (n,), weights (classes,)."""
+    targets (n,)."""
     return F.cross_entropy(
-        logits.float(), targets, weights, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORE
+        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORE
     )
 
 

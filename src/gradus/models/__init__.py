@@ -264,8 +264,7 @@ def _open(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, dict[str, 
     if weights_too and (path / "sharded").is_dir():  # a checkpoint of several processes
         from gradus.models.weights import sharded
 
-        model = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
-        return config, weights.theirs(build(config, "meta"), model)
+        return config, weights.theirs(build(config, "meta"), sharded.model(path))
     return config, weights.read_tensors(path) if weights_too else {}
 
 
@@ -315,8 +314,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
             return config.model_copy(update={"init": str(base)}), {}
         from gradus.models.weights import sharded
 
-        trained = {k.removeprefix("model."): v for k, v in sharded.read(path).items() if k.startswith("model.")}
-        adapter = weights.theirs(whole(config), trained)
+        adapter = weights.theirs(whole(config), sharded.model(path))
     else:
         adapter = peft.read_tensors(path, stored)
     if "adapter" not in own:
@@ -333,10 +331,7 @@ def _open_adapter(path: Path, weights_too: bool) -> tuple[schema.ModelConfig, di
     def bare(name: str) -> str:
         return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
-    if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
-        from gradus.models.weights import vit_names
-
-        tensors = vit_names.resized(stored, config, tensors)
+    tensors = _resized(stored, config, tensors)
     model, taken = whole(config), {bare(name) for name in adapter}
     if about and "adapter" in own:
         peft.refuse_edited(model, about, path)
@@ -376,8 +371,7 @@ def _of_peft(
     config = base
     if heads and hasattr(base, "n_classes"):
         head = {"head": "classification", "pooler": True} if hasattr(base, "head") else {}
-        config = type(base)(**{**base.model_dump(), **head, "n_classes": heads[0].shape[0]})
-        config = config.named(base.classes, base._outputs)
+        config = base.changed(**head, n_classes=heads[0].shape[0])
     if not about.get("ensure_weight_tying"):
         config = _untied(config, whole)
     model, table = build(config, "meta"), weights.rules_of(config.family).rules(config)
@@ -397,7 +391,7 @@ def _untied(base: schema.ModelConfig, saved: Iterable[str]) -> schema.ModelConfi
     config = base
     if getattr(base, "tie_output", False) and weights.shared(build(base, "meta"), saved):
         scale = {"scale_output": base.scales} if hasattr(base, "scales") else {}
-        config = type(base)(**{**base.model_dump(), **scale, "tie_output": False}).named(base.classes, base._outputs)
+        config = base.changed(**scale, tie_output=False)
     if parted := weights.shared(build(config, "meta"), saved):
         raise UserError(
             f"modules_to_save: {weights.some(parted)}: tied in the model, and PEFT unties it. Merge the adapter with "
@@ -464,7 +458,7 @@ def _from_config_json(hf: dict[str, Any], file: Path) -> schema.ModelConfig:
         if not all(isinstance(pattern, str) for pattern in freeze):
             raise ValueError(f"gradus.freeze={freeze!r:.40}")
         if own := {key: value for key, value in ours.items() if key not in ABOUT_ADAPTER}:
-            config = type(config)(**{**config.model_dump(exclude={"preset", "init"}), **own})
+            config = config.changed(**own)
         config = config.trained(adapter, freeze)
         if config.reads == "text" and config.vocab_size is None:
             raise KeyError("vocab_size")
@@ -530,8 +524,7 @@ def _override(config: schema.ModelConfig, fields: dict[str, Any], where: object)
             suggestion = did_you_mean(key, set(known) - {"family", "preset", "init"})
             raise UserError(f"{where}: {key} is not a field of a {config.family} model.{suggestion}")
     with one_line(where):
-        changed = type(config)(**{**config.model_dump(), **fields}).named(config.classes, config._outputs)
-    return changed.trained(config.adapter, config.freeze)
+        return config.changed(**fields)
 
 
 @contextmanager
@@ -686,6 +679,17 @@ def _refuse_unfit(model: nn.Module, report: weights.LoadReport, where: str) -> N
         )
 
 
+def _resized(
+    stored: schema.ModelConfig, config: schema.ModelConfig, tensors: dict[str, weights.Stored]
+) -> dict[str, weights.Stored]:
+    """The tensors, with positions for images of the size that `config` has."""
+    if getattr(config, "image_size", None) == getattr(stored, "image_size", None):
+        return tensors
+    from gradus.models.weights import vit_names
+
+    return vit_names.resized(stored, config, tensors)
+
+
 def _fitted(
     config: schema.ModelConfig, stored: schema.ModelConfig, stored_tensors: dict[str, weights.Stored], path: Path,
     strict: bool, seed: int | None,
@@ -699,11 +703,7 @@ def _fitted(
     if "stem" in (wanted, has) and wanted != has:  # the other ways to make tokens have one weight for all
         what = f"{'a' if has == 'stem' else 'no'} convolutional stem. Set patches={has}"
         raise UserError(f"{path}: patches={wanted} does not fit these weights, which have {what}")
-    model, tensors = whole(config), stored_tensors
-    if getattr(config, "image_size", None) != getattr(stored, "image_size", None):
-        from gradus.models.weights import vit_names
-
-        tensors = vit_names.resized(stored, config, tensors)
+    model, tensors = whole(config), _resized(stored, config, stored_tensors)
     rules, report = weights.match(model, tensors, strict, path)
     report.stored = stored
     values = weights.ours(model, rules, tensors, path)

@@ -27,6 +27,15 @@ from gradus.models.weights import bert as weights
 from gradus.recipe.schema import BertConfig
 
 
+def norm(config: BertConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.d_model, config.norm_eps, bias=not config.alternation)
+
+
+def dense(config: BertConfig) -> nn.Linear:
+    """Of the heads, before their projection."""
+    return nn.Linear(config.d_model, config.d_model, bias=not config.alternation)
+
+
 class BertBlock(Block):
     """Attention, then feed-forward, each followed by dropout, residual and norm: post-norm (Vaswani et al. 2017,
     section 5.4)."""
@@ -34,20 +43,15 @@ class BertBlock(Block):
     def __init__(self, config: BertConfig):
         super().__init__()
         self.attention = Attention(config.d_model, config.n_heads, dropout=config.dropout)
-        self.attention_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.attention_norm = norm(config)
         self.feedforward = FeedForward(config.d_model, config.d_ff, config.activation)
-        self.feedforward_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.feedforward_norm = norm(config)
         self.dropout = nn.Dropout(config.dropout)
         self.attention_dropout = nn.Dropout(0.0 if config.variant == "distilbert" else config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention(x, mask=mask)))  # (batch, seq, d_model)
         return self.feedforward_norm(x + self.dropout(self.feedforward(x)))
-
-
-def has_bias(config: BertConfig) -> bool:
-    """Of norms and of dense layers but the last."""
-    return config.variant != "modernbert"
 
 
 def is_local(config: BertConfig, i: int) -> bool:
@@ -61,9 +65,9 @@ class ModernBertBlock(Block):
 
     def __init__(self, config: BertConfig, first: bool):
         super().__init__()
-        self.attention_norm = nn.Identity() if first else nn.LayerNorm(config.d_model, config.norm_eps, bias=False)
+        self.attention_norm = nn.Identity() if first else norm(config)
         self.attention = Attention(config.d_model, config.n_heads, bias=False, dropout=config.dropout)
-        self.feedforward_norm = nn.LayerNorm(config.d_model, config.norm_eps, bias=False)
+        self.feedforward_norm = norm(config)
         self.feedforward = GatedFeedForward(config.d_model, config.d_ff, config.activation, config.dropout)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -78,9 +82,9 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: BertConfig, word_embedding: nn.Embedding):
         super().__init__()
-        self.dense = nn.Linear(config.d_model, config.d_model, bias=has_bias(config))
+        self.dense = dense(config)
         self.activation = ACTIVATIONS[config.activation]
-        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=has_bias(config))
+        self.norm = norm(config)
         self.decoder = nn.Linear(config.d_model, config.vocab_size)
         self.decoder.weight = word_embedding.weight
 
@@ -98,8 +102,8 @@ class ClassificationHead(nn.Module):
         gelu = ACTIVATIONS[config.activation]
         self.activation = {"roberta": torch.tanh, "distilbert": torch.relu, "modernbert": gelu}[config.variant]
         self.before = nn.Dropout(config.head_dropout if config.variant == "roberta" else 0.0)
-        self.dense = nn.Linear(config.d_model, config.d_model, bias=has_bias(config))
-        self.norm = nn.LayerNorm(config.d_model, config.norm_eps, bias=False) if config.alternation else nn.Identity()
+        self.dense = dense(config)
+        self.norm = norm(config) if config.alternation else nn.Identity()
         self.dropout = nn.Dropout(config.head_dropout)
         self.out = nn.Linear(config.d_model, config.n_classes)
 
@@ -131,11 +135,11 @@ class Bert(nn.Module):
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.n_token_types:
             self.type_embedding = nn.Embedding(config.n_token_types, config.d_model)
-        self.embedding_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=has_bias(config))
+        self.embedding_norm = norm(config)
         self.dropout = nn.Dropout(config.dropout)
         if config.alternation:
             self.blocks = nn.ModuleList(ModernBertBlock(config, first=i == 0) for i in range(config.n_layers))
-            self.final_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=False)
+            self.final_norm = norm(config)
         else:
             self.position_embedding = nn.Embedding(config.first_position + config.seq_len, config.d_model)
             self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.n_layers))
@@ -181,17 +185,15 @@ class Bert(nn.Module):
         x = self.dropout(x)  # (batch, seq, d_model)
         # (batch, 1, 1, seq): the same keys for every head and query
         mask = None if keep is None else keep[:, None, None, :]
-        if not c.alternation:
-            for block in self.blocks:
-                x = block(x, mask=mask)
-            return x
-        near = ((places[:, :, None] - places[:, None]).abs() <= c.alternation.window)[:, None]  # (1, 1, seq, seq)
-        local = {"mask": near if mask is None else near & mask}
-        local["rotary"] = rotary_table(places[:, None], c.head_dim, c.alternation.local_theta)
-        everywhere = {"mask": mask, "rotary": rotary_table(places[:, None], c.head_dim, c.alternation.theta)}
+        everywhere, local = {"mask": mask}, {}
+        if how := c.alternation:
+            near = ((places[:, :, None] - places[:, None]).abs() <= how.window)[:, None]  # (1, 1, seq, seq)
+            everywhere["rotary"] = rotary_table(places[:, None], c.head_dim, how.theta)
+            local = {"mask": near if mask is None else near & mask}
+            local["rotary"] = rotary_table(places[:, None], c.head_dim, how.local_theta)
         for i, block in enumerate(self.blocks):
             x = block(x, **(local if is_local(c, i) else everywhere))
-        return self.final_norm(x)
+        return self.final_norm(x) if c.alternation else x
 
     def pooled(self, hidden: Tensor) -> Tensor:
         """The first token's state through a dense layer and tanh: (batch, seq, d_model) -> (batch, d_model)."""

@@ -134,6 +134,11 @@ class ModelConfig(Section):
         itself, of which several may hold; none: scores, the default for one output."""
         return "none" if self._outputs == "softmax" and getattr(self, "n_classes", None) == 1 else self._outputs
 
+    def changed(self, **fields: Any) -> Self:
+        """The same configuration with other fields. Raises ValidationError where they contradict each other."""
+        other = type(self)(**{**self.model_dump(), **fields}).named(self.classes, self._outputs)
+        return other.trained(self.adapter, self.freeze)
+
     def named(self, classes: Sequence[str] | None, outputs: str = "softmax") -> Self:
         """The same configuration with these names of classes, and how its outputs are read."""
         copy = self.model_copy()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradus.data.loader import Plan
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
+from gradus.layers import Targets
 from gradus.recipe.schema import ModelConfig, Recipe
 
 Batch = dict[str, Any]  # tensors, and the ints `counts` (kind of target -> how many) and `n_tokens`
@@ -111,6 +112,28 @@ class Task:
     def examples(self, model: nn.Module, n: int) -> list[str]:
         """Lines that show what the model does on `n` validation samples."""
         return []
+
+
+class TokenTask(Task):
+    """Predicts the tokens in `labels` (batch, seq), each place with IGNORE aside."""
+
+    label_smoothing = 0.0
+
+    def output(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (batch, seq, vocab), or where the head computes by chunks their loss."""
+        raise NotImplementedError
+
+    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        targets = Targets(batch["labels"], self.label_smoothing)
+        with targets.given():
+            output = self.output(model, batch)
+        return {"tokens": targets.loss(output)}
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
+        targets = Targets(batch["labels"], count_right=True)
+        with targets.given():
+            output = self.output(model, batch)
+        return targets.sums(output, batch["counts"]["tokens"])
 
 
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[int], list[int]]:

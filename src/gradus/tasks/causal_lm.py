@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gradus.data.collate import IGNORE, pad_sequences
-from gradus.layers import Targets, keep_balance
+from gradus.layers import keep_balance
 from gradus.models.decoding import complete, sampler
 from gradus.recipe.schema import Recipe
-from gradus.tasks.base import Batch, Task, perplexity
+from gradus.tasks.base import Batch, TokenTask, perplexity
 from gradus.tasks.sources import open_running_text
 
 
-class CausalLM(Task):
+class CausalLM(TokenTask):
     """Next-token prediction over windows of running text."""
 
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
@@ -30,7 +30,7 @@ class CausalLM(Task):
         self.words = kind not in ("char", "byte")  # characters and bytes have no perplexity per word
         sized = "valid" in self.sizes  # data.limit_valid leaves windows whose bytes nobody counted
         self.units = {
-            **Task.units,
+            **TokenTask.units,
             **({"bits_per_character": "bits/character"} if self.characters else {}),
             **({"bits_per_byte": "bits/byte"} if sized else {}),
             **({"word_perplexity": ""} if sized and self.words else {}),
@@ -50,22 +50,15 @@ class CausalLM(Task):
             counts["balance"] = len(samples)
         return {**batch, "counts": counts, "n_tokens": sum(len(row) - 1 for row in ids)}
 
-    def _predict(self, model: nn.Module, batch: Batch, targets: Targets) -> Tensor:
-        with targets.given():
-            return model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions"))
+    def output(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["ids"], segments=batch.get("segments"), positions=batch.get("positions"))
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        targets = Targets(batch["labels"], self.label_smoothing)
         with keep_balance(model) as balance:
-            output = self._predict(model, batch, targets)
-        sums = {"tokens": targets.loss(output)}
+            sums = super().losses(model, batch)
         if balance:  # the mean over the layers, of each sequence
             sums["balance"] = self.recipe.model.balance * torch.stack(balance).mean(0).sum()
         return sums
-
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        targets = Targets(batch["labels"], count_right=True)
-        return targets.sums(self._predict(model, batch, targets), batch["counts"]["tokens"])
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         """Add perplexity per token, for a character tokenizer also bits per character; where the text's size is known,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from gradus import models
 from gradus.data import preprocessor
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
-from gradus.layers import Targets, summed_cross_entropy
+from gradus.layers import Targets
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_labelled
@@ -109,15 +111,14 @@ class Classification(Task):
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits = self.logits(model, batch)  # (batch, n_classes)
-        smoothing, weights = self.recipe.task.label_smoothing, self.weights and torch.tensor(self.weights).to(logits)
+        weights = self.weights and torch.tensor(self.weights).to(logits)
+        options = {"weight": weights, "label_smoothing": self.recipe.task.label_smoothing}
+        each = functools.partial(cross_entropy, logits.float(), reduction="none", **options)
         if "other_labels" not in batch:
-            return {"samples": summed_cross_entropy(logits, batch["labels"], smoothing, weights)}
+            return {"samples": each(batch["labels"]).sum()}
         # mixed images: each has two labels, weighted by their share of it (Zhang et al. 2018; Yun et al. 2019)
-        each = [
-            nn.functional.cross_entropy(logits.float(), batch[k], weights, reduction="none", label_smoothing=smoothing)
-            for k in ("labels", "other_labels")
-        ]
-        return {"samples": (batch["share"] * each[0] + (1 - batch["share"]) * each[1]).sum()}
+        share = batch["share"]
+        return {"samples": (share * each(batch["labels"]) + (1 - share) * each(batch["other_labels"])).sum()}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         labels, logits = batch["labels"], self.logits(model, batch)

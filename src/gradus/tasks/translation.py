@@ -12,19 +12,17 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
-from gradus.layers import Targets
 from gradus.models.decoding import beam_search, complete
 from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, fit_vocabulary
+from gradus.tasks.base import Batch, Task, TokenTask, fit_vocabulary
 from gradus.tasks.sources import open_pairs
 
 
-class SequenceToSequence(Task):
+class SequenceToSequence(TokenTask):
     """Teacher forcing: the decoder sees the target shifted right by one start token (Vaswani et al. 2017, section
     3.1)."""
 
     pad_id = 0
-    label_smoothing = 0.0
 
     def sequences(self, sample: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, target in, target out) ids of one sample."""
@@ -43,17 +41,8 @@ class SequenceToSequence(Task):
             batch["keep"] = keep
         return batch
 
-    def _predict(self, model: nn.Module, batch: Batch, targets: Targets) -> Tensor:
-        with targets.given():
-            return model(batch["source"], batch["target"], source_keep=batch.get("keep"))
-
-    def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        targets = Targets(batch["labels"], self.label_smoothing)
-        return {"tokens": targets.loss(self._predict(model, batch, targets))}
-
-    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
-        targets = Targets(batch["labels"], count_right=True)
-        return targets.sums(self._predict(model, batch, targets), batch["counts"]["tokens"])
+    def output(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["source"], batch["target"], source_keep=batch.get("keep"))
 
 
 def _fit_vocabularies(model: ModelConfig, source: int, target: int, separate: bool) -> ModelConfig:

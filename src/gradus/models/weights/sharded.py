@@ -23,3 +23,8 @@ def read(checkpoint: Path) -> dict[str, Chunked]:
             "Copy the checkpoint again with all its files, or use another one"
         )
     return read_files(files)
+
+
+def model(checkpoint: Path) -> dict[str, Chunked]:
+    """Those of the model alone, under their names."""
+    return {k.removeprefix("model."): v for k, v in read(checkpoint).items() if k.startswith("model.")}

@@ -24,7 +24,7 @@ class Stored:
     dtype: str = field(default="float32", kw_only=True)  # as safetensors or PyTorch call it
 
     def read(self) -> Tensor:
-        return self.make()
+        return self.part((0,) * len(self.shape), self.shape) if self.make is None else self.make()
 
     def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The rectangle of this shape that begins at `offset`."""
@@ -41,9 +41,6 @@ class Stacked(Stored):
     """Several tensors of one shape as one."""
 
     layers: list[Stored] = field(kw_only=True)
-
-    def read(self) -> Tensor:
-        return self.part((0,) * len(self.shape), self.shape)
 
     def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         import torch
@@ -67,9 +64,6 @@ class Chunked(Stored):
 
     name: str = field(kw_only=True)
     chunks: list[Chunk] = field(kw_only=True)
-
-    def read(self) -> Tensor:
-        return self.part((0,) * len(self.shape), self.shape)
 
     def part(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         import torch
