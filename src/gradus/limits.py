@@ -91,8 +91,8 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")  # Linux: th
 def regular(path: str | Path, most: float = math.inf) -> Path:
     """The path, where it is a regular file of at most `most` bytes.
 
-    Raises UserError for another kind of file (reading a FIFO, a device or a socket could wait without end) and for a
-    larger one; the caller handles FileNotFoundError and its like.
+    Raises UserError for another kind of file (reading a FIFO, a device or a socket could wait without end), for a
+    larger one and for what Git LFS puts in a file's place; the caller handles FileNotFoundError and its like.
     """
     path = Path(path)
     about = path.stat()
@@ -100,6 +100,8 @@ def regular(path: str | Path, most: float = math.inf) -> Path:
         raise UserError(f"{path}: cannot be read: a folder, pipe, socket or device. Give a regular file.")
     if about.st_size > most:
         raise UserError(f"{path}: {about.st_size:,} bytes; such a file has at most {most:,.0f}. Is it the right one?")
+    if 0 < about.st_size < 1000 and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise UserError(f"{path}: a pointer of Git LFS, not the file itself. In its folder: git lfs pull")
     return path
 
 

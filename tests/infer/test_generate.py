@@ -166,7 +166,7 @@ def test_what_generation_config_asks_for_and_is_not_done_is_told(gpt, capsys):
     folder, _ = gpt
     file = folder / "generation_config.json"
     usual = {"eos_token_id": 2, "max_length": 20, "temperature": 1.0, "top_p": 1.0, "do_sample": False, "repetition_penalty": 1.0}
-    for asked in ({}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"no_repeat_ngram_size": 3}, {"num_beams": 4}):
+    for asked in ({}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"no_repeat_ngram_size": 3}, {"num_beams": 4}, {"guidance_scale": 2.0}):
         file.write_text(json.dumps(usual | asked))
         told = run(folder, "once", "--max-new", "1", capsys=capsys)[1]
         assert ("not applied" in told) == bool(asked) and all(f"{key}={value}" in told for key, value in asked.items())

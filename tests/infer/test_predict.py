@@ -159,6 +159,9 @@ def test_an_evaluation_goes_by_the_names_of_the_head(order, tmp_path, capsys):
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor([truth["sad"], truth["happy"]]))
     assert found["valid/loss"] == pytest.approx(float(expected), abs=1e-4)
     assert ("note: classes: the data's happy, sad are the head's" in capsys.readouterr().err) == (order[0] == "SAD")
+    (tmp_path / "r.yaml").write_text(f"task: {{name: classification}}\nmodel: {{init: {tmp_path}}}\ndata: {{kind: labelled, path: {tmp_path / 't.jsonl'}, text: text, label: label}}\n"
+                                     "optimizer: {name: adamw, lr: 1.0e-3}\nschedule: {name: constant}\nbatch: {samples: 4}\ntrain: {steps: 1}\ntokenizer: {kind: file}\n")  # fmt: skip
+    assert evaluate(str(tmp_path / "r.yaml"), [], "valid", str(tmp_path)) == found, "a recipe that starts from the same weights"
     hf = json.loads((tmp_path / "config.json").read_text())
     for names, said_of in ((("good", "bad"), r"the weights' head has the classes good, bad; the data has happy, sad"), (("LABEL_0", "LABEL_1"), "have no names")):
         (tmp_path / "config.json").write_text(json.dumps(hf | {"id2label": dict(enumerate(names))}))

@@ -369,12 +369,25 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1", b"PK\3\4 cut"])
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut"])
 def test_damaged_pytorch_bin(content, tmp_path):
     models.save(random_model(LLAMA), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"pytorch_model.bin: refused: not a PyTorch file, or not a whole one"):
+        models.load(tmp_path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_what_git_lfs_leaves_in_a_files_place_is_named(name, tmp_path):
+    models.save(random_model(LLAMA), tmp_path)
+    if name.endswith(".bin"):
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(UserError, match=f"{name}: a pointer of Git LFS, not the file itself. In its folder: git lfs pull"):
         models.load(tmp_path)
 
 

@@ -27,9 +27,14 @@ from gradus.tasks.sources import in_documents
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
-# keys of generation_config.json, and of an older config.json, that change answers in transformers
+# keys of an older config.json that change answers in transformers
 UNAPPLIED = re.compile(
     "penalty|ngram|do_sample|temperature|^top_[kp]|^min_|typical|beams|forced_bos|words_ids|suppress|sequence_bias"
+)
+# keys of generation_config.json that do not, or that are read elsewhere; those that change answers are all others
+HARMLESS = re.compile(
+    "^_|^(bos|eos|pad|decoder_start)_token_id$|^max_|version|cache|^output_|^return_|assistant|num_return|compile|"
+    "trust_remote|^early_stopping$|^length_penalty$|renormalize|^(chat_format|eos_token|pad_token|transformers)"
 )
 
 
@@ -241,7 +246,8 @@ def repetition_penalty(source: ModelSource, applied: bool = True) -> float:
         penalty = penalty or (asked.pop("repetition_penalty", None) if applied else 1)
         if penalty is not None and (type(penalty) not in (int, float) or penalty <= 0):
             raise UserError(f"{file}: repetition_penalty={penalty!r:.40}: must be a positive number.")
-        unapplied = [(key, value) for key, value in asked.items() if UNAPPLIED.search(key)]
+        answers = UNAPPLIED.search if file.name != GENERATION else lambda key: not HARMLESS.search(key)
+        unapplied = [(key, value) for key, value in asked.items() if answers(key)]
         if told := [f"{key}={v!s:.40}" for key, v in unapplied if v is True or v not in (None, 0, 1, [])]:
             note(f"{file}: not applied: {', '.join(told)}. gradus generate --help lists what can be set")
     if (penalty or 1) != 1:
@@ -275,6 +281,9 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
         if start is None:
             own = "Use the model's own (gradus generate: --tokenizer PATH)."
             raise UserError(f"the tokenizer has no begin token. {own}")
+        for file in source.beside(GENERATION) if recipe is None else ():
+            if (asked := read_object(file).get("decoder_start_token_id", start)) not in (start, None):
+                raise UserError(f"{file}: decoder_start_token_id={asked!s:.40}: Gradus starts an answer with {start}.")
         return Encoded([[start]] * len(rows), sources, ends)
 
     documents = recipe is None or in_documents(recipe)

@@ -47,6 +47,7 @@ from gradus.parallel import qat
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import single_process
 from gradus.parallel.precision import Precision
+from gradus.recipe.presets import beside_weights
 from gradus.recipe.schema import ImagesData, Preprocess, Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
@@ -508,13 +509,14 @@ def open_evaluation(
         if free != extra:
             taken = ", ".join(free) or "nothing"
             notes.append(f"{json_file}: an evaluation uses only {taken} of it; the rest is for training")
-        # the architecture is the weights' own: see below
-        return recipes.load(name, overrides, notes=notes, configure=None, **free)
+        # the architecture is the weights' own, in the place of those that training would start from
+        configure = None if is_run else lambda init: beside_weights(checkpoint or init)
+        return recipes.load(name, overrides, notes=notes, configure=configure, **free)
 
+    is_run = (Path(name) / "recipe.yaml").is_file()
     recipe = RunContext(json_file).load_with(load, notes)
     for text in notes:
         note(text)
-    is_run = (Path(name) / "recipe.yaml").is_file()
     for override in overrides if is_run else ():
         if not override.startswith(FREE):
             raise UserError(f"{override}: this would be another model. Only {', '.join(FREE)} may change.")

@@ -244,7 +244,7 @@ def read_pickle(file: Path) -> dict[Any, Any]:
 
     try:
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            state = torch.load(limits.regular(file), map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as e:
             if "mmap can only be used" not in str(e):
                 raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradus import limits
 from gradus.errors import UserError, some
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def read_files(files: Iterable[Path]) -> dict[str, Chunked]:
     for path in files:
         folder = path.parent
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(limits.regular(path), framework="pt") as file:
                 places = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
                 for name in file.keys():  # noqa: SIM118  (no mapping)
                     shape = tuple(file.get_slice(name).get_shape())
