@@ -30,7 +30,7 @@ USUAL = {
     "pad": ("[PAD]", "<pad>"),
     "bos": ("<s>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
-    "unk": ("[UNK]", "<unk>"),
+    "unk": ("[UNK]", "<unk>", "<|endoftext|>"),
     "mask": ("[MASK]", "<mask>"),
     "cls": ("[CLS]",),
     "sep": ("[SEP]",),
@@ -150,6 +150,11 @@ def package_tokenizers():
     return package
 
 
+def content_of(token: Any) -> Any:
+    """The text of a token that a file names: by itself, or as an AddedToken in JSON."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 class FastTokenizer(Tokenizer):
     """Wraps a `tokenizers.Tokenizer` (WordPiece, BPE, Unigram).
 
@@ -171,9 +176,7 @@ class FastTokenizer(Tokenizer):
         self.config = dict(config or {})
         tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))  # is <s> in a text two letters?
         for role in ROLES:
-            name = self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None))
-            if isinstance(name, dict):  # an AddedToken as JSON
-                name = name.get("content")
+            name = content_of(self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None)))
             if name is not None and (not isinstance(name, str) or name not in vocab):
                 meant = did_you_mean(str(name)[:60], special)
                 raise UserError(f"{where}: {role}_token {name!r:.60} is not in the vocabulary.{meant}")
