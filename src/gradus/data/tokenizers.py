@@ -53,6 +53,7 @@ class Tokenizer:
     after: Sequence[int] = ()
     # texts that are kept with it, by the names of their files: chat templates, and of a checkpoint's what ends a text
     beside: Mapping[str, str] = {}
+    special_in_text = True  # is the name of a special token in a text that token?
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. No special tokens are added."""
@@ -174,7 +175,8 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self.config = dict(config or {})
-        tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))  # is <s> in a text two letters?
+        tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))
+        self.special_in_text = not tokenizer.encode_special_tokens
         for role in ROLES:
             name = content_of(self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None)))
             if name is not None and (not isinstance(name, str) or name not in vocab):
@@ -368,8 +370,9 @@ def train_bpe(
     rust.pre_tokenizer = package.pre_tokenizers.Sequence([split, words])
     rust.decoder = package.decoders.ByteLevel()
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    added = [package.AddedToken(name, lstrip=name == "<mask>", special=True) for name in names]
     trainer = package.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=added, initial_alphabet=alphabet, show_progress=False
     )
     rust.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
     rust.pre_tokenizer = words
