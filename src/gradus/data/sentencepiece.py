@@ -28,10 +28,10 @@ class SentencePieceTokenizer(Tokenizer):
     model that the package cannot read.
     """
 
-    def __init__(self, model: bytes, config: Mapping[str, Any] | None = None, plain: bool = False):
+    def __init__(self, model: bytes, config: Mapping[str, Any], plain: bool):
         from sentencepiece import SentencePieceProcessor
 
-        self.config, self.model = dict(config or {}), model + PLAIN * plain
+        self.config, self.model = dict(config), model + PLAIN * plain
         self.sp = sp = SentencePieceProcessor(model_proto=self.model)
         self.plain, self.n_pieces = self.model.endswith(PLAIN), sp.get_piece_size()
         self.prefix = self.config.get("add_prefix_space") is not False
@@ -42,7 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
         if not self.config.get("split_special_tokens"):
             own = (i for i in range(self.n_pieces) if sp.is_control(i) or sp.is_unknown(i))
             added |= {i: {"content": sp.id_to_piece(i), "special": True} for i in own}
-        added |= {int(i): token for i, token in self.config.get("added_tokens_decoder", {}).items()}
+        added |= config["added_tokens_decoder"]
         self.added, self.names = added, {token["content"]: i for i, token in added.items()}
         self.vocab_size = max(self.n_pieces - 1, *added, -1) + 1
         for role in ROLES:
@@ -51,10 +51,9 @@ class SentencePieceTokenizer(Tokenizer):
             i = getattr(sp, f"{role}_id", lambda: -1)() if i == sp.unk_id() else i
             setattr(self, f"{role}_id", None if i < 0 else i)
         longest_first = sorted(added.values(), key=lambda token: -len(token["content"]))
-        part = lambda token, flag, pattern: pattern * token.get(flag, False)  # noqa: E731
         forms = (
-            part(t, "lstrip", r"\s*") + part(t, "single_word", r"(?<!\w)") + re.escape(t["content"])
-            + part(t, "single_word", r"(?!\w)") + part(t, "rstrip", r"\s*") for t in longest_first
+            r"\s*" * t.get("lstrip", 0) + r"(?<!\w)" * (alone := t.get("single_word", 0)) + re.escape(t["content"])
+            + r"(?!\w)" * alone + r"\s*" * t.get("rstrip", 0) for t in longest_first
         )  # fmt: skip
         self.split = re.compile(f"({'|'.join(forms) or '(?!)'})")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gradus.data.tokenizers import (
 )
 from gradus.errors import DataError, UserError
 
+Config = dict[str, Any]  # what the files beside a tokenizer say of it
 # Tokenizers of transformers whose files are read here, by class or model type: the kind of file, and the roles of the
 # tokens before and after a text; without a role, add_bos_token and add_eos_token decide
 WORDPIECE, BYTE_BPE, PIECES = ("WordPiece", "cls", "sep"), ("byte-level BPE", "", ""), ("SentencePiece", "", "")
@@ -37,6 +39,7 @@ CLASSES = {
     **dict.fromkeys(LIKE_BERT, WORDPIECE), "gpt2": BYTE_BPE, "qwen2": BYTE_BPE,
     "roberta": ("byte-level BPE", "bos", "eos"), "llama": PIECES, "t5": ("SentencePiece", "", "eos"),
 }  # fmt: skip
+BYTE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 END = "<|endoftext|>"
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -81,16 +84,15 @@ def load(path: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _class(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
-    """The name in CLASSES of what a folder's files are for: the tokenizer's class, else the model's type; "" for none.
-    Raises UserError for one that reads files of this kind in another way."""
+def _class(folder: Path, kind: str, config: Config) -> str:
+    """The name in CLASSES of what a folder's files are for: the tokenizer's class, else the model's type; "none" for
+    neither. Raises UserError for one that reads files of this kind in another way."""
     file = folder / "config.json"
     model = limits.read_object(file) if file.is_file() else {}
     model_type = "Marian" if (folder / "source.spm").is_file() else model.get("model_type")
     whose = str(config.get("tokenizer_class") or model.get("tokenizer_class") or f"{model_type}Tokenizer")
     name = re.sub("tokenizer(fast)?$|[-_]", "", whose.lower())
-    known = CLASSES.get(name, PIECES)[0]
-    if kind and (name not in CLASSES or kind != known) and name != "none":
+    if kind and kind != CLASSES.get(name, ("",))[0] and name != "none":
         own = f"its tokenizer is a {whose:.40}, which reads these files differently from plain {kind}"
         made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
@@ -104,13 +106,10 @@ def chat_templates(folder: Path) -> dict[str, str]:
     kept = {str(p.relative_to(folder)): limits.read_text(p, limits.TOKENIZER_FILE) for p in paths if p.is_file()}
     if not kept and (folder / "tokenizer_config.json").is_file():
         stated = _json(folder / "tokenizer_config.json").get("chat_template")
-        several = stated if isinstance(stated, list) else [{"name": "default", "template": stated}]
-        for one in several:
+        for one in stated if isinstance(stated, list) else [{"name": "default", "template": stated}]:
             match one:
-                case {"name": "default", "template": str(text)}:
-                    kept[TEMPLATE] = text
                 case {"name": str(name), "template": str(text)} if re.fullmatch(r"\w[\w.-]*", name):
-                    kept[f"{MORE_TEMPLATES}/{name}.jinja"] = text
+                    kept[TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"] = text
     return kept
 
 
@@ -154,36 +153,33 @@ def _added(token: Any) -> Any:
     return package_tokenizers().AddedToken(**{key: value for key, value in stated.items() if key != "__type"})
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> Config:
     """What the files beside a tokenizer say of it."""
-    config: dict[str, Any] = {}
+    config: Config = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             config |= _json(folder / name)
     extra = config.get("extra_ids") or 0
-    if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
+    if type(extra) is not int or not 0 <= extra <= limits.TOKEN_IDS:
         raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
     more = config.get("additional_special_tokens") or config.pop("extra_special_tokens", None) or []
+    added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
     try:
         names = [_added(token).content for token in (more.values() if isinstance(more, dict) else more)]
-    except (TypeError, AttributeError):
-        raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.") from None
-    added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
-    if added is None and file.is_file():
-        special = {*names, *(content_of(config.get(f"{role}_token")) for role in ROLES)}
-        tokens = _json(file).items()
-        added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in tokens}
-    try:
+        if added is None and file.is_file():
+            special = {*names, *(content_of(config.get(f"{role}_token")) for role in ROLES)}
+            added = {i: token if token in special else {"content": token} for token, i in _json(file).items()}
         added = {int(i): _added(token) for i, token in (added or {}).items()}
         if not all(0 <= i <= limits.TOKEN_IDS and token.content for i, token in added.items()):
             raise ValueError("an id out of range, or an empty token")
     except (TypeError, ValueError, AttributeError) as e:
-        raise UserError(f"{folder}: its added tokens are not a table of ids and tokens ({e}). Get it again.") from None
+        what = "its added tokens are not a table of ids and tokens, or its additional_special_tokens no list of texts"
+        raise UserError(f"{folder}: {what} ({e}). Get it again.") from None
     states = {i: added[i].__getstate__() for i in sorted(added)}
     return config | {"additional_special_tokens": names, "added_tokens_decoder": states}
 
 
-def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
+def _with_added(rust: Any, config: Config, folder: Path) -> FastTokenizer:
     """The tokenizer with the tokens that were added to its vocabulary: those of a role that are in it become special,
     and one for padding, which no model reads, may be new."""
     for i, state in config["added_tokens_decoder"].items():
@@ -201,7 +197,7 @@ def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenize
     return FastTokenizer(rust, config, folder)
 
 
-def _read_ours(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
+def _read_ours(file: Path, config: Config, name: str) -> Tokenizer:
     state = _json(file)
     try:
         specials, tokens = state["specials"], state["tokens"]
@@ -220,7 +216,7 @@ def _read_ours(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
     return tokenizer
 
 
-def _read_json(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
+def _read_json(file: Path, config: Config, name: str) -> Tokenizer:
     return _with_added(_rust(file), config, file.parent)
 
 
@@ -230,13 +226,18 @@ def _rust(file: Path) -> Any:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
     _numbers_one_could_mean(state)
     content = json.dumps(state | {"truncation": None, "padding": None})
+    return _tried("tokenizer.json", lambda: package_tokenizers().Tokenizer.from_str(content))
+
+
+def _tried(what: str, make: Callable[[], Any]) -> Any:
+    """The package's tokenizer that `make` gives. Raises _Damaged where the package cannot make or use it."""
     try:
-        rust = package_tokenizers().Tokenizer.from_str(content)
+        rust = make()
         rust.decode(rust.encode("A word, 1 more.").ids)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
-        raise _Damaged(f"not a readable tokenizer.json: {_first_line(e)}") from None
+        raise _Damaged(f"not a readable {what}: {_first_line(e)}") from None
     return rust
 
 
@@ -265,7 +266,7 @@ def _whole_charsmap(text: Any) -> bool:
     return not text or (len(data) > 4 and size % 4 == 0 and 0 < size <= len(data) - 4)
 
 
-def _read_wordpiece(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
+def _read_wordpiece(file: Path, config: Config, name: str) -> Tokenizer:
     """BERT's WordPiece (Devlin et al. 2019). Cased or not: tokenizer_config.json beside it says so; else a vocabulary
     with upper-case pieces is cased."""
     lines, special = _text(file), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -283,15 +284,13 @@ def _read_wordpiece(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
     return _with_added(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
 
-def _read_byte_bpe(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
+def _read_byte_bpe(file: Path, config: Config, name: str) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) of two files."""
     package = package_tokenizers()
-    pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-    names = next(pair for pair in pairs if file.name in pair)
-    table, rules = (file.parent / name for name in names)
-    for one, other in ((table, rules), (rules, table)):
+    table, rules = (file.with_name(name) for name in next(pair for pair in BYTE_FILES if file.name in pair))
+    for one in (table, rules):
         if not one.is_file():
-            raise UserError(f"{other}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")
+            raise UserError(f"{file}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")
     vocab = _json(table)
     merges = [tuple(line.split(" ")) for line in _text(rules) if line and not line.startswith("#version")]
     wrong = next((i for i, m in enumerate(merges) if len(m) != 2 or m[0] + m[1] not in vocab), None)
@@ -300,10 +299,7 @@ def _read_byte_bpe(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
     longer = sum(len(token) > 1 for token in vocab)
     if len(merges) < 0.9 * longer - 100:  # every longer token comes from a merge; a hundred or so are special
         raise _Damaged(f"{len(merges)} merges in {rules.name} for the {longer} longer tokens of {table.name}")
-    try:
-        rust = package.Tokenizer(package.models.BPE(vocab, merges))
-    except Exception as e:
-        raise _Damaged(f"not a vocabulary of byte-level BPE: {_first_line(e)}") from None
+    rust = _tried("vocabulary of byte-level BPE", lambda: package.Tokenizer(package.models.BPE(vocab, merges)))
     split = package.pre_tokenizers
     rust.pre_tokenizer = split.ByteLevel(bool(config.get("add_prefix_space")), use_regex=name != "qwen2")
     if name == "qwen2":
@@ -316,7 +312,7 @@ def _read_byte_bpe(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
     return _with_added(rust, {"tokenizer_class": "GPT2Tokenizer", **usual, **config}, file.parent)
 
 
-def _read_sentencepiece(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
+def _read_sentencepiece(file: Path, config: Config, name: str) -> Tokenizer:
     data = file.read_bytes()
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
         kind = "a vocabulary of tiktoken, as beside Llama 3's weights in Meta's layout, which is not read"
@@ -336,7 +332,7 @@ def _read_sentencepiece(file: Path, config: dict[str, Any], name: str) -> Tokeni
     return tokenizer
 
 
-def _read_llama2c(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
+def _read_llama2c(file: Path, config: Config, name: str) -> Tokenizer:
     """llama2.c's `.bin`: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
 
     Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
@@ -374,8 +370,8 @@ def _read_llama2c(file: Path, config: dict[str, Any], name: str) -> Tokenizer:
     return tokenizer
 
 
-READERS: dict[str, tuple[str, Callable[[Path, dict[str, Any], str], Tokenizer]]] = {
+READERS: dict[str, tuple[str, Callable[[Path, Config, str], Tokenizer]]] = {
     OURS: ("", _read_ours), ".json": ("", _read_json), ".txt": ("WordPiece", _read_wordpiece),
     ".model": ("SentencePiece", _read_sentencepiece), ".bin": ("", _read_llama2c),
-    **dict.fromkeys(("encoder.json", "vocab.json", "vocab.bpe", "merges.txt"), ("byte-level BPE", _read_byte_bpe)),
+    **dict.fromkeys(itertools.chain(*BYTE_FILES), ("byte-level BPE", _read_byte_bpe)),
 }  # fmt: skip
