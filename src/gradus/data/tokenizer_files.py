@@ -149,8 +149,9 @@ def _text(file: Path) -> list[str]:
 
 def _added(token: Any) -> Any:
     """An added token of the package, from a text or from what JSON holds of one."""
-    stated = {"content": token, "special": True} if isinstance(token, str) else token
-    return package_tokenizers().AddedToken(**{key: value for key, value in stated.items() if key != "__type"})
+    stated = {"content": token, "special": True} if isinstance(token, str) else dict(token)
+    stated.pop("__type", None)
+    return package_tokenizers().AddedToken(**stated)
 
 
 def _config(folder: Path) -> Config:
@@ -166,14 +167,15 @@ def _config(folder: Path) -> Config:
     added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
     try:
         names = [_added(token).content for token in (more.values() if isinstance(more, dict) else more)]
+        roles = [_added(token).content for role in ROLES if (token := config.get(f"{role}_token")) is not None]
         if added is None and file.is_file():
-            special = {*names, *(content_of(config.get(f"{role}_token")) for role in ROLES)}
+            special = {*names, *roles}
             added = {i: token if token in special else {"content": token} for token, i in _json(file).items()}
         added = {int(i): _added(token) for i, token in (added or {}).items()}
         if not all(0 <= i <= limits.TOKEN_IDS and token.content for i, token in added.items()):
             raise ValueError("an id out of range, or an empty token")
     except (TypeError, ValueError, AttributeError) as e:
-        what = "its added tokens are not a table of ids and tokens, or its additional_special_tokens no list of texts"
+        what = "its added tokens are not a table of ids and tokens, or its special tokens no texts"
         raise UserError(f"{folder}: {what} ({e}). Get it again.") from None
     states = {i: added[i].__getstate__() for i in sorted(added)}
     return config | {"additional_special_tokens": names, "added_tokens_decoder": states}
@@ -189,7 +191,7 @@ def _with_added(rust: Any, config: Config, folder: Path) -> FastTokenizer:
             wrong = f"the added token {state['content']!r:.40} has id {i}, but the next free id is {before}"
             raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
     own = {token.content for token in rust.get_added_tokens_decoder().values()}
-    new = {*config["additional_special_tokens"], content_of(config.get("pad_token"))}
+    new = [*config["additional_special_tokens"], content_of(config.get("pad_token"))]
     for token in (*(config.get(f"{role}_token") for role in ROLES), *config["additional_special_tokens"]):
         name = content_of(token)
         if isinstance(name, str) and name not in own and (name in new or rust.token_to_id(name) is not None):
@@ -276,10 +278,9 @@ def _read_wordpiece(file: Path, config: Config, name: str) -> Tokenizer:
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
     chinese = bool(config.get("tokenize_chinese_chars", True))
-    wordpiece = package_tokenizers().BertWordPieceTokenizer(
-        vocab, handle_chinese_chars=chinese, strip_accents=config.get("strip_accents"), lowercase=lowercase
-    )
-    rust = package_tokenizers().Tokenizer.from_str(wordpiece.to_str())
+    package, options = package_tokenizers(), {"strip_accents": config.get("strip_accents"), "lowercase": lowercase}
+    made = lambda: package.BertWordPieceTokenizer(vocab, handle_chinese_chars=chinese, **options).to_str()  # noqa: E731
+    rust = _tried("vocabulary of WordPiece", lambda: package.Tokenizer.from_str(made()))
     rust.add_special_tokens(special)
     return _with_added(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
