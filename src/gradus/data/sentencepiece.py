@@ -50,6 +50,7 @@ class SentencePieceTokenizer(Tokenizer):
             i = self.names.get(name, sp.piece_to_id(name))
             i = getattr(sp, f"{role}_id", lambda: -1)() if i == sp.unk_id() else i
             setattr(self, f"{role}_id", None if i < 0 else i)
+            self.config[f"{role}_token"] = None if i < 0 else self.token(i)
         longest_first = sorted(added.values(), key=lambda token: -len(token["content"]))
         forms = (
             r"\s*" * t.get("lstrip", 0) + r"(?<!\w)" * (alone := t.get("single_word", 0)) + re.escape(t["content"])
@@ -105,15 +106,10 @@ class SentencePieceTokenizer(Tokenizer):
         """Write the model under the name that Hugging Face's T5 or Llama tokenizer looks for, and its settings."""
         super().save(folder)
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         name, kind = ("spiece.model", "T5Tokenizer") if self.like_t5 else ("tokenizer.model", "LlamaTokenizer")
         (folder / name).write_bytes(self.model)
-        config: dict[str, Any] = {"tokenizer_class": kind, **self.config}
-        config |= {"add_bos_token": bool(self.before), "add_eos_token": bool(self.after)}
-        for role in ROLES:
-            i = getattr(self, f"{role}_id")
-            config[f"{role}_token"] = None if i is None else self.token(i)
-        files.write_json(folder / "tokenizer_config.json", config)
+        around = {"add_bos_token": bool(self.before), "add_eos_token": bool(self.after)}
+        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind, **self.config, **around})
 
 
 def whole_model(data: bytes) -> bool:

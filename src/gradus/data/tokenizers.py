@@ -100,6 +100,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the files from which `load(folder)` gives this tokenizer back, and what is kept `beside`. What would be
         taken for this one's is deleted: a table, a chat template."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
         for name in (OURS, TEMPLATE):
             (Path(folder) / name).unlink(missing_ok=True)
         for name, text in self.beside.items():
@@ -228,7 +229,6 @@ class FastTokenizer(Tokenizer):
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
         super().save(folder)
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))
         # transformers takes an empty added_tokens_decoder for the whole, and reads no token of tokenizer.json
         settings = {k: v for k, v in self.config.items() if v not in (None, [], {})}
