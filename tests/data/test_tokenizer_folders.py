@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import tokenizers as package
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gradus.data.tokenizer_files import load
 from gradus.errors import UserError
 
 LINES = ["the river and the house", "a green scene of 12345 quickly sung stories", "Ünïcode film, don't plot!", "the music never ends"] * 20
-TEXTS = ["the river house", "The Green Scene, 2024!", "don't sing été", "one[tok]two [tok] three", "a house</s>plot", "x"]
+TEXTS = ["the river house", "The Green Scene, 2024!", "don't sing été", "one[tok]two [tok] three", "a house</s>plot", " x", "a <mask> b<mask>",
+         "IT'S 123,  été\n\n!"]
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -132,6 +135,9 @@ FOLDERS = {
     "json: additional_special_tokens": ("bpe json", {**FAST, "additional_special_tokens": ["[tok]"]}, None, {}),
     "json: extra_special_tokens": ("bpe json", {**FAST, "extra_special_tokens": ["[tok]"]}, None, {}),
     "json: special_tokens_map.json": ("bpe json", of_class("PreTrainedTokenizerFast"), around("<s> $A"), {"special_tokens_map": ROLES}),
+    "json: a token for padding that is not in it": ("gpt2 json", of_class("GPT2Tokenizer", pad_token="[PAD]", additional_special_tokens=["[tok]"]), None, {}),
+    "json: a token of its vocabulary becomes special": ("gpt2 json", of_class("PreTrainedTokenizerFast", eos_token="the"), None, {}),
+    "json: an added token that is named special too": ("bpe json", {**FAST, "additional_special_tokens": ["[tok]"], "split_special_tokens": False}, None, {"added": "wide"}),
     "json: no class": ("gpt2 json", None, around("$A <|endoftext|>"), {"config": {"model_type": "gpt2"}}),
     "json: GPT2TokenizerFast": ("gpt2 json", of_class("GPT2TokenizerFast"), None, {}),
     "json: RobertaTokenizer's template": ("bpe json", of_class("RobertaTokenizer"), None, {}),
@@ -147,6 +153,7 @@ FOLDERS = {
     "vocab.txt: of a model's type": ("wordpiece", {"do_lower_case": True}, None, {"config": {"model_type": "bert"}}),
     "vocab.txt: cased": ("cased", of_class("BertTokenizer", do_lower_case=False), None, {}),
     "vocab.txt: accents": ("wordpiece", of_class("BertTokenizer", do_lower_case=True, strip_accents=False), None, {}),
+    **{f"vocab.txt: {name}Tokenizer": ("wordpiece", of_class(f"{name}Tokenizer"), None, {}) for name in ("Electra", "ConvBert", "MobileBert", "SqueezeBert", "LayoutLM", "Lxmert")},
     "vocab.txt: added_tokens.json": ("wordpiece", of_class("BertTokenizer"), None, {"added": "file"}),
     "vocab.txt: added_tokens_decoder": ("wordpiece", of_class("BertTokenizer"), None, {"added": "decoder"}),
     "vocab.txt: additional_special_tokens": ("wordpiece", of_class("BertTokenizer", additional_special_tokens=["[tok]"]), None, {}),
@@ -159,6 +166,10 @@ FOLDERS = {
     "merges.txt: added_tokens.json": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "file"}),
     "merges.txt: added_tokens_decoder": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "decoder"}),
     "merges.txt: RobertaTokenizer": ("bpe", of_class("RobertaTokenizer"), None, {}),
+    "merges.txt: a mask that takes the space before it": ("bpe", of_class("RobertaTokenizer", mask_token={**TOKEN, "content": "<mask>", "lstrip": True, "__type": "AddedToken"}), None, {}),
+    "merges.txt: a class that config.json names": ("gpt2", None, None, {"config": {"model_type": "bert", "tokenizer_class": "GPT2Tokenizer"}}),
+    "merges.txt: Qwen2Tokenizer": ("gpt2", of_class("Qwen2Tokenizer"), None, {"added": "decoder"}),
+    "merges.txt: Qwen2, of a model's type": ("gpt2", None, None, {"config": {"model_type": "qwen2"}}),
     "pieces: LlamaTokenizer": ("llama", LLAMA | {"add_bos_token": True}, None, {}),
     "pieces: LlamaTokenizer says nothing": ("llama", LLAMA, None, {}),
     "pieces: without a begin token": ("llama", LLAMA | {"add_bos_token": False}, None, {}),
@@ -195,6 +206,30 @@ def test_ids_are_those_of_transformers(name, make, tmp_path, pieces):
     assert theirs.eos_token_id in (None, ours.eos_id) and theirs.pad_token_id in (None, ours.pad_id)
 
 
+@pytest.mark.parametrize("legacy", [{}, {"legacy": True}, {"legacy": False}, {"legacy": None}], ids=str)
+@pytest.mark.parametrize("prefix", [{}, {"add_prefix_space": True}, {"add_prefix_space": False}, {"add_prefix_space": None}], ids=str)
+def test_a_llama_puts_a_space_in_front_as_transformers_does(legacy, prefix, make, tmp_path):
+    """Whatever the text begins with, and what follows a token in it."""
+    from transformers import AutoTokenizer
+
+    make("llama", LLAMA)
+    config = {**of_class("LlamaTokenizer", add_bos_token=True), "added_tokens_decoder": {str(load(tmp_path).vocab_size): TOKEN}}
+    make("llama", config | legacy | prefix)
+    ours, theirs = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours.save(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+
+    @settings(max_examples=25, derandomize=True, deadline=None, database=None)
+    @given(st.lists(st.sampled_from([" ", "▁", "the", "[tok]", "</s>", "\n", "\t", "é", "\u3000", "ﬁ", "house", "  "]), max_size=6).map("".join))
+    def equal(text):
+        expected = theirs(text)["input_ids"]
+        for tokenizer in (ours, again):
+            assert [tokenizer.with_special_tokens(ids) for ids in (tokenizer.encode(text), *tokenizer.encode_batch([text]))] == [expected] * 2
+            assert tokenizer.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+
+    equal()
+
+
 @pytest.mark.parametrize("kind", ["llama", "t5", "wordpiece", "gpt2"])
 def test_a_saved_one_is_the_same_here_and_in_transformers(kind, make, tmp_path, pieces):
     """Its template, its added tokens, the side it pads on: what train and export write."""
@@ -222,10 +257,11 @@ def test_special_tokens_of_tokenizer_json_alone_are_those_of_its_export(vocabula
 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"}))
     byte_level([*SPECIALS, "[tok]"]).save(str(tmp_path / "tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)(TEXTS)["input_ids"]
+    texts = TEXTS[:-1]  # the class would split numbers into digits, which the file does not
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(texts)["input_ids"]
     (ours := load(tmp_path)).save(tmp_path / "saved")
-    assert [ours.with_special_tokens(ids) for ids in ours.encode_batch(TEXTS)] == theirs
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS)["input_ids"] == theirs
+    assert [ours.with_special_tokens(ids) for ids in ours.encode_batch(texts)] == theirs
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(texts)["input_ids"] == theirs
 
 
 def test_a_llama_reads_pieces_without_their_normaliser(tmp_path):
@@ -251,7 +287,7 @@ def test_pieces_that_a_class_numbers_anew_are_refused_by_its_name(name, make, tm
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind, name", [("gpt2", "CLIPTokenizer"), ("gpt2", "WhisperTokenizer"), ("gpt2", "Qwen2Tokenizer"), ("wordpiece", "BertJapaneseTokenizer"), ("wordpiece", "MPNetTokenizer")])
+@pytest.mark.parametrize("kind, name", [("gpt2", "CLIPTokenizer"), ("gpt2", "WhisperTokenizer"), ("wordpiece", "BertJapaneseTokenizer"), ("wordpiece", "MPNetTokenizer"), ("wordpiece", "PreTrainedTokenizerFast")])
 def test_words_that_a_class_makes_in_another_way_are_refused_by_its_name(kind, name, make, tmp_path):
     make(kind, of_class(name))
     with pytest.raises(UserError, match=rf"its tokenizer is a {name}, .* needs tokenizer\.json"):

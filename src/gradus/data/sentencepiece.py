@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gradus import files
-from gradus.data.tokenizers import ROLES, Tokenizer
+from gradus.data.tokenizers import ROLES, Tokenizer, content_of
 
-# behind a model's bytes: its normalizer_spec with an empty precompiled_charsmap and remove_extra_whitespaces=false
-PLAIN = b"\x1a\x04\x12\x00\x20\x00"
+# behind a model's bytes: its normalizer_spec with an empty precompiled_charsmap, and with add_dummy_prefix and
+# remove_extra_whitespaces false
+PLAIN = b"\x1a\x06\x12\x00\x18\x00\x20\x00"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -21,19 +22,19 @@ class SentencePieceTokenizer(Tokenizer):
 
     config: what tokenizer_config.json holds. Of it count `extra_ids`, the sentinels that follow the pieces, the first
     of them last, as T5 has it; `added_tokens_decoder`, tokens beside the pieces, each of which is one token in a text;
-    and which tokens are special (`split_special_tokens`: but not in a text). Raises RuntimeError or ValueError for a
+    and which tokens are special (`split_special_tokens`: but not in a text). plain: a text is normalised as
+    transformers' Llama does it, whatever the model says: a space in front where there is none (not with
+    add_prefix_space=false; with legacy after an added token too), no more. Raises RuntimeError or ValueError for a
     model that the package cannot read.
     """
 
-    def __init__(self, model: bytes, config: Mapping[str, Any] | None = None):
+    def __init__(self, model: bytes, config: Mapping[str, Any], plain: bool):
         from sentencepiece import SentencePieceProcessor
 
-        self.config = dict(config or {})
-        # transformers' Llama takes no heed of the model's normaliser. Files that `save` wrote (extra_ids) are as read
-        llama = str(self.config.get("tokenizer_class")).lower().startswith("llamatokenizer")
-        self.model = model + PLAIN * (llama and "extra_ids" not in self.config)
+        self.config, self.model = dict(config), model + PLAIN * plain
         self.sp = sp = SentencePieceProcessor(model_proto=self.model)
-        self.n_pieces = sp.get_piece_size()
+        self.plain, self.n_pieces = self.model.endswith(PLAIN), sp.get_piece_size()
+        self.prefix = self.config.get("add_prefix_space") is not False
         # T5's files (padding 0, end 1, no begin) lack the 100 sentinels that its tokenizer puts after the pieces
         self.like_t5 = (sp.pad_id(), sp.eos_id(), sp.bos_id()) == (0, 1, -1)
         n = self.config["extra_ids"] = self.config.get("extra_ids", 100 if self.like_t5 else 0) or 0
@@ -41,39 +42,42 @@ class SentencePieceTokenizer(Tokenizer):
         if not self.config.get("split_special_tokens"):
             own = (i for i in range(self.n_pieces) if sp.is_control(i) or sp.is_unknown(i))
             added |= {i: {"content": sp.id_to_piece(i), "special": True} for i in own}
-        added |= {int(i): token for i, token in self.config.get("added_tokens_decoder", {}).items()}
+        added |= config["added_tokens_decoder"]
         self.added, self.names = added, {token["content"]: i for i, token in added.items()}
         self.vocab_size = max(self.n_pieces - 1, *added, -1) + 1
         for role in ROLES:
-            name = self.config.get(f"{role}_token")
-            name = str((name.get("content") if isinstance(name, dict) else name) or "")
+            name = content_of(self.config.get(f"{role}_token")) or ""
             i = self.names.get(name, sp.piece_to_id(name))
             i = getattr(sp, f"{role}_id", lambda: -1)() if i == sp.unk_id() else i
             setattr(self, f"{role}_id", None if i < 0 else i)
+            self.config[f"{role}_token"] = None if i < 0 else self.token(i)
         longest_first = sorted(added.values(), key=lambda token: -len(token["content"]))
-        space = lambda token, side: r"\s*" * token.get(side, False)  # noqa: E731
-        forms = (space(t, "lstrip") + re.escape(t["content"]) + space(t, "rstrip") for t in longest_first)
+        forms = (
+            r"\s*" * t.get("lstrip", 0) + r"(?<!\w)" * (alone := t.get("single_word", 0)) + re.escape(t["content"])
+            + r"(?!\w)" * alone + r"\s*" * t.get("rstrip", 0) for t in longest_first
+        )  # fmt: skip
         self.split = re.compile(f"({'|'.join(forms) or '(?!)'})")
 
     def encode(self, text: str) -> list[int]:
-        first, *others = self.split.split(text)
-        ids = self.sp.encode(first)
-        for name, part in zip(others[::2], others[1::2]):
-            ids.append(self.names[name if name in self.names else name.strip()])
-            ids += self._rest(part)
+        ids: list[int] = []
+        for i, part in enumerate(self.split.split(text)):
+            if i % 2:
+                ids.append(self.names[part if part in self.names else part.strip()])
+            else:
+                ids += self.sp.encode(self._spaced(part, i == 0))
         return ids
 
-    def _rest(self, text: str) -> list[int]:
-        """The ids of what follows an added token: another word; with transformers' legacy=false the same, if any."""
-        if self.like_t5 or self.config.get("legacy"):
-            return self.sp.encode(text.removeprefix(" "))
-        start = "\ue000"  # in no piece
-        return self.sp.encode(start + text)[len(self.sp.encode(start)) :]
+    def _spaced(self, text: str, first: bool = True) -> str:
+        """A text, or what follows an added token, with the space in front that its pieces begin with."""
+        if not self.plain:
+            return text if first else text.removeprefix(" ")
+        lacks = self.prefix and (first or self.config.get("legacy")) and text and text[0] not in " ▁"
+        return " " + text if lacks else text
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(map(self.split.search, texts)):
             return [self.encode(text) for text in texts]
-        return self.sp.encode(list(texts))
+        return self.sp.encode(list(map(self._spaced, texts)))
 
     def decode(self, ids: Iterable[int]) -> str:
         text, known = "", (int(i) for i in ids if i in self.added or (0 <= i < self.n_pieces and i != self.unk_id))
@@ -83,8 +87,9 @@ class SentencePieceTokenizer(Tokenizer):
                 text += "".join(self.token(i) for i in run if not self.added[i].get("special"))
             else:
                 run = [i for i in run if not self.sp.is_control(i)]
-                text += " " * bool(text and run and self.token(run[0])[0] == "▁") + self.sp.decode(run)
-        return text
+                begins_word = not self.plain and text and run and self.token(run[0])[0] == "▁"
+                text += " " * bool(begins_word) + self.sp.decode(run)
+        return text.removeprefix(" " * (self.plain and self.prefix))
 
     def token(self, i: int) -> str:
         if i in self.added:
@@ -95,21 +100,16 @@ class SentencePieceTokenizer(Tokenizer):
         return self.names.get(f"<extra_id_{i}>") or super().sentinel(i)
 
     def _content(self) -> bytes:
-        return self.model + json.dumps([self.names, self.config.get("legacy")]).encode()
+        return self.model + json.dumps([self.names, self.config.get("legacy"), self.prefix]).encode()
 
     def save(self, folder: str | Path) -> None:
         """Write the model under the name that Hugging Face's T5 or Llama tokenizer looks for, and its settings."""
         super().save(folder)
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         name, kind = ("spiece.model", "T5Tokenizer") if self.like_t5 else ("tokenizer.model", "LlamaTokenizer")
         (folder / name).write_bytes(self.model)
-        config: dict[str, Any] = {"tokenizer_class": kind, **self.config}
-        config |= {"add_bos_token": bool(self.before), "add_eos_token": bool(self.after)}
-        for role in ROLES:
-            i = getattr(self, f"{role}_id")
-            config[f"{role}_token"] = None if i is None else self.token(i)
-        files.write_json(folder / "tokenizer_config.json", config)
+        around = {"add_bos_token": bool(self.before), "add_eos_token": bool(self.after)}
+        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind, **self.config, **around})
 
 
 def whole_model(data: bytes) -> bool:

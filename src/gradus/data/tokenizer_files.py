@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import struct
@@ -24,21 +25,26 @@ from gradus.data.tokenizers import (
     FastTokenizer,
     Tokenizer,
     WordTokenizer,
+    content_of,
     package_tokenizers,
 )
 from gradus.errors import DataError, UserError
 
-# Classes of transformers whose files are read here: the kind of file, and the roles of the tokens before and after a
-# text; without a role, add_bos_token and add_eos_token decide
+Config = dict[str, Any]  # what the files beside a tokenizer say of it
+# Tokenizers of transformers whose files are read here, by class or model type: the kind of file, and the roles of the
+# tokens before and after a text; without a role, add_bos_token and add_eos_token decide
+WORDPIECE, BYTE_BPE, PIECES = ("WordPiece", "cls", "sep"), ("byte-level BPE", "", ""), ("SentencePiece", "", "")
+LIKE_BERT = ("bert", "convbert", "distilbert", "electra", "layoutlm", "lxmert", "mobilebert", "squeezebert")
 CLASSES = {
-    "berttokenizer": ("WordPiece", "cls", "sep"), "distilberttokenizer": ("WordPiece", "cls", "sep"),
-    "gpt2tokenizer": ("byte-level BPE", "", ""), "robertatokenizer": ("byte-level BPE", "bos", "eos"),
-    "t5tokenizer": ("SentencePiece", "", "eos"), "llamatokenizer": ("SentencePiece", "", ""),
+    **dict.fromkeys(LIKE_BERT, WORDPIECE), "gpt2": BYTE_BPE, "qwen2": BYTE_BPE,
+    "roberta": ("byte-level BPE", "bos", "eos"), "llama": PIECES, "t5": ("SentencePiece", "", "eos"),
 }  # fmt: skip
-ANY_CLASS = ("pretrainedtokenizer", "tokenizersbackend")
-OTHERS = ("mariantokenizer", "pegasustokenizer", "qwen2tokenizer")  # refused where a model's type alone names them
-BYTE_BPE = ("encoder.json", "vocab.json", "vocab.bpe", "merges.txt")
-KIND_OF = {".txt": "WordPiece", ".model": "SentencePiece", **dict.fromkeys(BYTE_BPE, "byte-level BPE")}
+BYTE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+END = "<|endoftext|>"
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # looked for in a folder, in this order
 FILES = (OURS, "tokenizer.json", "vocab.txt", "encoder.json", "vocab.json", "spiece.model", "tokenizer.model",
@@ -59,38 +65,38 @@ def load(path: str | Path) -> Tokenizer:
     if not path.exists():
         raise DataError(f"{path}: no such file or folder to read a tokenizer from.{near(path)}")
     file = _find(path) if path.is_dir() else path
-    read = READERS.get(file.name, READERS.get(file.suffix))
+    kind, read = READERS.get(file.name) or READERS.get(file.suffix) or ("", None)
     if read is None or file.name == "tokenizer_config.json":
         raise UserError(f"{file}: unknown tokenizer format. Give a folder, or {KINDS}.")
-    kind = KIND_OF.get(file.name, KIND_OF.get(file.suffix, ""))
-    name = _class(file.parent, kind)
+    config = _config(file.parent)
+    name = _class(file.parent, kind, config)
     try:
-        tokenizer: Any = read(limits.regular(file, limits.TOKENIZER_FILE))
+        tokenizer = read(limits.regular(file, limits.TOKENIZER_FILE), config, name)
     except OSError as e:
         raise DataError(f"{file}: cannot be read ({e.strerror}).") from None
     except _Damaged as e:
         raise UserError(f"{file}: truncated, corrupt or of another kind ({e}). Get the file again.") from None
     tokenizer.beside, ids = chat_templates(file.parent), []
-    for role, own in zip(CLASSES.get(name, ("", "", ""))[1:], ("bos", "eos")):
-        role = own if not role and kind and tokenizer.config.get(f"add_{own}_token") else role
+    for role, own in zip(CLASSES.get(name, PIECES)[1:], ("bos", "eos")):
+        role = own if not role and kind and config.get(f"add_{own}_token") else role
         ids.append(getattr(tokenizer, f"{role}_id", None))
     tokenizer.around(*ids)
     return tokenizer
 
 
-def _class(folder: Path, kind: str) -> str:
-    """The name in CLASSES of the class that a folder's files are for, else of its model's type; "" for none. Raises
-    UserError for a class that reads files of this kind in another way."""
-    stated, file = _config(folder).get("tokenizer_class"), folder / "config.json"
-    model = limits.read_object(file).get("model_type") if file.is_file() else None
-    model = "Marian" if (folder / "source.spm").is_file() else model
-    name = re.sub("fast$|[-_]", "", (whose := str(stated or f"{model}Tokenizer")).lower())
-    known = CLASSES.get(name, ("",))[0]
-    if kind and kind != known and name not in ANY_CLASS and (stated or name in OTHERS):
+def _class(folder: Path, kind: str, config: Config) -> str:
+    """The name in CLASSES of what a folder's files are for: the tokenizer's class, else the model's type; "none" for
+    neither. Raises UserError for one that reads files of this kind in another way."""
+    file = folder / "config.json"
+    model = limits.read_object(file) if file.is_file() else {}
+    model_type = "Marian" if (folder / "source.spm").is_file() else model.get("model_type")
+    whose = str(config.get("tokenizer_class") or model.get("tokenizer_class") or f"{model_type}Tokenizer")
+    name = re.sub("tokenizer(fast)?$|[-_]", "", whose.lower())
+    if kind and kind != CLASSES.get(name, ("",))[0] and name != "none":
         own = f"its tokenizer is a {whose:.40}, which reads these files differently from plain {kind}"
         made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
-    return name if kind in ("", known) else ""
+    return name
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -100,13 +106,10 @@ def chat_templates(folder: Path) -> dict[str, str]:
     kept = {str(p.relative_to(folder)): limits.read_text(p, limits.TOKENIZER_FILE) for p in paths if p.is_file()}
     if not kept and (folder / "tokenizer_config.json").is_file():
         stated = _json(folder / "tokenizer_config.json").get("chat_template")
-        several = stated if isinstance(stated, list) else [{"name": "default", "template": stated}]
-        for one in several:
+        for one in stated if isinstance(stated, list) else [{"name": "default", "template": stated}]:
             match one:
-                case {"name": "default", "template": str(text)}:
-                    kept[TEMPLATE] = text
                 case {"name": str(name), "template": str(text)} if re.fullmatch(r"\w[\w.-]*", name):
-                    kept[f"{MORE_TEMPLATES}/{name}.jinja"] = text
+                    kept[TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"] = text
     return kept
 
 
@@ -144,48 +147,59 @@ def _text(file: Path) -> list[str]:
         raise _Damaged(f"{file.name} is not text") from None
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _added(token: Any) -> Any:
+    """An added token of the package, from a text or from what JSON holds of one."""
+    stated = {"content": token, "special": True} if isinstance(token, str) else dict(token)
+    stated.pop("__type", None)
+    return package_tokenizers().AddedToken(**stated)
+
+
+def _config(folder: Path) -> Config:
     """What the files beside a tokenizer say of it."""
-    config: dict[str, Any] = {}
+    config: Config = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             config |= _json(folder / name)
     extra = config.get("extra_ids") or 0
-    if isinstance(extra, bool) or not isinstance(extra, int) or not 0 <= extra <= limits.TOKEN_IDS:
+    if type(extra) is not int or not 0 <= extra <= limits.TOKEN_IDS:
         raise UserError(f"{folder}: extra_ids {extra!r:.60} is not a whole number from 0 to {limits.TOKEN_IDS:,}.")
     more = config.get("additional_special_tokens") or config.pop("extra_special_tokens", None) or []
-    more = list(more.values()) if isinstance(more, dict) else more
-    names = [t.get("content") if isinstance(t, dict) else t for t in more] if isinstance(more, list) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise UserError(f"{folder}: additional_special_tokens {more!r:.60} is not a list of texts.")
     added, file = config.get("added_tokens_decoder"), folder / "added_tokens.json"
-    if added is None and file.is_file():
-        special = {*names, *(str(config.get(f"{role}_token")) for role in ROLES)}
-        tokens = _json(file).items()
-        added = {i: {"content": t, "special": t in special, "normalized": t not in special} for t, i in tokens}
     try:
-        added = {int(i): package_tokenizers().AddedToken(**token) for i, token in (added or {}).items()}
+        names = [_added(token).content for token in (more.values() if isinstance(more, dict) else more)]
+        roles = [_added(token).content for role in ROLES if (token := config.get(f"{role}_token")) is not None]
+        if added is None and file.is_file():
+            special = {*names, *roles}
+            added = {i: token if token in special else {"content": token} for token, i in _json(file).items()}
+        added = {int(i): _added(token) for i, token in (added or {}).items()}
         if not all(0 <= i <= limits.TOKEN_IDS and token.content for i, token in added.items()):
             raise ValueError("an id out of range, or an empty token")
     except (TypeError, ValueError, AttributeError) as e:
-        raise UserError(f"{folder}: its added tokens are not a table of ids and tokens ({e}). Get it again.") from None
+        what = "its added tokens are not a table of ids and tokens, or its special tokens no texts"
+        raise UserError(f"{folder}: {what} ({e}). Get it again.") from None
     states = {i: added[i].__getstate__() for i in sorted(added)}
     return config | {"additional_special_tokens": names, "added_tokens_decoder": states}
 
 
-def _with_added(rust: Any, config: dict[str, Any], folder: Path) -> FastTokenizer:
-    """The tokenizer with the tokens that were added to its vocabulary."""
+def _with_added(rust: Any, config: Config, folder: Path) -> FastTokenizer:
+    """The tokenizer with the tokens that were added to its vocabulary: those of a role that are in it become special,
+    and one for padding, which no model reads, may be new."""
     for i, state in config["added_tokens_decoder"].items():
         before, add = rust.get_vocab_size(), rust.add_special_tokens if state["special"] else rust.add_tokens
-        add([package_tokenizers().AddedToken(**state)])
+        add([_added(state)])
         if rust.get_vocab_size() > before and rust.token_to_id(state["content"]) != i:
             wrong = f"the added token {state['content']!r:.40} has id {i}, but the next free id is {before}"
             raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
-    rust.add_special_tokens([t for t in config["additional_special_tokens"] if rust.token_to_id(t) is None])
+    own = {token.content for token in rust.get_added_tokens_decoder().values()}
+    new = [*config["additional_special_tokens"], content_of(config.get("pad_token"))]
+    for token in (*(config.get(f"{role}_token") for role in ROLES), *config["additional_special_tokens"]):
+        name = content_of(token)
+        if isinstance(name, str) and name not in own and (name in new or rust.token_to_id(name) is not None):
+            rust.add_special_tokens([_added(token)])
     return FastTokenizer(rust, config, folder)
 
 
-def _read_ours(file: Path) -> Tokenizer:
+def _read_ours(file: Path, config: Config, name: str) -> Tokenizer:
     state = _json(file)
     try:
         specials, tokens = state["specials"], state["tokens"]
@@ -204,8 +218,8 @@ def _read_ours(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_json(file: Path) -> Tokenizer:
-    return _with_added(_rust(file), _config(file.parent), file.parent)
+def _read_json(file: Path, config: Config, name: str) -> Tokenizer:
+    return _with_added(_rust(file), config, file.parent)
 
 
 def _rust(file: Path) -> Any:
@@ -214,13 +228,18 @@ def _rust(file: Path) -> Any:
         raise UserError(f"{file}: JSON without a `model`, so not a tokenizer.json. Use {KINDS}.")
     _numbers_one_could_mean(state)
     content = json.dumps(state | {"truncation": None, "padding": None})
+    return _tried("tokenizer.json", lambda: package_tokenizers().Tokenizer.from_str(content))
+
+
+def _tried(what: str, make: Callable[[], Any]) -> Any:
+    """The package's tokenizer that `make` gives. Raises _Damaged where the package cannot make or use it."""
     try:
-        rust = package_tokenizers().Tokenizer.from_str(content)
+        rust = make()
         rust.decode(rust.encode("A word, 1 more.").ids)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
-        raise _Damaged(f"not a readable tokenizer.json: {_first_line(e)}") from None
+        raise _Damaged(f"not a readable {what}: {_first_line(e)}") from None
     return rust
 
 
@@ -249,34 +268,30 @@ def _whole_charsmap(text: Any) -> bool:
     return not text or (len(data) > 4 and size % 4 == 0 and 0 < size <= len(data) - 4)
 
 
-def _read_wordpiece(file: Path) -> Tokenizer:
+def _read_wordpiece(file: Path, config: Config, name: str) -> Tokenizer:
     """BERT's WordPiece (Devlin et al. 2019). Cased or not: tokenizer_config.json beside it says so; else a vocabulary
     with upper-case pieces is cased."""
     lines, special = _text(file), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
     if missing := ", ".join(s for s in special if s not in vocab):
         raise _Damaged(f"no {missing} in it, so not a WordPiece vocabulary with one piece a line")
-    config = _config(file.parent)
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
     lowercase = bool(config.get("do_lower_case", not upper))
     chinese = bool(config.get("tokenize_chinese_chars", True))
-    wordpiece = package_tokenizers().BertWordPieceTokenizer(
-        vocab, handle_chinese_chars=chinese, strip_accents=config.get("strip_accents"), lowercase=lowercase
-    )
-    rust = package_tokenizers().Tokenizer.from_str(wordpiece.to_str())
+    package, options = package_tokenizers(), {"strip_accents": config.get("strip_accents"), "lowercase": lowercase}
+    made = lambda: package.BertWordPieceTokenizer(vocab, handle_chinese_chars=chinese, **options).to_str()  # noqa: E731
+    rust = _tried("vocabulary of WordPiece", lambda: package.Tokenizer.from_str(made()))
     rust.add_special_tokens(special)
     return _with_added(rust, {"tokenizer_class": "BertTokenizer", **config, "do_lower_case": lowercase}, file.parent)
 
 
-def _read_byte_bpe(file: Path) -> Tokenizer:
+def _read_byte_bpe(file: Path, config: Config, name: str) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019, section 2.2) of two files."""
     package = package_tokenizers()
-    pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-    names = next(pair for pair in pairs if file.name in pair)
-    table, rules = (file.parent / name for name in names)
-    for one, other in ((table, rules), (rules, table)):
+    table, rules = (file.with_name(name) for name in next(pair for pair in BYTE_FILES if file.name in pair))
+    for one in (table, rules):
         if not one.is_file():
-            raise UserError(f"{other}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")
+            raise UserError(f"{file}: it needs {one.name} beside it, which is not there. Byte-level BPE is two files.")
     vocab = _json(table)
     merges = [tuple(line.split(" ")) for line in _text(rules) if line and not line.startswith("#version")]
     wrong = next((i for i, m in enumerate(merges) if len(m) != 2 or m[0] + m[1] not in vocab), None)
@@ -285,22 +300,21 @@ def _read_byte_bpe(file: Path) -> Tokenizer:
     longer = sum(len(token) > 1 for token in vocab)
     if len(merges) < 0.9 * longer - 100:  # every longer token comes from a merge; a hundred or so are special
         raise _Damaged(f"{len(merges)} merges in {rules.name} for the {longer} longer tokens of {table.name}")
-    try:
-        rust = package.Tokenizer(package.models.BPE(vocab, merges))
-    except Exception as e:
-        raise _Damaged(f"not a vocabulary of byte-level BPE: {_first_line(e)}") from None
-    config = _config(file.parent)
-    rust.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    rust = _tried("vocabulary of byte-level BPE", lambda: package.Tokenizer(package.models.BPE(vocab, merges)))
+    split = package.pre_tokenizers
+    rust.pre_tokenizer = split.ByteLevel(bool(config.get("add_prefix_space")), use_regex=name != "qwen2")
+    if name == "qwen2":
+        config = {"bos_token": None, "pad_token": END, **config}
+        words = split.Split(package.Regex(QWEN2_WORDS), "isolated")
+        rust.normalizer, rust.pre_tokenizer = package.normalizers.NFC(), split.Sequence([words, rust.pre_tokenizer])
     rust.decoder = package.decoders.ByteLevel()
-    special = [*config["additional_special_tokens"], *(s for names in USUAL.values() for s in names)]
-    rust.add_special_tokens([t for t in dict.fromkeys(special) if t in vocab])
-    if "unk_token" not in config and "<|endoftext|>" in vocab:
-        config["unk_token"] = "<|endoftext|>"
-    return _with_added(rust, {"tokenizer_class": "GPT2Tokenizer", **config}, file.parent)
+    known = {END} & vocab.keys() if name in ("gpt2", "qwen2") else vocab
+    usual = {f"{role}_token": token for role, tokens in USUAL.items() for token in reversed(tokens) if token in known}
+    return _with_added(rust, {"tokenizer_class": "GPT2Tokenizer", **usual, **config}, file.parent)
 
 
-def _read_sentencepiece(file: Path) -> Tokenizer:
-    data, config = file.read_bytes(), _config(file.parent)
+def _read_sentencepiece(file: Path, config: Config, name: str) -> Tokenizer:
+    data = file.read_bytes()
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\n", data):
         kind = "a vocabulary of tiktoken, as beside Llama 3's weights in Meta's layout, which is not read"
         raise UserError(f"{file}: {kind}. Get the model in Hugging Face's layout, with tokenizer.json.")
@@ -309,8 +323,9 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
     try:
         if "tokenizer_class" not in config:  # as Meta's own code does
             alone = not file.with_name("config.json").is_file()
-            config = {"add_bos_token": True, "split_special_tokens": alone, **config}
-        tokenizer = SentencePieceTokenizer(data, config)
+            config |= {"add_bos_token": True, "split_special_tokens": alone} | config
+        # Files that `save` wrote (extra_ids) are as read
+        tokenizer = SentencePieceTokenizer(data, config, name == "llama" and "extra_ids" not in config)
     except (RuntimeError, ValueError) as e:
         raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
     if tokenizer.like_t5:
@@ -318,7 +333,7 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_llama2c(file: Path) -> Tokenizer:
+def _read_llama2c(file: Path, config: Config, name: str) -> Tokenizer:
     """llama2.c's `.bin`: `int32 longest piece`, then for each token `float32 score, int32 length, bytes`.
 
     Ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`; 3 to 258 are the bytes; the rest are pieces with the scores of
@@ -356,7 +371,8 @@ def _read_llama2c(file: Path) -> Tokenizer:
     return tokenizer
 
 
-READERS: dict[str, Callable[[Path], Tokenizer]] = {
-    OURS: _read_ours, ".json": _read_json, ".txt": _read_wordpiece, ".model": _read_sentencepiece,
-    ".bin": _read_llama2c, **dict.fromkeys(BYTE_BPE, _read_byte_bpe),
+READERS: dict[str, tuple[str, Callable[[Path, Config, str], Tokenizer]]] = {
+    OURS: ("", _read_ours), ".json": ("", _read_json), ".txt": ("WordPiece", _read_wordpiece),
+    ".model": ("SentencePiece", _read_sentencepiece), ".bin": ("", _read_llama2c),
+    **dict.fromkeys(itertools.chain(*BYTE_FILES), ("byte-level BPE", _read_byte_bpe)),
 }  # fmt: skip

@@ -30,7 +30,7 @@ USUAL = {
     "pad": ("[PAD]", "<pad>"),
     "bos": ("<s>", "<|begin_of_text|>", "<|endoftext|>"),
     "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
-    "unk": ("[UNK]", "<unk>"),
+    "unk": ("[UNK]", "<unk>", "<|endoftext|>"),
     "mask": ("[MASK]", "<mask>"),
     "cls": ("[CLS]",),
     "sep": ("[SEP]",),
@@ -53,6 +53,7 @@ class Tokenizer:
     after: Sequence[int] = ()
     # texts that are kept with it, by the names of their files: chat templates, and of a checkpoint's what ends a text
     beside: Mapping[str, str] = {}
+    special_in_text = True  # is the name of a special token in a text that token?
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. No special tokens are added."""
@@ -99,6 +100,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write the files from which `load(folder)` gives this tokenizer back, and what is kept `beside`. What would be
         taken for this one's is deleted: a table, a chat template."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
         for name in (OURS, TEMPLATE):
             (Path(folder) / name).unlink(missing_ok=True)
         for name, text in self.beside.items():
@@ -150,6 +152,11 @@ def package_tokenizers():
     return package
 
 
+def content_of(token: Any) -> Any:
+    """The text of a token that a file names: by itself, or as an AddedToken in JSON."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 class FastTokenizer(Tokenizer):
     """Wraps a `tokenizers.Tokenizer` (WordPiece, BPE, Unigram).
 
@@ -169,11 +176,10 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
         self.config = dict(config or {})
-        tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))  # is <s> in a text two letters?
+        tokenizer.encode_special_tokens = bool(self.config.get("split_special_tokens"))
+        self.special_in_text = not tokenizer.encode_special_tokens
         for role in ROLES:
-            name = self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None))
-            if isinstance(name, dict):  # an AddedToken as JSON
-                name = name.get("content")
+            name = content_of(self.config.get(f"{role}_token", next((n for n in USUAL[role] if n in special), None)))
             if name is not None and (not isinstance(name, str) or name not in vocab):
                 meant = did_you_mean(str(name)[:60], special)
                 raise UserError(f"{where}: {role}_token {name!r:.60} is not in the vocabulary.{meant}")
@@ -223,7 +229,6 @@ class FastTokenizer(Tokenizer):
         """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer reads too."""
         super().save(folder)
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / "tokenizer.json", self.rust.to_str(pretty=True))
         # transformers takes an empty added_tokens_decoder for the whole, and reads no token of tokenizer.json
         settings = {k: v for k, v in self.config.items() if v not in (None, [], {})}
@@ -365,8 +370,9 @@ def train_bpe(
     rust.pre_tokenizer = package.pre_tokenizers.Sequence([split, words])
     rust.decoder = package.decoders.ByteLevel()
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    added = [package.AddedToken(name, lstrip=name == "<mask>", special=True) for name in names]
     trainer = package.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=added, initial_alphabet=alphabet, show_progress=False
     )
     rust.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
     rust.pre_tokenizer = words

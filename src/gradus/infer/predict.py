@@ -58,7 +58,7 @@ from gradus.train.resume import changed_data
 from gradus.train.session import Session, open_session
 
 BATCH = 32  # inputs a forward pass
-MASK = re.compile(r"\[MASK\]|<mask>")
+MASK = r"(?:\[MASK\]|<mask>)"
 Record = dict[str, Any]  # one input's prediction: a line of --to FILE.jsonl
 
 
@@ -294,12 +294,14 @@ def fill_masks(source: ModelSource, texts: list[str], top: int, model: LazyEngin
         raise UserError(f"{source.name}: its tokenizer has no mask token.")
     readable(texts, source.config.seq_len)
     for text in texts:
-        parts = MASK.split(text)
+        # In a run's own training a mask stood for a word and the space before it
+        parts = re.split(MASK if source.recipe is None else rf"\s*{MASK}", text)
         if len(parts) < 2:
             raise InputError(f"no [MASK] or <mask> in {short(text, 40)!r}: mark the words to be filled in.")
-        ids: list[int] = []
-        for i, part in enumerate(parts):
-            ids += ([tokenizer.mask_id] if i else []) + tokenizer.encode(part.rstrip() if i < len(parts) - 1 else part)
+        if tokenizer.special_in_text:
+            ids = tokenizer.encode(tokenizer.token(tokenizer.mask_id).join(parts))
+        else:
+            ids = [i for part in parts for i in (tokenizer.mask_id, *tokenizer.encode(part))][1:]
         row = tokenizer.with_special_tokens(ids)
         fits([text], [row], source.config.seq_len)
         batch = torch.tensor([row], device=model.device)
