@@ -29,12 +29,12 @@ from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData, Preprocess
 
 DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
-FORMAT = 2  # of the cache
+FORMAT = 3  # of the cache
 GREY = ("1", "L", "LA")  # Pillow's modes
 
 
 def open_images(
-    config: ImagesData, image_size: int = 224, names: Sequence[str] | None = None, n_channels: int = 1
+    config: ImagesData, image_size: int | None = None, names: Sequence[str] | None = None, n_channels: int = 1
 ) -> dict[str, Any]:
     """The splits of a data set: `train`, `valid`, and `test` where the data has one with labels.
 
@@ -42,9 +42,9 @@ def open_images(
     folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a
     metadata.csv (in each of train/, valid/, test/ too), cifar-10-binary.tar.gz or the folder unpacked from it, or
     `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of every class becomes it. Where one
-    image has colours, or the model has n_channels=3, all are RGB. Images of several sizes, and all where
-    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`). names: of the
-    classes, where the data name none; where class folders are all among them, they are numbered in this order.
+    image has colours, or the model has n_channels=3, all are RGB. Images of other sizes, and all where
+    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`); None: as they
+    are. names: of the classes, where the data name none; where class folders are all among them, in this order.
 
     Raises UserError for what is missing or unreadable, for an image of a kind that is not read, for a label out of
     range; with file and row.
@@ -54,17 +54,17 @@ def open_images(
         splits = _digits()
     else:
         splits = {}
-        for split, source in find_sources(config, names).items():
-            if split == "test" and set(source.labels().tolist()) <= {-1}:
-                print(f"note: {source.name}: no labels (or only -1), so it is not used as the test split", flush=True)
+        for split, source in find_sources(config).items():
+            if split != "train" and set(source.labels().tolist()) <= {-1}:
+                what = f"no labels (or only -1), so it is not used as the {split} split"
+                print(f"note: {source.name}: {what}", flush=True)
                 continue
             splits[split] = _open(source, splits["train"].classes if splits else None, names)
-    n_channels = max(n_channels, *(dataset.shape[0] for dataset in splits.values()))
-    usual = Preprocess(resize=image_size)  # which `Augment` does too, on the device
-    how = config.preprocess or usual
-    for split, dataset in splits.items():
-        if (dataset.shape[0], len(dataset.shape), how) != (n_channels, 3, usual):
-            splits[split] = FittedImages(dataset, (n_channels, image_size, image_size), how)
+    shape = max(n_channels, *(dataset.shape[0] for dataset in splits.values())), image_size, image_size
+    usual = Preprocess(resize=image_size)  # of images of that size it changes nothing
+    for split, dataset in splits.items() if image_size else ():
+        if (dataset.shape, how := config.preprocess or usual) != (shape, usual):
+            splits[split] = FittedImages(dataset, shape, how)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
     splits = limited(splits, config.limit, config.limit_valid)
@@ -159,7 +159,7 @@ class FittedImages(Part):
 
     def __init__(self, dataset: Any, shape: tuple[int, int, int], preprocess: Preprocess):
         super().__init__(dataset, np.arange(len(dataset)))
-        self.shape, self.preprocess = shape, preprocess
+        self.shape, self.as_read, self.preprocess = shape, dataset.shape, preprocess
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample, (n_channels, size, _) = super().__getitem__(i), self.shape
@@ -313,18 +313,14 @@ def _decode(source: Source, folder: Path) -> None:
     if len(labels) == 0:
         raise UserError(f"{source.name}: holds no images")
     np.save(folder / "labels.npy", labels)
-    rows = enumerate(source.rows())
-    shapes = [data.shape if isinstance(data, np.ndarray) else shape_of(data, source.where(i)) for i, data in rows]
+    shapes = _write_images(source, len(labels), folder / "images.npy")
     n_channels, sizes = max(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
-    shape = (n_channels, *sizes.pop())
-    if decoded := not sizes and len(labels) * math.prod(shape) <= DECODED_LIMIT:
-        with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is an error, not a death
-            header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
-            np.lib.format.write_array_header_1_0(file, header)
-            for i, data in enumerate(source.rows()):
-                image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
-                file.write(image.tobytes())
-    elif source.paths is None:
+    if len(shapes) > 1 and len(sizes) == 1:  # grey and coloured ones
+        shapes = _write_images(source, len(labels), folder / "images.npy", n_channels)
+    decoded = len(shapes) == 1 and len(labels) * math.prod(*shapes) <= DECODED_LIMIT
+    if not decoded:
+        (folder / "images.npy").unlink()
+    if not decoded and source.paths is None:
         offsets = [0]
         with open(folder / "encoded.bin", "wb") as file:
             for data in source.rows():
@@ -333,6 +329,23 @@ def _decode(source: Source, folder: Path) -> None:
         np.save(folder / "offsets.npy", np.array(offsets))
     about = {"decoded": decoded, "n_channels": n_channels}
     (folder / "about.json").write_text(json.dumps(about))
+
+
+def _write_images(source: Source, n: int, to: Path, n_channels: int | None = None) -> set[tuple[int, ...]]:
+    """Writes all images, decoded, to one file while they are of one shape; returns the shapes that there are."""
+    shapes: set[tuple[int, ...]] = set()
+    with open(to, "wb") as file:  # written on, not mapped: a full disk is an error, not a death
+        for i, data in enumerate(source.rows()):
+            if len(shapes) > 1 or n * math.prod(next(iter(shapes), ())) > DECODED_LIMIT:
+                shapes.add(shape_of(data, source.where(i)))
+                continue
+            image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
+            if not shapes:
+                header = {"descr": "|u1", "fortran_order": False, "shape": (n, *image.shape)}
+                np.lib.format.write_array_header_1_0(file, header)
+            shapes.add(image.shape)
+            file.write(image.tobytes())
+    return shapes
 
 
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
