@@ -183,7 +183,7 @@ def listings(path: Path, column: str | None = None) -> dict[Path, str]:
         folders = [folder for folder in folders if any(map(is_image, folder.iterdir()))]
     if sum(folder != path and not split_called(folder.name) for folder in folders) > 1:  # classes
         return {}
-    found = {table: name for table in tables if (name := _naming(table, folders, column))}
+    found = {table: name for table in tables if (name := _naming(table, [path, *folders], column))}
     if "train" in (named := by_split([*found], path)):
         return {table: found[table] for tables in named.values() for table in tables}
     if len(found) > 1:

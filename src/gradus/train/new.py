@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -61,7 +62,8 @@ def new(
     facts = Facts(tasks.open_task(_recipe(target, sections)), summary)
     yield from map(printable, facts.lines())
     _fit_to(sections, facts, config)
-    session = open_session(_recipe(target, sections))
+    with contextlib.redirect_stdout(None):  # what is said of the data was said above
+        session = open_session(_recipe(target, sections))
     yield from (f"note       {printable(note)}" for note in session.task.notes())
     counts = models.count(session.recipe.model)
     minutes = _steps(sections, session, counts, facts, init is not None)
