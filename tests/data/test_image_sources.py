@@ -69,7 +69,7 @@ def test_metadata_beside_pictures_is_as_the_package_datasets_reads_it(tmp_path, 
     sources = find_sources(ImagesData(path=str(tmp_path / "d")))
     assert list(sources) == ["train", "test"]
     train = module._open(sources["train"])
-    test = module._open(sources["test"], train.classes)
+    test = module._open(sources["test"], train)
     assert train.classes == ["01", "cat", "dog"]
     for split, ours in (("train", train), ("test", test)):
         rows = [(np.asarray(row["image"]).transpose(2, 0, 1).tolist(), row["label"]) for row in theirs[split]]

@@ -203,6 +203,8 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     notes = list(task.notes())
     cut = f"240 of 720 texts are longer than 10 tokens and truncated: of such a text {10 / n:.0%} is kept (median)"
     assert len(notes) == 2 and cut in notes[0] and "uneven classes (fair 11, good 422)" in notes[1]
+    [of_valid] = task.notes("valid")
+    assert "(held out): " in of_valid or "of 720 texts are longer" in of_valid, "an evaluation says what it evaluates"
     weighted = of_texts(tmp_path, "task.class_weights=balanced", classes=(*["good"] * 39, "fair"))
     weighted.complete(weighted.recipe.model)
     [note] = weighted.notes()

@@ -521,4 +521,6 @@ def open_evaluation(
     if isinstance(task := session.task, Classification) and (not config.classes or task.matched):
         unnamed = f"the head's have no names (id2label); they are taken to be, in order, {', '.join(task.classes[:10])}"
         note(f"classes: {task.matched or unnamed}")
+    for text in task.notes(split):
+        note(text)
     return source, session

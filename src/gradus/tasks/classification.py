@@ -131,15 +131,15 @@ class Classification(Task):
         right, of = means["macro_f1"]
         return super().metrics(means | {"macro_f1": float((right[of > 0] / of[of > 0]).mean())}, split)
 
-    def notes(self) -> Iterator[str]:
-        yield from super().notes()
-        train, valid = (
-            np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", "valid")
+    def notes(self, *of: str) -> Iterator[str]:
+        yield from super().notes(*of)
+        train, evaluated = (
+            np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", *of, "valid")[:2]
         )
-        if missing := [name for name, n in zip(self.classes, valid) if not n]:
-            alone = ": all are of one class, and an accuracy of 1 says nothing" * (len(missing) == len(valid) - 1)
-            yield f"the validation split has no sample of {', '.join(missing[:10])}{alone}."
-        if train.max() > UNEVEN * train.min():
+        if missing := [name for name, n in zip(self.classes, evaluated) if not n]:
+            alone = ": all are of one class, and an accuracy of 1 says nothing" * (len(missing) == len(train) - 1)
+            yield f"the {of[0] if of else 'validation'} split has no sample of {', '.join(missing[:10])}{alone}."
+        if not of and train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
             how = "" if self.weights else ", and so does task.class_weights=balanced in the loss"
             yield f"uneven classes ({few}, {many}): macro_f1 weighs all classes alike{how}."
