@@ -30,12 +30,20 @@ from gradus.data.readers import (
     split_called,
     table_of,
 )
-from gradus.data.splits import by_split, class_folders, data_files, find_split, folders_in, inner, print_left_out
+from gradus.data.splits import (
+    by_split,
+    class_folders,
+    data_files,
+    existing,
+    find_split,
+    folders_in,
+    inner,
+    print_left_out,
+)
 from gradus.data.text import LABEL_COLUMNS, as_label, of_one_kind
 from gradus.errors import DataError, UserError
 from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
-from gradus.recipe.text import looked_for
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 HASHED = GB  # bytes of a folder of images that are read for its hash
@@ -207,8 +215,10 @@ def _find(name: Any, folders: list[Path], ends: Sequence[str] = ENDS) -> Path | 
 def _listed(path: Path, config: ImagesData) -> dict[str, FileSource]:
     """Split → its images, by `listings`; {} where there are none. A split is named by the first folder of its files,
     else by its table. A note says how many images no table names."""
+    if not (tables := listings(path, config.image)):
+        return {}
     splits: dict[str, dict[Path, Any]] = {split: {} for split in SPLITS}
-    for table, column in (tables := listings(path, config.image)).items():
+    for table, column in tables.items():
         own = next(iter(by_split([table], path)), "train")
         beside = [table.parent] if table.name in METADATA else [path, *folders_in(path)]
         folders = sorted(beside, key=lambda folder: split_called(folder.name) != own)
@@ -222,11 +232,11 @@ def _listed(path: Path, config: ImagesData) -> dict[str, FileSource]:
             if file in labels:
                 raise UserError(f"{where}: named a second time. An image has one class here: remove a row")
             labels[file] = row.get(config.label or next((c for c in LABEL_COLUMNS if c in row), None))
-    if tables and not any(as_label(cell) is not None for cell in splits["train"].values()):
+    if not any(as_label(cell) is not None for cell in splits["train"].values()):
         what = f"no training image has a label (column {config.label or ', '.join(LABEL_COLUMNS)})"
         raise UserError(f"{next(iter(tables))}: {what}. Rename the column of labels, or set data.label=NAME")
-    images = [file for file in path.rglob("*") if tables and is_image(file)]
-    if n := len(set(images).difference(*splits.values())):
+    images = set(filter(is_image, path.rglob("*")))
+    if n := len(images.difference(*splits.values())):
         named = ", ".join(sorted({table.name for table in tables}))
         print(f"note: {n:,} of {len(images):,} images are not named in {named} and are left out", flush=True)
     return {split: FileSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
@@ -311,9 +321,7 @@ def find_sources(config: ImagesData) -> dict[str, Source]:
     if config.path is None:
         kinds = "a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)"
         raise DataError(f"data.path is missing: {kinds}")
-    path = expanded(config.path)
-    if not (is_hub(config.path) or path.exists()):
-        raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
+    path = expanded(config.path) if is_hub(config.path) else existing(config.path)
     if cifar := find_cifar(path):
         no_effect(config, ("image", "label"), "CIFAR-10's binary version")
         sources = {split: CifarSource(cifar, split) for split in ("train", "test")}

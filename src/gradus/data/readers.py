@@ -363,7 +363,7 @@ def split_called(name: str) -> str | None:
 
 def alias_in(splits: Iterable[str], split: str) -> str | None:
     """The name that a split has among these: itself, else one of the same meaning (validation for valid)."""
-    alike = next((names for names in SPLITS.values() if split in names), ())
+    alike = SPLITS.get(split_called(split), ())
     return next((name for name in (split, *alike) if name in splits), None)
 
 

@@ -43,9 +43,7 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
     """
     if is_hub(path):
         return _find_hub_split(str(path).removeprefix("hf:").partition("#")[0], split, explicit, required)
-    path = expanded(path)
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder{looked_for(path)}.{near(path)}")
+    path = existing(path)
     if explicit is not None:
         file = (path if path.is_dir() else path.parent) / explicit
         if not file.is_file():
@@ -68,6 +66,13 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
         names = ", ".join(f"{a}.*" for a in SPLITS[split])
         raise UserError(f"{path}: no file for the {split} split ({names}); there are: {there}. Set data.{split}=NAME.")
     return None
+
+
+def existing(path: str | Path) -> Path:
+    """The path, with the home folder for ~. Raises DataError where there is nothing."""
+    if not (found := expanded(path)).exists():
+        raise DataError(f"{path}: no such file or folder{looked_for(path)}.{near(found)}")
+    return found
 
 
 def split_files(folder: Path) -> tuple[dict[str, list[Path]], str]:
@@ -188,13 +193,11 @@ def _several(path: Path, split: str, names: list[str]) -> UserError:
 
 def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
     """Raises UserError for what is called like a file of data (or as names) and is none: a folder, a dead link."""
-    files, others = [], []
-    for f in sorted(f for f in folder.iterdir() if not f.name.startswith(".")):
-        (files if f.is_file() else others).append(f)
-    for f in others:
-        if suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name)):
+    there = sorted(f for f in folder.iterdir() if not f.name.startswith("."))
+    for f in there:
+        if not f.is_file() and (suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name))):
             raise UserError(f"{f}: not a file, or a link to none. Remove it, or take another folder (data.path).")
-    return files
+    return [f for f in there if f.is_file()]
 
 
 def _split_of(path: Path) -> tuple[str, bool] | None:
@@ -227,25 +230,24 @@ def find_pairs(
     """
     folder = expanded(path)
     if not is_hub(path) and folder.is_dir():
-        sides: dict[str, dict[str, Path]] = {source: {}, target: {}}
+        sides: dict[str, dict[str, Path]] = {}
         side = re.compile(rf"(.+)\.({re.escape(source)}|{re.escape(target)})(\.txt)?(\.gz|\.xz)?")
         for file in visible_files(folder, side):
             if match := side.fullmatch(file.name):
-                sides[match[2]][match[1]] = file
-        names = sorted(set(sides[source]) | set(sides[target]))
-        matching = [n.name for n in by_split([Path(name) for name in names], Path()).get(split, ())]
+                sides.setdefault(match[1], {})[match[2]] = file
+        names = [n.name for n in by_split([Path(name) for name in sides], Path()).get(split, ())]
         if explicit is not None:
-            matching = [name for name in names if name == explicit]
-        if len(matching) > 1:
-            raise _several(folder, split, matching)
-        for name in matching:
-            for language in (one for one, files in sides.items() if name not in files):
+            names = [explicit] if explicit in sides else []
+        if len(names) > 1:
+            raise _several(folder, split, names)
+        for name in names:
+            for language in {source, target} - sides[name].keys():
                 lacks = f"no {name}.{language} to go with the other language"
                 raise UserError(f"{path}: {lacks}. Set data.source and data.target.")
-            return Corpus.lines(sides[source][name]), Corpus.lines(sides[target][name])
+            return Corpus.lines(sides[name][source]), Corpus.lines(sides[name][target])
         if explicit is not None and not (folder / explicit).is_file():
             pair = f"{explicit}.{source} and {explicit}.{target}"
-            meant = did_you_mean(explicit, names)
+            meant = did_you_mean(explicit, sides)
             raise UserError(f"data.{split}={explicit}: {path} has neither this file nor {pair}.{meant}")
     file = find_split(path, split, explicit, required)
     return None if file is None else (Corpus.column(file, source), Corpus.column(file, target))
