@@ -234,7 +234,7 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
         if kind == "pairs":
             sections["evaluate"]["max_new"] = length - 1
     elif kind == "images" and config is None:
-        channels, side = facts.train.shape[0], min(64, *facts.image_shape[1:])
+        channels, side = facts.train.shape[0], min((64, *facts.image_shape[1:]))
         model["image_size"] = max(8, 4 * (side // 4))
         side = model["image_size"]
         model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
