@@ -71,7 +71,7 @@ def test_a_micro_batch_larger_than_a_later_layers_batch_becomes_that_batch(write
         (GPT, ["schedule.warmup_steps=500", "train.steps=10"],
          "schedule.warmup_steps: is 500, not below train.steps=10. Set schedule.warmup_steps=1, say, or a larger train.steps."),
         (GPT, ["schedule.warmup_steps=0", "schedule.warmup_ratio=0.5", "train.steps=100", "schedule.end_step=50"],
-         "schedule.warmup_ratio: 0.5 of train.steps=100 is 50 steps, not below schedule.end_step=50. Set a smaller schedule.warmup_ratio, or a larger schedule.end_step."),
+         "schedule.warmup_ratio: is 50 steps of train.steps=100, not below schedule.end_step=50. Set a smaller one or a larger schedule.end_step."),
         (GPT, ["schedule.warmup_steps=5", "schedule.end_step=5"],
          "schedule.warmup_steps: is 5, not below schedule.end_step=5. Set schedule.warmup_steps=1, say, or a larger schedule.end_step."),
         (GPT, ["batch.tokens=32"], "batch.tokens: 32 is less than one row of 64 tokens. Set batch.tokens=64 or more, or a shorter data.max_len."),
@@ -88,7 +88,7 @@ def test_what_does_not_fit_together_is_named_with_the_fix(write, base, overrides
 def test_a_ratio_is_held_against_the_end_of_the_schedule_where_epochs_say_the_steps(write):
     r = load(write(GPT), ["schedule.warmup_steps=0", "schedule.warmup_ratio=0.5", "train.steps=null", "train.epochs=2", "schedule.end_step=50"])
     assert with_warmup_below(r, 98) == r
-    with pytest.raises(UserError, match=r"schedule\.warmup_ratio: 0\.5 of train\.steps=99 is 50 steps, not below schedule\.end_step=50"):
+    with pytest.raises(UserError, match=r"schedule\.warmup_ratio: is 50 steps of train\.steps=99, not below schedule\.end_step=50"):
         with_warmup_below(r, 99)
 
 

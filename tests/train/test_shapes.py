@@ -243,6 +243,8 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "rows in one object": (in_one("data"), "d.json", PAIR),
     "rows in one object, indented": (in_one("rows", indent=1), "d.json", PAIR),
     "rows in two fields": (in_one("train", "test", indent=1), "d.json", "d.json: one JSON object (fields: version, about, train, test), of which 2 are lists of rows. Give one list"),
+    "columns in one object": (lambda: put("d.json", json.dumps({"text": {"0": "a film", "1": "a book"}, "label": {"0": 1, "1": 0}})), "d.json", "d.json: one JSON object (fields: text, label), of which 0 are lists of rows"),
+    "one object": (lambda: put("d.json", json.dumps(reviews(1)[0])), "d.json", "text       column 'text': by its name", "no class has 2 rows"),
     "a list, indented": (indented(reviews()), "d.json", PAIR),
     "a list cut short": (lambda: put("d.json", json.dumps(reviews())[:-9]), "d.json", "d.json: begins as a JSON list, but is not valid JSON"),
     "a list of instructions": (indented([{"instruction": "Name it", "input": "", "output": "blue"}] * 20), "d.json", "instructions with their answers, as Alpaca's"),

@@ -189,7 +189,7 @@ def listings(path: Path, column: str | None = None) -> dict[Path, str]:
         return dict.fromkeys(tables, column or "file_name")
     if tables := [file for file in data_files(path) if kind_of(file) != "txt"]:
         folders = [folder for folder in folders if any(map(is_image, folder.iterdir()))]
-    if sum(folder != path and not split_called(folder.name) for folder in folders) > 1:  # classes
+    if not folders or sum(folder != path and not split_called(folder.name) for folder in folders) > 1:  # classes
         return {}
     found = {table: name for table in tables if (name := _naming(table, [path, *folders], column))}
     if "train" in (named := by_split([*found], path)):

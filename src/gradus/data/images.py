@@ -13,7 +13,6 @@ import io
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,20 +255,13 @@ def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray
 # ---------------------------------------------------------------- decoding once
 
 
-def _known_content(memo: Path) -> str:
-    with contextlib.suppress(UserError):  # none, damaged, or a pipe
-        return limits.read_text(memo, limits.CONFIG_FILE)
-    return ""
-
-
 def _open(source: Source, like: FileImages | None = None, names: Sequence[str] | None = None) -> FileImages:
     """Open a split from the cache, after filling it if need be. like: the training split, whose classes the others
     have; names: of its numbers. Raises UserError for a label that is none of them."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
     keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
-    if not re.fullmatch("[0-9a-f]{40}", content := _known_content(memo := folder / "content")):
-        files.write_text(memo, content := source.content())
-    shape, labels, own = json.loads((folder / "shape.json").read_text()), np.load(folder / "labels.npy"), source.classes
+    shape, content = json.loads((folder / "about.json").read_text())
+    labels, own = np.load(folder / "labels.npy"), source.classes
     if like and own and own != like.classes:
         theirs, ours = ", ".join(own[:5]), ", ".join(like.classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
@@ -285,11 +277,11 @@ def _open(source: Source, like: FileImages | None = None, names: Sequence[str] |
 
 
 def _decode(source: Source, folder: Path) -> None:
-    """labels.npy, shape.json, and: images.bin when all have one size; else the encoded files in one, if they are
+    """labels.npy, about.json, and: images.bin when all have one size; else the encoded files in one, if they are
     rows."""
     labels = source.labels()
     if len(labels) == 0:
-        raise UserError(f"{source.name}: holds no images")
+        raise UserError(f"{source.name}: holds no images with a label")
     np.save(folder / "labels.npy", labels)
     shapes = _write_images(source, folder / "images.bin", len(labels))
     n_channels, sizes = max(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
@@ -306,7 +298,7 @@ def _decode(source: Source, folder: Path) -> None:
                     content = data if isinstance(data, bytes) else Path(data).read_bytes()
                     offsets.append(offsets[-1] + file.write(content))
             np.save(folder / "offsets.npy", np.array(offsets))
-    (folder / "shape.json").write_text(json.dumps(shape))
+    (folder / "about.json").write_text(json.dumps([shape, source.content()]))
 
 
 def _write_images(source: Source, to: Path, n: int, n_channels: int | None = None) -> set[tuple[int, ...]]:

@@ -244,7 +244,8 @@ def _rows_of_one(path: Path, lines: list[str]) -> Iterable[str]:
         return lines
     if isinstance(content, dict):
         lists = [x for x in content.values() if isinstance(x, list) and x and all(isinstance(row, dict) for row in x)]
-        if len(lists) != 1 and len(lines) > 1:
+        is_row = len(lines) == 1 and not all(isinstance(x, dict | list) for x in content.values())
+        if len(lists) != 1 and not is_row:
             what = f"one JSON object (fields: {', '.join(content)[:200]}), of which {len(lists)} are lists of rows"
             raise UserError(f"{path}: {what}. Give one list of objects, or one object a line.")
         content = lists[0] if len(lists) == 1 else [content]

@@ -124,8 +124,8 @@ def _configured(folder: Path) -> dict[str | None, list[Path]]:
         header = re.match(r"---\n(.*?)\n---", limits.read_text(folder / "README.md", limits.CONFIG_FILE), re.DOTALL)
         card = limits.parse_yaml(header[1], folder)
     match card:
-        case {"configs": [_, _, *_] as several}:
-            names = ", ".join(str(each.get("config_name")) for each in several)
+        case {"configs": [{"config_name": _}, {"config_name": _}, *_] as several}:
+            names = ", ".join(str(each["config_name"]) for each in several if "config_name" in each)
             what = f"the data set has several configurations: {names}"
             raise UserError(f"{folder / 'README.md'}: {what}. Give the file or the folder of one (data.path)")
         case {"configs": [{"data_files": [*files]}]}:
