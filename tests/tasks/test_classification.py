@@ -213,3 +213,6 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     alone.splits["valid"] = Part(alone.splits["train"], np.flatnonzero(alone.splits["train"].labels == 0))
     (note,) = alone.notes()
     assert note == "the validation split has no sample of good: all are of one class, and an accuracy of 1 says nothing."
+    alone.splits["test"] = alone.splits["valid"]
+    assert list(alone.notes("test")) == [note.replace("validation", "test")] and list(alone.notes("train")) == []
+    assert list(alone.notes()) == [note, note.replace("validation", "test")]

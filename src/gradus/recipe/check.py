@@ -167,15 +167,16 @@ def _images(data, sizes) -> Iterator[Problem]:
 def _warmup(schedule, train) -> Iterator[Problem]:
     key = "schedule.end_step" if schedule.end_step else "train.steps"
     end = schedule.end_step or train.steps
-    by_ratio = schedule.warmup_ratio and schedule.end_step and train.steps
-    warmup = schedule.warmup(train.steps) if by_ratio else schedule.warmup_steps
-    if schedule.name != "noam" and end and warmup >= end:
-        name, tenth = "schedule.warmup_steps", CLAMPED["schedule.warmup_steps"](end)
-        steps, mend = warmup, f"{name}={tenth}, say,"
-        if by_ratio:
-            name, tenth, mend = "schedule.warmup_ratio", None, "a smaller one"
-            steps = f"{warmup} steps of train.steps={train.steps}"
-        yield Problem(name, f"is {steps}, not below {key}={end}. Set {mend} or a larger {key}.", (key,), instead=tenth)
+    if schedule.warmup_ratio and schedule.end_step and train.steps:
+        if (warmup := schedule.warmup(train.steps)) >= end:
+            text = f"is {warmup} steps of train.steps={train.steps}, not below {key}={end}. "
+            text += f"Set a smaller one or a larger {key}."
+            yield Problem("schedule.warmup_ratio", text, (key,))
+    elif schedule.name != "noam" and end and schedule.warmup_steps >= end:
+        tenth = CLAMPED["schedule.warmup_steps"](end)
+        text = f"is {schedule.warmup_steps}, not below {key}={end}. "
+        text += f"Set schedule.warmup_steps={tenth}, say, or a larger {key}."
+        yield Problem("schedule.warmup_steps", text, (key,), instead=tenth)
 
 
 def _batch(batch, data, sizes) -> Iterator[Problem]:

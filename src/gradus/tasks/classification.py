@@ -19,6 +19,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_labelled
 
+SPLIT_NAMES = {"valid": "validation"}  # in notes
 UNEVEN = 10  # times as many samples as another class has: a note says so
 
 
@@ -133,13 +134,14 @@ class Classification(Task):
 
     def notes(self, *of: str) -> Iterator[str]:
         yield from super().notes(*of)
-        train, evaluated = (
-            np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", *of, "valid")[:2]
-        )
-        if missing := [name for name, n in zip(self.classes, evaluated) if not n]:
-            alone = ": all are of one class, and an accuracy of 1 says nothing" * (len(missing) == len(train) - 1)
-            yield f"the {of[0] if of else 'validation'} split has no sample of {', '.join(missing[:10])}{alone}."
-        if not of and train.max() > UNEVEN * train.min():
+        counts = {s: np.bincount(self.splits[s].labels, minlength=len(self.classes)) for s in of or self.splits}
+        train = counts.pop("train", np.ones(1))
+        for split, evaluated in counts.items():
+            if missing := [name for name, n in zip(self.classes, evaluated) if not n]:
+                alone = len(missing) == len(evaluated) - 1
+                says = ": all are of one class, and an accuracy of 1 says nothing" * alone
+                yield f"the {SPLIT_NAMES.get(split, split)} split has no sample of {', '.join(missing[:10])}{says}."
+        if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
             how = "" if self.weights else ", and so does task.class_weights=balanced in the loss"
             yield f"uneven classes ({few}, {many}): macro_f1 weighs all classes alike{how}."
