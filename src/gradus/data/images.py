@@ -38,12 +38,12 @@ def open_images(
     """The splits of a data set: `train`, `valid`, and `test` where the data has one with labels.
 
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
-    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a
-    metadata.csv (in each of train/, valid/, test/ too), cifar-10-binary.tar.gz or the folder unpacked from it, or
-    `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of every class becomes it. Where one
-    image has colours, or the model has n_channels=3, all are RGB. Images of other sizes, and all where
-    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`); None: as they
-    are. names: of the classes, where the data name none; where class folders are all among them, in this order.
+    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a table
+    that names them (see `listings`), cifar-10-binary.tar.gz or the folder unpacked from it, or `hf:NAME`. Where there
+    is no valid split, a fixed tenth of the training images of every class becomes it. Where one image has colours, or
+    the model has n_channels=3, all are RGB. Images of other sizes, and all where config.preprocess says how, are made
+    image_size × image_size each time they are asked for (see `fit`); None: as they are. names: of the classes, where
+    the data name none; where class folders are all among them, in this order.
 
     Raises UserError for what is missing or unreadable, for an image of a kind that is not read, for a label out of
     range; with file and row.
