@@ -188,6 +188,19 @@ def unlabelled():
     texts("d/train", ["unsup"], 50)
 
 
+def class_folders():
+    for split, n in (("train", 20), ("test", 4)):
+        for label in ("cat", "dog"):
+            photos(f"d/{split}/{label}", [f"{i}.png" for i in range(n)])
+    photos("d/train/unlabeled", ["0.png"])
+    table("d/about.csv", [{"file": f"train/cat/{i}.png", "label": "cat"} for i in range(20)])
+
+
+def odd_card():
+    put("d/README.md", "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: [a.csv]\n---\n")
+    table("d/train.csv", reviews())
+
+
 def card(*configs):
     def make():
         files = {"train": "raw/one*.csv", "validation": "raw/two.csv"}
@@ -229,6 +242,8 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "the same with texts that have no label": (unlabelled, "d", "d/train/unsup: by its name it holds what has no label, so it is left out", "splits     train 40, valid 40", "classes    2: neg 40, pos 40"),
     "a card of one configuration": (card("default"), "d", "d/raw/one-a.csv and 1 more", "splits     train 40, valid 10"),
     "a card of several": (card("en", "de"), "d", "d/README.md: the data set has several configurations: en, de. Give the file or the folder of one (data.path)"),
+    "a card that is not plain": (odd_card, "d", "found      d/train.csv: a table", "splits     train 36, valid 4"),
+    "folders of classes, one without": (class_folders, "d", "d/train/unlabeled: by its name it holds what has no label", "splits     train 36, valid 4, test 8", "classes    2: cat 20, dog 20"),
     "a table beside pictures": (beside("d/labels.csv", "file", "{}.png".format, "d"), "d", "image      column 'file': it names images", "label      column 'breed'", DOGS, "8 × 8 pixels"),
     "a table beside a folder of pictures": (beside("d/all.csv", "path", "images/{}.png".format, "d/images"), "d", "image      column 'path': it names images", DOGS),
     "names without endings": (beside("d/labels.csv", "id", str, "d/train"), "d", "image      column 'id': it names images", DOGS),
