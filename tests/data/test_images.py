@@ -215,7 +215,7 @@ def test_two_containers_with_one_disk_keep_out_of_each_others_way(tmp_path, cach
     assert len(data) == 18 and np.array_equal(data[0]["image"], images[0]) and not list((cache / "images").glob(".*"))
 
 
-@pytest.mark.parametrize("name", ["about.json", "labels.npy", "images.npy"])
+@pytest.mark.parametrize("name", ["about.json", "labels.npy", "images.bin"])
 def test_a_damaged_cache_is_made_anew(tmp_path, cache, name):
     images = random_images(20)
     path = write_parquet(tmp_path / "train.parquet", [png(i) for i in images], [0, 1] * 10)

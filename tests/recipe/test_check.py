@@ -10,6 +10,7 @@ import pytest
 
 from gradus.errors import UserError
 from gradus.recipe import load, schema
+from gradus.recipe.check import with_warmup_below
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recipe_texts import BERT, COPY, GPT, problems
@@ -69,6 +70,8 @@ def test_a_micro_batch_larger_than_a_later_layers_batch_becomes_that_batch(write
         (COPY, ["schedule.factor=1", "schedule.name=constant"], "schedule.factor: cannot take effect with schedule.name=constant. It is for noam."),
         (GPT, ["schedule.warmup_steps=500", "train.steps=10"],
          "schedule.warmup_steps: is 500, not below train.steps=10. Set schedule.warmup_steps=1, say, or a larger train.steps."),
+        (GPT, ["schedule.warmup_steps=0", "schedule.warmup_ratio=0.5", "train.steps=100", "schedule.end_step=50"],
+         "schedule.warmup_ratio: is 50 steps of train.steps=100, not below schedule.end_step=50. Set a smaller one or a larger schedule.end_step."),
         (GPT, ["schedule.warmup_steps=5", "schedule.end_step=5"],
          "schedule.warmup_steps: is 5, not below schedule.end_step=5. Set schedule.warmup_steps=1, say, or a larger schedule.end_step."),
         (GPT, ["batch.tokens=32"], "batch.tokens: 32 is less than one row of 64 tokens. Set batch.tokens=64 or more, or a shorter data.max_len."),
@@ -82,7 +85,15 @@ def test_what_does_not_fit_together_is_named_with_the_fix(write, base, overrides
     assert [re.sub(r" \(\S+=\S+ (in r\.yaml|on the command line)\)$", "", p.split(": ", 1)[1]) for p in found] == [line]
 
 
+def test_a_ratio_is_held_against_the_end_of_the_schedule_where_epochs_say_the_steps(write):
+    r = load(write(GPT), ["schedule.warmup_steps=0", "schedule.warmup_ratio=0.5", "train.steps=null", "train.epochs=2", "schedule.end_step=50"])
+    assert with_warmup_below(r, 98) == r
+    with pytest.raises(UserError, match=r"schedule\.warmup_ratio: is 50 steps of train\.steps=99, not below schedule\.end_step=50"):
+        with_warmup_below(r, 99)
+
+
 def test_what_only_looks_wrong_is_accepted(write):
+    load(write(GPT), ["schedule.warmup_steps=0", "schedule.warmup_ratio=0.9", "train.steps=1"])
     load(write(COPY), ["train.steps=400"])  # noam with the warm-up as long as the run: the copy task as coded
     load(write(GPT), ["train.steps=5", "schedule.end_step=1000"])  # the beginning of a longer schedule
     load(write(BERT.replace("head: classification, ", "")))  # the task chooses the head

@@ -207,6 +207,8 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     notes = list(task.notes())
     cut = f"240 of 720 texts are longer than 10 tokens and truncated: of such a text {10 / n:.0%} is kept (median)"
     assert len(notes) == 2 and cut in notes[0] and "uneven classes (fair 11, good 422)" in notes[1]
+    [of_valid] = task.notes("valid")
+    assert "(held out): " in of_valid or "of 720 texts are longer" in of_valid, "an evaluation says what it evaluates"
     weighted = of_texts(tmp_path, "task.class_weights=balanced", classes=(*["good"] * 39, "fair"))
     weighted.complete(weighted.recipe.model)
     [note] = weighted.notes()
@@ -215,3 +217,6 @@ def test_what_metrics_do_not_show_is_said(tmp_path):
     alone.splits["valid"] = Part(alone.splits["train"], np.flatnonzero(alone.splits["train"].labels == 0))
     (note,) = alone.notes()
     assert note == "the validation split has no sample of good: all are of one class, and an accuracy of 1 says nothing."
+    alone.splits["test"] = alone.splits["valid"]
+    assert list(alone.notes("test")) == [note.replace("validation", "test")] and list(alone.notes("train")) == []
+    assert list(alone.notes()) == [note, note.replace("validation", "test")]

@@ -144,6 +144,79 @@ def in_text(content, encoding):
     return lambda: put("d.csv", f"text,label\n{content},pos\n".encode(encoding))
 
 
+def photos(folder, names, size=8):
+    image = pytest.importorskip("PIL.Image")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for i, name in enumerate(names):
+        image.effect_noise((size, size), 9 + i).convert("RGB").save(Path(folder) / name)
+
+
+BREEDS = [{"id": f"a{i}", "breed": ("beagle", "pug")[i % 2]} for i in range(40)]
+
+
+def beside(name, column, value, folder, rows=BREEDS):
+    """Pictures in a folder, and a table of them beside it."""
+
+    def make():
+        photos(folder, [f"{row['id']}.png" for row in BREEDS])
+        table(name, [{column: value(row["id"]), "breed": row["breed"]} for row in rows])
+
+    return make
+
+
+def dogs():
+    for split, n in (("train", 40), ("test", 5)):
+        photos(f"d/{split}", [f"a{i}.png" for i in range(n)])
+        table(f"d/{split}.csv", [{"id": f"a{i}", **({"breed": ("beagle", "pug")[i % 2]} if n > 5 else {})} for i in range(n)])
+    table("d/sample_submission.csv", [{"id": f"a{i}", "breed": "pug"} for i in range(5)])
+
+
+def two_labels():
+    photos("d", [f"{i}.png" for i in range(40)])
+    table("d/metadata.csv", [{"file_name": f"{i}.png", "colour": "rb"[i % 2], "size": i % 4} for i in range(40)])
+
+
+def parquet_pictures():
+    photos("p", [f"{i}.png" for i in range(40)])
+    rows = [{"image": {"bytes": Path(f"p/{i}.png").read_bytes(), "path": None}, "label": ("cat", "dog")[i % 2]} for i in range(40)]
+    parquet("d/train.parquet", rows)
+    parquet("d/test.parquet", [{"image": row["image"]} for row in rows[:5]])
+
+
+def unlabelled():
+    imdb()
+    texts("d/train", ["unsup"], 50)
+
+
+def class_folders():
+    for split, n in (("train", 20), ("test", 4)):
+        for label in ("cat", "dog"):
+            photos(f"d/{split}/{label}", [f"{i}.png" for i in range(n)])
+    photos("d/train/unlabeled", ["0.png"])
+    table("d/about.csv", [{"file": f"train/cat/{i}.png", "label": "cat"} for i in range(20)])
+
+
+def odd_card():
+    put("d/README.md", "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: [a.csv]\n---\n")
+    table("d/train.csv", reviews())
+
+
+def card(*configs):
+    def make():
+        files = {"train": "raw/one*.csv", "validation": "raw/two.csv"}
+        about = [{"config_name": name, "data_files": [{"split": s, "path": p} for s, p in files.items()]} for name in configs]
+        put("d/README.md", f"---\n{yaml.safe_dump({'license': 'mit', 'configs': about})}---\n# About\n")
+        for name, n in (("one-a", 20), ("one-b", 20), ("two", 10)):
+            table(f"d/raw/{name}.csv", reviews(n))
+
+    return make
+
+
+def in_one(*fields, indent=None):
+    return lambda: put("d.json", json.dumps({"version": 1, "about": ["x"], **dict.fromkeys(fields, reviews())}, indent=indent))
+
+
+DOGS = "classes    2: beagle 20, pug 20"
 PAIR, THREE = "classes    2: neg 20, pos 20", "20, 1 20"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
 SHARE_GPT = {"id": "a", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]}
@@ -166,6 +239,27 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "a text a file, a folder a class": (one_folder_per_class, "d", "texts, each in the folder of its class", PAIR, "held out"),
     "the same below train and test": (imdb, "d", "texts, each in the folder of its class", "splits     train 40, valid 40", "test is evaluated in its place"),
     "the same without endings": (newsgroups, "d", "classes    2: alt.atheism 40, sci.space 40"),
+    "the same with texts that have no label": (unlabelled, "d", "d/train/unsup: by its name it holds what has no label, so it is left out", "splits     train 40, valid 40", "classes    2: neg 40, pos 40"),
+    "a card of one configuration": (card("default"), "d", "d/raw/one-a.csv and 1 more", "splits     train 40, valid 10"),
+    "a card of several": (card("en", "de"), "d", "d/README.md: the data set has several configurations: en, de. Give the file or the folder of one (data.path)"),
+    "a card that is not plain": (odd_card, "d", "found      d/train.csv: a table", "splits     train 36, valid 4"),
+    "folders of classes, one without": (class_folders, "d", "d/train/unlabeled: by its name it holds what has no label", "splits     train 36, valid 4, test 8", "classes    2: cat 20, dog 20"),
+    "a table beside pictures": (beside("d/labels.csv", "file", "{}.png".format, "d"), "d", "image      column 'file': it names images", "label      column 'breed'", DOGS, "8 × 8 pixels"),
+    "a table beside a folder of pictures": (beside("d/all.csv", "path", "images/{}.png".format, "d/images"), "d", "image      column 'path': it names images", DOGS),
+    "names without endings": (beside("d/labels.csv", "id", str, "d/train"), "d", "image      column 'id': it names images", DOGS),
+    "pictures that a table does not name": (beside("d/metadata.csv", "file_name", "{}.png".format, "d", BREEDS[:30]), "d", "note: 10 of 40 images are not named in metadata.csv and are left out", "classes    2: beagle 15, pug 15"),
+    "pictures of a competition": (dogs, "d", DOGS, "/d (test): no labels (or only -1), so it is not used as the test split"),
+    "two tables beside pictures": (lambda: (beside("d/a.csv", "id", str, "d/train")(), beside("d/b.csv", "id", str, "d/train")()), "d", "several tables name the images: a.csv, b.csv. Call the right one metadata.csv, and its column of names file_name"),
+    "a table of other pictures": (beside("d/labels.csv", "id", "b{}".format, "d"), "d", "images without a class. Put them into a folder per class: d/cat, say; or write file_name,label into metadata.csv"),
+    "one name that is wrong": (beside("d/labels.csv", "id", str, "d", [*BREEDS, {"id": "a40", "breed": "pug"}]), "d", "d/labels.csv, row 41: id a40: no such file"),
+    "two columns of labels": (two_labels, "d", "which column is the label, 'colour' (2 values) or 'size' (4 values)?"),
+    "two columns of labels, one named": (two_labels, "d --label colour", "label      column 'colour': --label", "classes    2: b 20, r 20"),
+    "a test split of pictures alone": (parquet_pictures, "d", "d/test.parquet: no labels (or only -1), so it is not used as the test split", "classes    2: cat 20, dog 20"),
+    "rows in one object": (in_one("data"), "d.json", PAIR),
+    "rows in one object, indented": (in_one("rows", indent=1), "d.json", PAIR),
+    "rows in two fields": (in_one("train", "test", indent=1), "d.json", "d.json: one JSON object (fields: version, about, train, test), of which 2 are lists of rows. Give one list"),
+    "columns in one object": (lambda: put("d.json", json.dumps({"text": {"0": "a film", "1": "a book"}, "label": {"0": 1, "1": 0}})), "d.json", "d.json: one JSON object (fields: text, label), of which 0 are lists of rows"),
+    "one object": (lambda: put("d.json", json.dumps(reviews(1)[0])), "d.json", "text       column 'text': by its name", "no class has 2 rows"),
     "a list, indented": (indented(reviews()), "d.json", PAIR),
     "a list cut short": (lambda: put("d.json", json.dumps(reviews())[:-9]), "d.json", "d.json: begins as a JSON list, but is not valid JSON"),
     "a list of instructions": (indented([{"instruction": "Name it", "input": "", "output": "blue"}] * 20), "d.json", "instructions with their answers, as Alpaca's"),
@@ -198,12 +292,13 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
 def test_what_new_says(shape, capsys):
     make, path, *says = SHAPES[shape]
     make()
-    code = main(["new", "r.yaml", "--data", path])
+    code = main(["new", "r.yaml", "--data", *path.split()])
     said = capsys.readouterr()
     both = said.out + said.err
     assert all(words in both for words in says), both
     assert code == (2 if said.err else 0) and Path("r.yaml").exists() == (code == 0), both
     assert said.err.count("\n") == (code == 2)
+    assert len(set(said.out.splitlines())) == len(said.out.splitlines()), "each line once"
 
 
 @pytest.mark.parametrize("shape", [hub_clone, converted, crawl, one_folder_per_class])

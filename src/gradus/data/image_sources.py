@@ -1,9 +1,11 @@
-"""Where images with a label come from: tables (Parquet files, data sets of the hub), class folders, CIFAR-10."""
+"""Where images with a label come from: tables (Parquet files, data sets of the hub), files that a table names, class
+folders, CIFAR-10."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 import tarfile
@@ -16,10 +18,11 @@ import numpy as np
 from gradus.data.cache import digest, identity
 from gradus.data.readers import (
     SPLITS,
-    Shards,
+    Readable,
     expanded,
     first_column,
     is_hub,
+    kind_of,
     near,
     no_column,
     open_packed,
@@ -27,24 +30,51 @@ from gradus.data.readers import (
     split_called,
     table_of,
 )
-from gradus.data.splits import find_split, folders_in
-from gradus.data.text import has_labels
-from gradus.errors import DataError, UserError, did_you_mean
+from gradus.data.splits import (
+    by_split,
+    class_folders,
+    data_files,
+    existing,
+    find_split,
+    folders_in,
+    inner,
+    print_left_out,
+)
+from gradus.data.text import LABEL_COLUMNS, as_label, of_one_kind
+from gradus.errors import DataError, UserError
 from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
-from gradus.recipe.text import looked_for
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 HASHED = GB  # bytes of a folder of images that are read for its hash
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 SYSTEM = ("Thumbs.db", "desktop.ini")  # which Windows writes into folders of images
+ENDS = ("", *SUFFIXES)  # of a file that a table names
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside images, as the package datasets reads them
 
 
-class Rows:
-    """One split, not yet decoded, in the rows of several `parts`, of which there are `sizes`."""
+class Source:
+    """One split, not yet decoded."""
 
-    paths = None  # of images that are files of their own
+    classes: Sequence[str] | None = None  # as the files name them
+    paths: list[Path] | None = None  # of images that are files of their own
+
+    def labels(self) -> np.ndarray:
+        """(n,) whole numbers, or names (see `of_one_kind`); -1 of each where none has a label. Raises UserError where
+        some have none."""
+        cells = list(self.cells())
+        labels = list(map(as_label, cells))
+        if all(cell in (None, "") for cell in cells):
+            return np.full(len(cells), -1)
+        for i in [i for i, label in enumerate(labels) if label is None]:
+            raise UserError(f"{self.where(i)}: label {cells[i]!r} is neither a whole number nor a name. Correct it")
+        array = np.array(labels := of_one_kind(labels, self.where))
+        return array if array.dtype.kind in "iuU" else np.array(list(map(str, labels)))  # more than 64 bits
+
+
+class Rows(Source):
+    """One split in the rows of several `parts`, of which there are `sizes`."""
+
     files: list[Path]  # that the rows are in
 
     @functools.cached_property
@@ -62,15 +92,18 @@ class Rows:
 
 
 class TableSource(Rows):
-    """Tables with a column `img` or `image` (struct of bytes and path, or plain bytes) and a column `label`. classes:
-    None for as many as there are labels."""
+    """Tables with a column `img` or `image` (struct of bytes and path, or plain bytes) and one of labels. classes: None
+    for as many as there are labels. required: whether there must be labels."""
 
-    def __init__(self, tables: list[Path], config: ImagesData):
-        self.name = str(tables[0]) if len(tables) == 1 else f"{tables[0]} and {len(tables) - 1} more"
-        self.parts, self.files, about = tables, tables, [table_of(table) for table in tables]
+    def __init__(self, tables: Readable, config: ImagesData, required: bool):
+        self.name = str(tables)
+        self.parts = self.files = list(getattr(tables, "files", (tables,)))
+        about = [table_of(table) for table in self.files]
         columns, self.sizes = about[0][0], [n for _, n in about]
         self.image = config.image or first_column(self.name, columns, ("image", "img"), "image")
-        self.label = config.label or first_column(self.name, columns, ("label", "labels"), "label")
+        names = (config.label,) if config.label else LABEL_COLUMNS
+        has_labels = required or not columns.keys().isdisjoint(names)
+        self.label = first_column(self.name, columns, names, "label") if has_labels else None
         self.classes = columns.get(self.label)
 
     def key(self) -> str:
@@ -80,13 +113,8 @@ class TableSource(Rows):
     def column(self, name: str) -> Iterator[Any]:
         return (row[name] for table in self.parts for row in read_rows(table, [name]))
 
-    def labels(self) -> np.ndarray:
-        """(n,) int64, or uint64 where one needs it."""
-        labels = list(self.column(self.label))
-        for i, label in enumerate(labels):
-            if not isinstance(label, int):
-                raise UserError(f"{self.where(i)}: label {label!r} is not a whole number. Labels count from 0.")
-        return np.array(labels, dtype=np.uint64 if max(labels, default=0) >= 2**63 else np.int64)
+    def cells(self) -> Iterator[Any]:
+        return self.column(self.label) if self.label else itertools.repeat(None, sum(self.sizes))
 
     def rows(self) -> Iterator[bytes | Path]:
         """Every image in order: a file's bytes, or a path."""
@@ -99,84 +127,119 @@ class TableSource(Rows):
             yield data
 
 
-class FolderSource:
-    """One split in folder/<class>/<image>. classes: those that there must be; names: whose order they have, where all
-    are among these."""
+class FileSource(Source):
+    """One split in images that are files of their own. labels: the cell that a table has for each."""
 
-    def __init__(self, folder: Path, classes: list[str] | None = None, names: Sequence[str] | None = None):
-        self.name, there = str(folder), folders_in(folder)
-        own = [d.name for d in there]
-        self.classes = classes or (list(names) if names and set(own) <= set(names) else own)
-        self.paths, self.of = [], []
-        for each in there:
-            if each.name not in self.classes:
-                meant = did_you_mean(each.name, self.classes)
-                raise UserError(f"{each}: a class that the training set does not have.{meant}")
-            files = [f for f in sorted(each.iterdir()) if not f.name.startswith(".") and f.name not in SYSTEM]
-            for file in files:
-                if file.suffix.lower() not in SUFFIXES or not file.is_file():
-                    kinds = ", ".join(SUFFIXES)
-                    raise UserError(f"{file}: not an image file ({kinds}). Move it out of the class folder")
-            if not files:
-                raise UserError(f"{each}: a class without images")
-            self.paths += files
-            self.of += [self.classes.index(each.name)] * len(files)
+    def __init__(self, name: str, labels: dict[Path, Any]):
+        self.name, self.paths, self.cells = name, list(labels), labels.values
 
     def key(self) -> str:
         stats = [(str(path.resolve()), path.stat()) for path in self.paths]
-        return digest(self.classes, self.of, [(name, about.st_size, about.st_mtime_ns) for name, about in stats])
+        return digest(self.labels().tolist(), [(name, about.st_size, about.st_mtime_ns) for name, about in stats])
 
     def content(self) -> str:
-        """Of the classes and sizes of all images in their order, and of their bytes; of more than HASHED bytes those of
+        """Of the labels and sizes of all images in their order, and of their bytes; of more than HASHED bytes those of
         images evenly chosen."""
         sizes, bytes_of = [path.stat().st_size for path in self.paths], hashlib.sha256()
         for path in self.paths[:: max(1, -(-sum(sizes) // HASHED))]:
             with open(path, "rb") as file:
                 bytes_of.update(hashlib.file_digest(file, "sha256").digest())
-        return digest([self.classes[i] if self.classes else i for i in self.of], sizes, bytes_of.hexdigest())
+        return digest(self.labels().tolist(), sizes, bytes_of.hexdigest())
 
     def where(self, i: int) -> str:
         return str(self.paths[i])
-
-    def labels(self) -> np.ndarray:
-        return np.array(self.of)
 
     def rows(self) -> Iterator[Path]:
         return iter(self.paths)
 
 
-class MetadataSource(FolderSource):
-    """One split in image files and the labels that a table beside them gives. Where all labels are empty, each is -1;
-    UserError where only some are."""
+class FolderSource(FileSource):
+    """One split in folder/<class>/<image>. Numbers are names too."""
 
-    def __init__(self, name: str, labels: dict[Path, str]):
-        self.name, self.classes, self.paths = name, None, list(labels)
-        of = list(labels.values()) if any(labels.values()) else ["-1"] * len(labels)
-        if "" in of:
-            raise UserError(f"{self.paths[of.index('')]}: no label in the table beside it")
-        self.of = list(map(int, of)) if all(re.fullmatch(r"0|-?[1-9]\d{0,17}", label) for label in of) else of
+    def __init__(self, folder: Path):
+        self.name, self.paths = str(folder), []
+        for each in class_folders(folder):
+            files = [f for f in sorted(each.iterdir()) if not f.name.startswith(".") and f.name not in SYSTEM]
+            for file in files:
+                if not is_image(file):
+                    kinds = ", ".join(SUFFIXES)
+                    raise UserError(f"{file}: not an image file ({kinds}). Move it out of the class folder")
+            if not files:
+                raise UserError(f"{each}: a class without images")
+            self.paths += files
+
+    def labels(self) -> np.ndarray:
+        return np.array([path.parent.name for path in self.paths])
 
 
-def find_metadata(path: Path, label: str | None = None) -> dict[str, MetadataSource]:
-    """Split → its images, by the columns file_name and `label` of metadata.csv (.jsonl, .parquet) in the folder or in
-    folders of it; {} where there is none. A split is named by the first folder of its files."""
-    splits: dict[str, dict[Path, str]] = {"train": {}}
-    tables = [file for folder in (path, *folders_in(path)) for name in METADATA if (file := folder / name).is_file()]
-    for table in tables:
+def is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file()
+
+
+def listings(path: Path, column: str | None = None) -> dict[Path, str]:
+    """Table → its column of file names, of each table that gives the images of a folder their labels.
+
+    That is metadata.csv (.jsonl, .parquet) with a column file_name, in the folder or in folders of it, as the package
+    datasets reads it; else, where images lie in no folders of classes, the table beside them that names them, or those
+    that do and are called after splits. column: in place of file_name, or of the first that names images. Raises
+    UserError where several tables do.
+    """
+    folders = [path, *folders_in(path)]
+    if tables := [file for folder in folders for name in METADATA if (file := folder / name).is_file()]:
+        return dict.fromkeys(tables, column or "file_name")
+    if tables := [file for file in data_files(path) if kind_of(file) != "txt"]:
+        folders = [folder for folder in folders if any(map(is_image, folder.iterdir()))]
+    if not folders or sum(folder != path and not split_called(folder.name) for folder in folders) > 1:  # classes
+        return {}
+    found = {table: name for table in tables if (name := _naming(table, [path, *folders], column))}
+    if "train" in (named := by_split([*found], path)):
+        return {table: found[table] for tables in named.values() for table in tables}
+    if len(found) > 1:
+        what = f"several tables name the images: {', '.join(table.name for table in found)}"
+        raise UserError(f"{path}: {what}. Call the right one metadata.csv, and its column of names file_name")
+    return found
+
+
+def _naming(table: Path, folders: list[Path], column: str | None) -> str | None:
+    """The column of a table that names files in these folders, perhaps without their endings."""
+    rows = list(itertools.islice(read_rows(table), 100))
+    alike = [name for name in rows[0] if len({str(row.get(name)) for row in rows}) == len(rows)]
+    names = [name for name in alike if column in (None, name)]
+    return next((name for end in ENDS for name in names if _find(rows[0][name], folders, [end])), None)
+
+
+def _find(name: Any, folders: list[Path], ends: Sequence[str] = ENDS) -> Path | None:
+    return next((f for end in ends for folder in folders if os.path.isfile(f := folder / f"{name}{end}")), None)
+
+
+def _listed(path: Path, config: ImagesData) -> dict[str, FileSource]:
+    """Split → its images, by `listings`; {} where there are none. A split is named by the first folder of its files,
+    else by its table. A note says how many images no table names."""
+    if not (tables := listings(path, config.image)):
+        return {}
+    splits: dict[str, dict[Path, Any]] = {split: {} for split in SPLITS}
+    for table, column in tables.items():
+        own = next(iter(by_split([table], path)), "train")
+        beside = [table.parent] if table.name in METADATA else [path, *folders_in(path)]
+        folders = sorted(beside, key=lambda folder: split_called(folder.name) != own)
         for i, row in enumerate(read_rows(table), 1):
-            if "file_name" not in row:
-                raise no_column(table, i, "file_name", row)
-            file = table.parent / str(name := row["file_name"])
-            if not file.is_file():
-                raise UserError(f"{table}, row {i}: file_name {name}: no such file.{near(file)}")
-            first = os.path.relpath(file, path).split(os.sep)[0]
-            split = split_called(first) or "train"
-            value = row.get(label or ("label" if "label" in row else "labels"))
-            splits.setdefault(split, {})[file] = "" if value is None else str(value).strip()
-    if tables and not any(splits["train"].values()):
-        what = f"no training image has a label (column {label or 'label'})"
-        raise UserError(f"{tables[0]}: {what}. Rename the column of labels, or set data.label=NAME")
-    return {split: MetadataSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
+            if column not in row:
+                raise no_column(table, i, column, row)
+            name, where = row[column], f"{table}, row {i}: {column} {row[column]}"
+            if (file := _find(name, folders)) is None:
+                raise UserError(f"{where}: no such file.{near(table.parent / str(name))}")
+            labels = splits[split_called(os.path.relpath(file, path).split(os.sep)[0]) or own]
+            if file in labels:
+                raise UserError(f"{where}: named a second time. An image has one class here: remove a row")
+            labels[file] = row.get(config.label or next((c for c in LABEL_COLUMNS if c in row), None))
+    if not any(as_label(cell) is not None for cell in splits["train"].values()):
+        what = f"no training image has a label (column {config.label or ', '.join(LABEL_COLUMNS)})"
+        raise UserError(f"{next(iter(tables))}: {what}. Rename the column of labels, or set data.label=NAME")
+    images = set(filter(is_image, path.rglob("*")))
+    if n := len(images.difference(*splits.values())):
+        named = ", ".join(sorted({table.name for table in tables}))
+        print(f"note: {n:,} of {len(images):,} images are not named in {named} and are left out", flush=True)
+    return {split: FileSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
 
 
 class CifarSource(Rows):
@@ -253,42 +316,30 @@ def _pickles(path: Path) -> UserError:
     return UserError(f"{path}: {why}. Use the binary version, cifar-10-binary.tar.gz")
 
 
-Source = TableSource | FolderSource | CifarSource
-
-
-def find_sources(config: ImagesData, names: Sequence[str] | None = None) -> dict[str, Source]:
-    """Split → source, the training split first. names: of the classes. Raises UserError where there is nothing to
-    read."""
+def find_sources(config: ImagesData) -> dict[str, Source]:
+    """Split → source, the training split first. Raises UserError where there is nothing to read."""
     if config.path is None:
         kinds = "a parquet file, a folder, cifar-10-binary.tar.gz or hf:NAME (or set data.source=digits)"
         raise DataError(f"data.path is missing: {kinds}")
-    path = expanded(config.path)
-    if not (is_hub(config.path) or path.exists()):
-        raise DataError(f"data.path={config.path}: no such file or folder{looked_for(config.path)}.{near(path)}")
+    path = expanded(config.path) if is_hub(config.path) else existing(config.path)
     if cifar := find_cifar(path):
         no_effect(config, ("image", "label"), "CIFAR-10's binary version")
         sources = {split: CifarSource(cifar, split) for split in ("train", "test")}
         return {split: source for split, source in sources.items() if source.files}
-    if path.is_dir() and (sources := find_metadata(path, config.label)):
-        no_effect(config, ("image",), "metadata beside images")
+    if path.is_dir() and (sources := _listed(inner(path), config)):
         return sources
     if tables := _tables(config.path):
-        for split in [s for s in tables if s != "train" and not has_labels(Shards(tuple(tables[s])), config.label)]:
-            what = f"{tables.pop(split)[0]}: no labels (or only -1)"
-            print(f"note: {what}, so it is not used as the {split} split", flush=True)
-        return {split: TableSource(files, config) for split, files in tables.items()}
+        return {split: TableSource(files, config, split == "train") for split, files in tables.items()}
     no_effect(config, ("image", "label"), f"class folders such as {config.path}")
-    folders = folders_in(path)
-    by_split = {split: d for split in SPLITS for d in folders if split_called(d.name) == split}
+    folders = folders_in(path := inner(path))
     if not folders:
         raise UserError(f"data.path={config.path}: no parquet file, no class folder and no CIFAR-10 archive in it")
-    if not by_split:
-        return {"train": FolderSource(path, names=names)}
-    if "train" not in by_split or len(by_split) < len(folders):
+    by_name = {split: folder for split in SPLITS for folder in folders if split_called(folder.name) == split}
+    if by_name and ("train" not in by_name or len(by_name) < len(folders)):
         there = ", ".join(d.name for d in folders)
         raise UserError(f"data.path={config.path}: {there}: beside train there may be only valid and test, one of each")
-    train = FolderSource(by_split["train"], names=names)
-    return {s: train if s == "train" else FolderSource(folder, train.classes) for s, folder in by_split.items()}
+    print_left_out(path)
+    return {split: FolderSource(folder) for split, folder in (by_name or {"train": path}).items()}
 
 
 def no_effect(config: ImagesData, keys: Sequence[str], what: str) -> None:
@@ -298,7 +349,7 @@ def no_effect(config: ImagesData, keys: Sequence[str], what: str) -> None:
             raise UserError(f"data.{key}={getattr(config, key)} has no effect with {what}. Leave it out")
 
 
-def _tables(where: str) -> dict[str, list[Path]]:
+def _tables(where: str) -> dict[str, Readable]:
     """Parquet files, or those of the hub, by split; {} where a folder has none."""
     path = expanded(where)
     if path.is_file() and path.suffix != ".parquet":
@@ -308,5 +359,4 @@ def _tables(where: str) -> dict[str, list[Path]]:
     if not (is_hub(where) or path.is_file() or next(there, None)):
         return {}
     found = {split: find_split(where, split, required=split == "train") for split in SPLITS}
-    files = {split: getattr(tables, "files", (tables,)) for split, tables in found.items() if tables}
-    return {split: list(tables) for split, tables in files.items()}
+    return {split: tables for split, tables in found.items() if tables}

@@ -13,7 +13,6 @@ import io
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,22 @@ from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData, Preprocess
 
 DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
-FORMAT = 2  # of the cache
+FORMAT = 3  # of the cache
 GREY = ("1", "L", "LA")  # Pillow's modes
 
 
 def open_images(
-    config: ImagesData, image_size: int = 224, names: Sequence[str] | None = None, n_channels: int = 1
+    config: ImagesData, image_size: int | None = None, names: Sequence[str] | None = None, n_channels: int = 1
 ) -> dict[str, Any]:
     """The splits of a data set: `train`, `valid`, and `test` where the data has one with labels.
 
     `config.path` is a .parquet file, a folder of them (train*.parquet, test*.parquet, ...; Hugging Face's layout), a
-    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a
-    metadata.csv (in each of train/, valid/, test/ too), cifar-10-binary.tar.gz or the folder unpacked from it, or
-    `hf:NAME`. Where there is no valid split, a fixed tenth of the training images of every class becomes it. Where one
-    image has colours, or the model has n_channels=3, all are RGB. Images of several sizes, and all where
-    config.preprocess says how, are made image_size × image_size each time they are asked for (see `fit`). names: of the
-    classes, where the data name none; where class folders are all among them, they are numbered in this order.
+    folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a table
+    that names them (see `listings`), cifar-10-binary.tar.gz or the folder unpacked from it, or `hf:NAME`. Where there
+    is no valid split, a fixed tenth of the training images of every class becomes it. Where one image has colours, or
+    the model has n_channels=3, all are RGB. Images of other sizes, and all where config.preprocess says how, are made
+    image_size × image_size each time they are asked for (see `fit`); None: as they are. names: of the classes, where
+    the data name none; where class folders are all among them, in this order.
 
     Raises UserError for what is missing or unreadable, for an image of a kind that is not read, for a label out of
     range; with file and row.
@@ -54,17 +53,17 @@ def open_images(
         splits = _digits()
     else:
         splits = {}
-        for split, source in find_sources(config, names).items():
-            if split == "test" and set(source.labels().tolist()) <= {-1}:
-                print(f"note: {source.name}: no labels (or only -1), so it is not used as the test split", flush=True)
+        for split, source in find_sources(config).items():
+            if split != "train" and set(source.labels().tolist()) <= {-1}:
+                what = f"no labels (or only -1), so it is not used as the {split} split"
+                print(f"note: {source.name}: {what}", flush=True)
                 continue
-            splits[split] = _open(source, splits["train"].classes if splits else None, names)
-    n_channels = max(n_channels, *(dataset.shape[0] for dataset in splits.values()))
-    usual = Preprocess(resize=image_size)  # which `Augment` does too, on the device
-    how = config.preprocess or usual
-    for split, dataset in splits.items():
-        if (dataset.shape[0], len(dataset.shape), how) != (n_channels, 3, usual):
-            splits[split] = FittedImages(dataset, (n_channels, image_size, image_size), how)
+            splits[split] = _open(source, splits.get("train"), names)
+    shape = max(n_channels, *(dataset.shape[0] for dataset in splits.values())), image_size, image_size
+    usual = Preprocess(resize=image_size)  # of images of that size it changes nothing
+    for split, dataset in splits.items() if image_size else ():
+        if (dataset.shape, how := config.preprocess or usual) != (shape, usual):
+            splits[split] = FittedImages(dataset, shape, how)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
     splits = limited(splits, config.limit, config.limit_valid)
@@ -81,77 +80,70 @@ def _digits() -> dict[str, Any]:
     return {"train": train, "test": test}
 
 
-class ArrayImages:
+class Images:
+    """What images with a label have in common."""
+
+    labels: np.ndarray
+
+    def image(self, i: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"image": self.image(i), "label": int(self.labels[i])}
+
+
+class ArrayImages(Images):
     """Images in one array in memory: (n, channels, height, width)."""
 
     folder = None
 
     def __init__(self, name: str, images: np.ndarray, labels: np.ndarray, classes: list[str]):
-        self.name, self.images, self.labels, self.classes = name, images, labels, classes
+        self.name, self.images, self.labels, self.classes, self.shape = name, images, labels, classes, images.shape[1:]
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.images.shape[1:]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"image": self.images[i], "label": int(self.labels[i])}
-
-
-class FileImages:
-    """Images of one size in `folder`/images.npy, as ArrayImages. Read, not mapped: the pages of what is mapped count as
-    this process's memory."""
-
-    def __init__(self, name: str, labels: np.ndarray, classes: list[str], folder: Path, content: str | None = None):
-        self.name, self.labels, self.classes, self.folder, self.content = name, labels, classes, folder, content
-
-    @functools.cached_property
-    def _opened(self) -> tuple[io.BufferedReader, int, tuple[int, int, int]]:
-        """(the file, the byte where the first image begins, the shape of each)"""
-        file = open(self.folder / "images.npy", "rb")  # noqa: SIM115  (open as long as this)
-        np.lib.format.read_magic(file)
-        shape, *_ = np.lib.format.read_array_header_1_0(file)
-        return file, file.tell(), shape[1:]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self._opened[2]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        file, start, shape = self._opened
-        size = math.prod(shape)
-        data = os.pread(file.fileno(), size, start + range(len(self))[i] * size)
-        if len(data) < size:
-            raise UserError(f"{file.name}: cut short since it was opened. Start again: it is made anew.")
-        return {"image": np.frombuffer(data, np.uint8).reshape(shape), "label": int(self.labels[i])}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_opened"}  # a worker opens it anew
+    def image(self, i: int) -> np.ndarray:
+        return self.images[i]
 
 
 @dataclasses.dataclass
-class LazyImages:
-    """Images of several sizes, decoded when asked for."""
+class FileImages(Images):
+    """Images of one shape, one after another in `folder`/images.bin. Read, not mapped: the pages of what is mapped
+    count as this process's memory."""
 
     name: str
-    encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
-    where: Callable[[int], str]  # what messages call image i
     labels: np.ndarray
     classes: list[str]
-    shape: tuple[int]  # (n_channels,), of all
+    index: dict[str, int]  # label as text → its class
+    shape: tuple[int, ...]
     folder: Path
-    content: str | None = None
+    content: str
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    @functools.cached_property
+    def file(self) -> io.BufferedReader:
+        return open(self.folder / "images.bin", "rb")  # open as long as this
 
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"image": read_image(self.encoded[i], self.where(i), *self.shape), "label": int(self.labels[i])}
+    def image(self, i: int) -> np.ndarray:
+        size = math.prod(self.shape)
+        data = os.pread(self.file.fileno(), size, range(len(self))[i] * size)
+        if len(data) < size:
+            raise UserError(f"{self.file.name}: cut short since it was opened. Start again: it is made anew.")
+        return np.frombuffer(data, np.uint8).reshape(self.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "file"}  # a worker opens it anew
+
+
+@dataclasses.dataclass
+class LazyImages(FileImages):
+    """Images of several sizes, decoded when asked for. shape: (n_channels,), of all."""
+
+    encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
+    where: Callable[[int], str]  # what messages call image i
+
+    def image(self, i: int) -> np.ndarray:
+        return read_image(self.encoded[i], self.where(i), *self.shape)
 
 
 class FittedImages(Part):
@@ -159,7 +151,7 @@ class FittedImages(Part):
 
     def __init__(self, dataset: Any, shape: tuple[int, int, int], preprocess: Preprocess):
         super().__init__(dataset, np.arange(len(dataset)))
-        self.shape, self.preprocess = shape, preprocess
+        self.shape, self.as_read, self.preprocess = shape, dataset.shape, preprocess
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample, (n_channels, size, _) = super().__getitem__(i), self.shape
@@ -263,76 +255,64 @@ def fit(image: np.ndarray, size: int, how: Preprocess, where: str) -> np.ndarray
 # ---------------------------------------------------------------- decoding once
 
 
-def _known_content(memo: Path) -> str:
-    with contextlib.suppress(UserError):  # none, damaged, or a pipe
-        return limits.read_text(memo, limits.CONFIG_FILE)
-    return ""
-
-
-def _open(
-    source: Source, classes: list[str] | None = None, names: Sequence[str] | None = None
-) -> FileImages | LazyImages:
-    """Open a split from the cache, after filling it if need be. classes: the training split's; names: of its
-    numbers."""
+def _open(source: Source, like: FileImages | None = None, names: Sequence[str] | None = None) -> FileImages:
+    """Open a split from the cache, after filling it if need be. like: the training split, whose classes the others
+    have; names: of its numbers. Raises UserError for a label that is none of them."""
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
     keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
-    if not re.fullmatch("[0-9a-f]{40}", content := _known_content(memo := folder / "content")):
-        files.write_text(memo, content := source.content())
-    about = json.loads((folder / "about.json").read_text())
-    labels = np.load(folder / "labels.npy")
-    classes, labels = _classes(source, labels, classes, names)
-    if about["decoded"]:
-        return FileImages(source.name, labels, classes, folder, content)
-    encoded, shape = source.paths or EncodedFile(folder), (about["n_channels"],)
-    return LazyImages(source.name, encoded, source.where, labels, classes, shape, folder, content)
-
-
-def _classes(
-    source: Source, labels: np.ndarray, classes: list[str] | None, names: Sequence[str] | None
-) -> tuple[list[str], np.ndarray]:
-    """(the training split's classes, or this one's where it is that; labels counted among them). Raises UserError for a
-    label that is none of them."""
-    own = source.classes
-    if classes and own and own != classes:
-        theirs, ours = ", ".join(own[:5]), ", ".join(classes[:5])
+    shape, content = json.loads((folder / "about.json").read_text())
+    labels, own = np.load(folder / "labels.npy"), source.classes
+    if like and own and own != like.classes:
+        theirs, ours = ", ".join(own[:5]), ", ".join(like.classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
-    found, index = number_classes(labels.tolist(), own, classes or names)
-    if classes and labels.dtype.kind == "U":  # names, one of which may be none of them
-        found, index = classes, {name: i for i, name in enumerate(classes)}
+    classes, index = (like.classes, like.index) if like else number_classes(labels.tolist(), own, names)
     counted = np.array([index.get(str(label), -1) for label in labels], dtype=np.int64)
     for wrong in np.flatnonzero(counted < 0):
-        there = f"there are {len(found)} classes: {', '.join(list(index)[:10])}"
+        there = f"there are {len(classes)} classes: {', '.join(list(index)[:10])}"
         raise UserError(f"{source.where(wrong)}: label {labels[wrong]}, but {there}")
-    return found, counted
+    about = source.name, counted, classes, index, tuple(shape), folder, content
+    if len(shape) > 1:
+        return FileImages(*about)
+    return LazyImages(*about, source.paths or EncodedFile(folder), source.where)
 
 
 def _decode(source: Source, folder: Path) -> None:
-    """labels.npy, about.json, and: images.npy when all have one size; else the encoded files in one, if they are
+    """labels.npy, about.json, and: images.bin when all have one size; else the encoded files in one, if they are
     rows."""
     labels = source.labels()
     if len(labels) == 0:
-        raise UserError(f"{source.name}: holds no images")
+        raise UserError(f"{source.name}: holds no images with a label")
     np.save(folder / "labels.npy", labels)
-    rows = enumerate(source.rows())
-    shapes = [data.shape if isinstance(data, np.ndarray) else shape_of(data, source.where(i)) for i, data in rows]
+    shapes = _write_images(source, folder / "images.bin", len(labels))
     n_channels, sizes = max(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
-    shape = (n_channels, *sizes.pop())
-    if decoded := not sizes and len(labels) * math.prod(shape) <= DECODED_LIMIT:
-        with open(folder / "images.npy", "wb") as file:  # written on, not mapped: a full disk is an error, not a death
-            header = {"descr": "|u1", "fortran_order": False, "shape": (len(labels), *shape)}
-            np.lib.format.write_array_header_1_0(file, header)
-            for i, data in enumerate(source.rows()):
-                image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
-                file.write(image.tobytes())
-    elif source.paths is None:
-        offsets = [0]
-        with open(folder / "encoded.bin", "wb") as file:
-            for data in source.rows():
-                content = data if isinstance(data, bytes) else Path(data).read_bytes()
-                offsets.append(offsets[-1] + file.write(content))
-        np.save(folder / "offsets.npy", np.array(offsets))
-    about = {"decoded": decoded, "n_channels": n_channels}
-    (folder / "about.json").write_text(json.dumps(about))
+    if len(shapes) > 1 and len(sizes) == 1:  # grey and coloured ones
+        shapes = _write_images(source, folder / "images.bin", len(labels), n_channels)
+    shape = next(iter(shapes))
+    if len(shapes) > 1 or len(labels) * math.prod(shape) > DECODED_LIMIT:
+        (folder / "images.bin").unlink()
+        shape = (n_channels,)
+        if source.paths is None:
+            offsets = [0]
+            with open(folder / "encoded.bin", "wb") as file:
+                for data in source.rows():
+                    content = data if isinstance(data, bytes) else Path(data).read_bytes()
+                    offsets.append(offsets[-1] + file.write(content))
+            np.save(folder / "offsets.npy", np.array(offsets))
+    (folder / "about.json").write_text(json.dumps([shape, source.content()]))
+
+
+def _write_images(source: Source, to: Path, n: int, n_channels: int | None = None) -> set[tuple[int, ...]]:
+    """Write the n images, decoded, one after another while they are of one shape; returns the shapes that there are."""
+    shapes: set[tuple[int, ...]] = set()
+    with open(to, "wb") as file:  # written on, not mapped: a full disk is an error, not a death
+        for i, data in enumerate(source.rows()):
+            if len(shapes) > 1 or n * math.prod(next(iter(shapes), ())) > DECODED_LIMIT:
+                shapes.add(shape_of(data, source.where(i)))
+                continue
+            image = data if isinstance(data, np.ndarray) else read_image(data, source.where(i), n_channels)
+            shapes.add(image.shape)
+            file.write(image.tobytes())
+    return shapes
 
 
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:

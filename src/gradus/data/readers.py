@@ -170,10 +170,10 @@ def read_rows(path: Readable, columns: Sequence[str] | None = None) -> Iterator[
     .gz or .xz.
 
     `hf:NAME[:CONFIG][#SPLIT]` is a Hugging Face data set, and so is a folder that `datasets.save_to_disk` wrote.
-    columns: keep only these. JSON is one object a line, or one list of objects. A .csv is quoted as usual, its
-    delimiter a comma, a semicolon, a tab or a bar (the one with which its first line has most fields), or that of a
-    first line `sep=;`; of a .tsv it is a tab, and quotes stand around fields where the file has them so throughout (as
-    spreadsheets write it, unlike GLUE's). Both begin with the names of columns.
+    columns: keep only these. JSON is one object a line, or one list of objects, alone or as the only such field of an
+    object. A .csv is quoted as usual, its delimiter a comma, a semicolon, a tab or a bar (the one with which its first
+    line has most fields), or that of a first line `sep=;`; of a .tsv it is a tab, and quotes stand around fields where
+    the file has them so throughout (as spreadsheets write it, unlike GLUE's). Both begin with the names of columns.
     Raises UserError, with file and row (counted from 1, without header and blank lines), for a row that is no JSON
     object, has another number of fields, or lacks a column; and for a file that is missing, empty, truncated or of an
     unknown kind.
@@ -212,13 +212,11 @@ def _pick(path: str | Path, row: int, record: Row, columns: Sequence[str] | None
 
 def _jsonl(path: Path) -> Iterator[Row]:
     lines = filter(str.strip, whole_lines(path))
-    if (first := next(lines, "")).lstrip().startswith("["):
-        try:
-            lines = map(json.dumps, json.loads("".join([first, *lines])))
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"{path}: begins as a JSON list, but is not valid JSON ({str(e).split(';')[0]}).") from None
-    elif first:
-        lines = itertools.chain([first], lines)
+    head = list(itertools.islice(lines, 2))
+    lines = itertools.chain(head, lines)
+    alone = len(head) == 1 and suffix(path) == ".json"
+    if head and (alone or head[0].lstrip().startswith("[") or not head[0].rstrip().endswith("}")):
+        lines = _rows_of_one(path, list(lines))
     for row, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -231,6 +229,25 @@ def _jsonl(path: Path) -> Iterator[Row]:
         if not isinstance(record, dict):
             raise UserError(f"{path}: row {row} {why}. Each line must be one JSON object, or the file a list.")
         yield record
+
+
+def _rows_of_one(path: Path, lines: list[str]) -> Iterable[str]:
+    """The rows of a file that is one list, or one object of which one field is a list of objects; else its lines.
+    Raises UserError for other objects."""
+    try:
+        content = json.loads("".join(lines))
+    except (ValueError, RecursionError) as e:
+        if lines[0].lstrip().startswith("["):
+            raise UserError(f"{path}: begins as a JSON list, but is not valid JSON ({str(e).split(';')[0]}).") from None
+        return lines
+    if isinstance(content, dict):
+        lists = [x for x in content.values() if isinstance(x, list) and x and all(isinstance(row, dict) for row in x)]
+        is_row = len(lines) == 1 and not all(isinstance(x, dict | list) for x in content.values())
+        if len(lists) != 1 and not is_row:
+            what = f"one JSON object (fields: {', '.join(content)[:200]}), of which {len(lists)} are lists of rows"
+            raise UserError(f"{path}: {what}. Give one list of objects, or one object a line.")
+        content = lists[0] if len(lists) == 1 else [content]
+    return map(json.dumps, content) if isinstance(content, list) else lines
 
 
 def _table(path: Path, records: Iterator[list[str]]) -> Iterator[Row]:
@@ -260,14 +277,16 @@ def _csv(path: Path, delimiter: str | None = None) -> Iterator[Row]:
 
 
 def _tsv(path: Path) -> Iterator[Row]:
-    if _is_quoted(path):
+    if _is_quoted(path, path.stat().st_size, path.stat().st_mtime_ns):
         yield from _csv(path, "\t")
     else:
         yield from _table(path, (line.split("\t") for line in _without_ends(whole_lines(path)) if line))
 
 
-def _is_quoted(path: Path) -> bool:
-    """Whether quotes in a .tsv stand around fields, as all then do: each closes, and those inside are doubled."""
+@functools.lru_cache(maxsize=64)
+def _is_quoted(path: Path, size: int, time: int) -> bool:
+    """Whether quotes in a .tsv stand around fields, as all then do: each closes, and those inside are doubled. Looked
+    at once, while the file's size and time stay."""
     csv.field_size_limit(2**31 - 1)
     width, quoted, raw = 0, False, []
     lines = (raw.append(line) or line for line in whole_lines(path, newline=""))
@@ -343,7 +362,7 @@ def split_called(name: str) -> str | None:
 
 def alias_in(splits: Iterable[str], split: str) -> str | None:
     """The name that a split has among these: itself, else one of the same meaning (validation for valid)."""
-    alike = next((names for names in SPLITS.values() if split in names), ())
+    alike = SPLITS.get(split_called(split), ())
     return next((name for name in (split, *alike) if name in splits), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gradus import limits
 from gradus.data.cache import digest
 from gradus.data.corpus import Corpus
 from gradus.data.readers import (
@@ -28,6 +30,7 @@ from gradus.data.readers import (
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
 
+UNLABELLED = re.compile("unsup(ervised)?|unlabell?ed", re.IGNORECASE)  # folders beside those of classes, as IMDB's
 ABOUT = ("readme", "license", "licence", "requirements", "dataset_info", "dataset_infos")  # files that are no data
 
 
@@ -40,9 +43,7 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
     """
     if is_hub(path):
         return _find_hub_split(str(path).removeprefix("hf:").partition("#")[0], split, explicit, required)
-    path = expanded(path)
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder{looked_for(path)}.{near(path)}")
+    path = existing(path)
     if explicit is not None:
         file = (path if path.is_dir() else path.parent) / explicit
         if not file.is_file():
@@ -52,14 +53,14 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
         if split != "train" and required:
             raise UserError(f"{path}: one file, so no {split} split. Set data.{split}=NAME, a file beside it.")
         return path if split == "train" else None
-    found, labelled = split_files(path)
+    found, how = split_files(path)
     files = sorted(found.get(split, ()), key=_in_order)
-    if len(files) == 1 and not labelled:
+    if len(files) == 1 and how != "texts":
         return files[0]
     if files:
-        if not (labelled or _are_parts(files)):
+        if how not in ("texts", "stated") and not _are_parts(files):
             raise _several(path, split, [str(f.relative_to(path)) for f in files])
-        return Shards(tuple(files), labelled)
+        return Shards(tuple(files), how == "texts")
     if required:
         there = ", ".join(f.name for f in visible_files(path)[:20]) or "no files"
         names = ", ".join(f"{a}.*" for a in SPLITS[split])
@@ -67,25 +68,41 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
     return None
 
 
-def split_files(folder: Path) -> tuple[dict[str, list[Path]], bool]:
-    """({split: its files}, whether each file is a text and its folder's name the label), of a folder.
+def existing(path: str | Path) -> Path:
+    """The path, with the home folder for ~. Raises DataError where there is nothing."""
+    if not (found := expanded(path)).exists():
+        raise DataError(f"{path}: no such file or folder{looked_for(path)}.{near(found)}")
+    return found
+
+
+def split_files(folder: Path) -> tuple[dict[str, list[Path]], str]:
+    """({split: its files}, how they were found), of a folder. texts: each file is one, and its folder's name the label.
 
     The files that lie in it and are named after a split (`train.*`, `val-*`, `wiki.test.*`); else texts in two folders
     or more (`pos/1.txt`), also below folders named after splits; else what lies in folders and is named, or in folders
     that are (`data/train-00000-of-00002.parquet`, `train/0000.parquet`). Where no name is of a split, all files
-    of one level are for training. A folder that holds nothing but one folder stands for it.
+    of one level are for training. Before all: what the only configuration of a README.md of the hub says.
     """
-    top, folders = _data(folder), folders_in(folder)
-    if not top and len(folders) == 1 and not _split_of(Path(folders[0].name)):
-        return split_files(folders[0])
+    if (stated := _configured(folder)).get("train"):
+        return stated, "stated"
+    folder = inner(folder)
+    top, folders = data_files(folder), folders_in(folder)
     if "train" in (named := by_split(top, folder)):
-        return named, False
-    below = [file for each in folders for file in _data(each)]
+        return named, "named"
+    below = [file for each in folders for file in data_files(each)]
     if "train" in (classes := {} if named or _tables(below) else _labelled_texts(folder, folders)):
-        return classes, True
+        return classes, "texts"
     if named or "train" in (named := by_split(below, folder)):
-        return named, False
-    return {"train": top or below}, False
+        return named, "named"
+    return {"train": top or below}, "all"
+
+
+def inner(folder: Path) -> Path:
+    """The folder, or the only one in it, where that holds folders and nothing is beside it."""
+    match folders_in(folder):
+        case [only] if not (data_files(folder) or _split_of(Path(only.name))) and folders_in(only):
+            return inner(only)
+    return folder
 
 
 def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
@@ -93,13 +110,35 @@ def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     roots = [(root, of[0]) for root in folders if (of := _split_of(Path(root.name)))]
     for root, split in roots or [(folder, "train")]:
-        classes = [[f for f in visible_files(each) if suffix(f) in (".txt", "")] for each in folders_in(root)]
+        classes = [[f for f in visible_files(each) if suffix(f) in (".txt", "")] for each in class_folders(root)]
         if sum(map(bool, classes)) > 1:
             found.setdefault(split, []).extend(itertools.chain(*classes))
     return found
 
 
-def _data(folder: Path) -> list[Path]:
+def _configured(folder: Path) -> dict[str | None, list[Path]]:
+    """Split → the files that README.md gives it, as those of the hub do; {} where it says nothing plain. Raises
+    UserError for several configurations."""
+    card, found = {}, {}
+    with contextlib.suppress(UserError, TypeError):  # no such file, no header
+        header = re.match(r"---\n(.*?)\n---", limits.read_text(folder / "README.md", limits.CONFIG_FILE), re.DOTALL)
+        card = limits.parse_yaml(header[1], folder)
+    match card:
+        case {"configs": [{"config_name": _}, {"config_name": _}, *_] as several}:
+            names = ", ".join(str(each["config_name"]) for each in several if "config_name" in each)
+            what = f"the data set has several configurations: {names}"
+            raise UserError(f"{folder / 'README.md'}: {what}. Give the file or the folder of one (data.path)")
+        case {"configs": [{"data_files": [*files]}]}:
+            for file in files:
+                match file:
+                    case {"split": str(split), "path": str(path)}:
+                        found.setdefault(split_called(split), []).extend(folder.glob(f"./{path}"))
+                    case _:
+                        return {}
+    return found
+
+
+def data_files(folder: Path) -> list[Path]:
     return [f for f in visible_files(folder) if suffix(f) in KINDS and f.name.split(".")[0].casefold() not in ABOUT]
 
 
@@ -109,6 +148,16 @@ def _tables(files: list[Path]) -> set[str]:
 
 def folders_in(path: Path) -> list[Path]:
     return [d for d in sorted(path.iterdir()) if d.is_dir() and not d.name.startswith(".")]
+
+
+def class_folders(folder: Path) -> list[Path]:
+    return [d for d in folders_in(folder) if not UNLABELLED.fullmatch(d.name)]
+
+
+def print_left_out(path: str | Path) -> None:
+    """Note which folders beside those of classes are left out."""
+    for d in (d for pattern in ("*", "*/*") for d in expanded(path).glob(pattern) if UNLABELLED.fullmatch(d.name)):
+        print(f"note: {d}: by its name it holds what has no label, so it is left out. Else rename it.", flush=True)
 
 
 def _in_order(file: Path) -> list[Any]:
@@ -144,13 +193,11 @@ def _several(path: Path, split: str, names: list[str]) -> UserError:
 
 def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
     """Raises UserError for what is called like a file of data (or as names) and is none: a folder, a dead link."""
-    files, others = [], []
-    for f in sorted(f for f in folder.iterdir() if not f.name.startswith(".")):
-        (files if f.is_file() else others).append(f)
-    for f in others:
-        if suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name)):
+    there = sorted(f for f in folder.iterdir() if not f.name.startswith("."))
+    for f in there:
+        if not f.is_file() and (suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name))):
             raise UserError(f"{f}: not a file, or a link to none. Remove it, or take another folder (data.path).")
-    return files
+    return [f for f in there if f.is_file()]
 
 
 def _split_of(path: Path) -> tuple[str, bool] | None:
@@ -183,25 +230,24 @@ def find_pairs(
     """
     folder = expanded(path)
     if not is_hub(path) and folder.is_dir():
-        sides: dict[str, dict[str, Path]] = {source: {}, target: {}}
+        sides: dict[str, dict[str, Path]] = {}
         side = re.compile(rf"(.+)\.({re.escape(source)}|{re.escape(target)})(\.txt)?(\.gz|\.xz)?")
         for file in visible_files(folder, side):
             if match := side.fullmatch(file.name):
-                sides[match[2]][match[1]] = file
-        names = sorted(set(sides[source]) | set(sides[target]))
-        matching = [n.name for n in by_split([Path(name) for name in names], Path()).get(split, ())]
+                sides.setdefault(match[1], {})[match[2]] = file
+        names = [n.name for n in by_split([Path(name) for name in sides], Path()).get(split, ())]
         if explicit is not None:
-            matching = [name for name in names if name == explicit]
-        if len(matching) > 1:
-            raise _several(folder, split, matching)
-        for name in matching:
-            for language in (one for one, files in sides.items() if name not in files):
+            names = [explicit] if explicit in sides else []
+        if len(names) > 1:
+            raise _several(folder, split, names)
+        for name in names:
+            for language in {source, target} - sides[name].keys():
                 lacks = f"no {name}.{language} to go with the other language"
                 raise UserError(f"{path}: {lacks}. Set data.source and data.target.")
-            return Corpus.lines(sides[source][name]), Corpus.lines(sides[target][name])
+            return Corpus.lines(sides[name][source]), Corpus.lines(sides[name][target])
         if explicit is not None and not (folder / explicit).is_file():
             pair = f"{explicit}.{source} and {explicit}.{target}"
-            meant = did_you_mean(explicit, names)
+            meant = did_you_mean(explicit, sides)
             raise UserError(f"data.{split}={explicit}: {path} has neither this file nor {pair}.{meant}")
     file = find_split(path, split, explicit, required)
     return None if file is None else (Corpus.column(file, source), Corpus.column(file, target))
@@ -218,7 +264,7 @@ class Part:
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
         self.epoch_aware = getattr(dataset, "epoch_aware", False)
         self.preprocess = getattr(dataset, "preprocess", None)  # how images are resized and cropped, where they are
-        for name in ("lengths", "sides", "labels", "classes", "shape", "folder", "content", "truncation"):
+        for name in ("lengths", "sides", "labels", "classes", "shape", "as_read", "folder", "content", "truncation"):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
                 setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)

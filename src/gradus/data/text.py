@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ class LabelledDataset:
         self.content = identity(path)
         key = digest("labelled", digest(kind_of(path), self.content), *columns, "labels as written")
         texts = Corpus(lambda: self._texts(path, columns, labels), key, self.name, True)
-        extra = {"extra": lambda: {"labels": _of_one_kind(path, labels)}}
+        extra = {"extra": lambda: {"labels": of_one_kind(labels, lambda i: _where(path, i))}}
         self.tokens = TokenFile.of(texts, tokenizer, cache=cache, **extra)
         labels = self.tokens.about.pop("labels")
         if like is not None:
@@ -261,16 +261,16 @@ def _where(path: Readable, i: int) -> str:
     return f"{file}: row {number}"
 
 
-def _of_one_kind(path: Readable, labels: list[int | str]) -> list[int | str]:
+def of_one_kind(labels: list[int | str], where: Callable[[int], str]) -> list[int | str]:
     """The labels as whole numbers, where each that is a text is written as its number is (not 01, +1, 1.0); else the
-    texts. Raises UserError where there are both."""
+    texts. Raises UserError where there are both; where: what it calls the i-th."""
     is_text = [isinstance(label, str) and not re.fullmatch(r"0|-?[1-9]\d{0,3999}", label) for label in labels]
     if not any(is_text):
         return list(map(int, labels))
     if not all(isinstance(label, str) for label in labels):
         i = is_text.index(True)
         what = f"label {labels[i]!r} is not a whole number, as others are. Use one kind"
-        raise UserError(f"{_where(path, i)}: {what}.")
+        raise UserError(f"{where(i)}: {what}.")
     return labels
 
 

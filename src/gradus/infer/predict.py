@@ -535,7 +535,9 @@ def open_evaluation(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
-    if isinstance(task := session.task, Classification) and (not config.classes or task.matched):
-        unnamed = f"the head's have no names (id2label); they are taken to be, in order, {', '.join(task.classes[:10])}"
-        note(f"classes: {task.matched or unnamed}")
+    if isinstance(task := session.task, Classification) and not config.classes:
+        names = ", ".join(task.classes[:10])
+        note(f"classes: the head's have no names (id2label); they are taken to be, in order, {names}")
+    for text in session.task.notes(split):
+        note(text)
     return source, session

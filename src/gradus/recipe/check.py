@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from gradus.errors import UserError
 from gradus.recipe.conflicts import Problem, conflicts
 from gradus.recipe.schema import MODELS, TASKS, Recipe, Section
 
@@ -51,8 +52,11 @@ def changed(sections: Mapping[str, Any]) -> set[str]:
 
 def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
     """The recipe, for a run of so many steps: a warm-up that is not shorter is clamped. Not noam's, whose length sets
-    the highest rate."""
+    the highest rate. Raises UserError for a share of the steps that is beyond schedule.end_step."""
     schedule, end = recipe.schedule, recipe.schedule.end_step or last_step
+    for problem in _warmup(schedule, recipe.train.model_copy(update={"steps": last_step})):
+        if schedule.warmup_ratio:
+            raise UserError(f"{problem.path}: {problem.text}")
     if schedule.name == "noam" or schedule.warmup_steps < end:
         return recipe
     shorter = schedule.model_copy(update={"warmup_steps": CLAMPED["schedule.warmup_steps"](end)})
@@ -163,7 +167,12 @@ def _images(data, sizes) -> Iterator[Problem]:
 def _warmup(schedule, train) -> Iterator[Problem]:
     key = "schedule.end_step" if schedule.end_step else "train.steps"
     end = schedule.end_step or train.steps
-    if schedule.name != "noam" and end and schedule.warmup_steps >= end:
+    if schedule.warmup_ratio and schedule.end_step and train.steps:
+        if (warmup := schedule.warmup(train.steps)) >= end:
+            text = f"is {warmup} steps of train.steps={train.steps}, not below {key}={end}. "
+            text += f"Set a smaller one or a larger {key}."
+            yield Problem("schedule.warmup_ratio", text, (key,))
+    elif schedule.name != "noam" and end and schedule.warmup_steps >= end:
         tenth = CLAMPED["schedule.warmup_steps"](end)
         text = f"is {schedule.warmup_steps}, not below {key}={end}. "
         text += f"Set schedule.warmup_steps={tenth}, say, or a larger {key}."

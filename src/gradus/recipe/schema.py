@@ -572,7 +572,7 @@ class ImagesData(DataConfig):
     kind: Literal["images"] = "images"
     path: str | None = None  # a folder, a file, or hf:NAME for a Hugging Face data set
     source: Literal["path", "digits"] = "path"  # path, or scikit-learn's digits
-    image: str | None = None  # column names, for parquet
+    image: str | None = None  # column names of a table
     label: str | None = None  # as image
     mean: list[float] | None = None  # per channel, of values in 0..1; None: model.init's, else measured
     std: list[float] | None = None  # as mean

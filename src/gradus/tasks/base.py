@@ -69,9 +69,9 @@ class Task:
         contents = {split: getattr(data, "content", None) for split, data in self.splits.items()}
         return {split: content for split, content in contents.items() if content}
 
-    def notes(self) -> Iterator[str]:
-        """Notes on the data, printed before the first step: what metrics do not show."""
-        truncated = (getattr(data, "truncation", None) for data in self.splits.values())
+    def notes(self, *of: str) -> Iterator[str]:
+        """Notes on the data, printed before the first step: what metrics do not show. of: on these splits alone."""
+        truncated = (getattr(self.splits[split], "truncation", None) for split in of or self.splits)
         for line in dict.fromkeys(filter(None, truncated)):
             yield f"{line}. To keep more, raise data.max_len or model.seq_len."
 

@@ -21,6 +21,7 @@ from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Batch, Task, around
 from gradus.tasks.sources import open_labelled
 
+SPLIT_NAMES = {"valid": "validation"}  # in notes
 UNEVEN = 10  # times as many samples as another class has: a note says so
 
 
@@ -84,7 +85,7 @@ class Classification(Task):
             return
         if order := by_name(ours, theirs):
             if set(ours) != set(theirs):
-                self.matched = f"the data's {_shown(ours)} are the head's {_shown([theirs[i] for i in order])}"
+                self.matched = f"classes: the data's {_shown(ours)} are the head's {_shown([theirs[i] for i in order])}"
             self._reorder(theirs, order)
         elif not trained or (len(theirs) == len(ours) and self.recipe.task.classes is None):
             learn = f" To train a head for the data's classes: task.classes=[{_shown(ours)}]." if trained else ""
@@ -132,16 +133,17 @@ class Classification(Task):
         right, of = means["macro_f1"]
         return super().metrics(means | {"macro_f1": float((right[of > 0] / of[of > 0]).mean())}, split)
 
-    def notes(self) -> Iterator[str]:
-        yield from super().notes()
+    def notes(self, *of: str) -> Iterator[str]:
+        yield from super().notes(*of)
         if self.matched:
             yield self.matched
-        train, valid = (
-            np.bincount(self.splits[split].labels, minlength=len(self.classes)) for split in ("train", "valid")
-        )
-        if missing := [name for name, n in zip(self.classes, valid) if not n]:
-            alone = ": all are of one class, and an accuracy of 1 says nothing" * (len(missing) == len(valid) - 1)
-            yield f"the validation split has no sample of {', '.join(missing[:10])}{alone}."
+        counts = {s: np.bincount(self.splits[s].labels, minlength=len(self.classes)) for s in of or self.splits}
+        train = counts.pop("train", np.ones(1))
+        for split, evaluated in counts.items():
+            if missing := [name for name, n in zip(self.classes, evaluated) if not n]:
+                alone = len(missing) == len(evaluated) - 1
+                says = ": all are of one class, and an accuracy of 1 says nothing" * alone
+                yield f"the {SPLIT_NAMES.get(split, split)} split has no sample of {', '.join(missing[:10])}{says}."
         if train.max() > UNEVEN * train.min():
             few, many = (f"{self.classes[i]} {train[i]:,}" for i in (train.argmin(), train.argmax()))
             how = "" if self.weights else ", and so does task.class_weights=balanced in the loss"
@@ -229,7 +231,7 @@ class ImageClassification(Classification):
         n_channels = model.n_channels if data.preprocess else 1  # published weights read grey images as RGB
         self.splits = open_images(data, model.image_size, recipe.task.classes, n_channels)
         self.classes = [str(c) for c in self.splits["train"].classes]
-        self.augment = Augment(data, model.image_size, self.splits["train"])
+        self.augment = Augment(data, self.splits["train"])
         self.prepare = self.augment.prepare
         self.n_patches = (recipe.model.image_size // recipe.model.patch_size) ** 2
 

@@ -9,7 +9,7 @@ from typing import Any
 from gradus import limits, models
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
 from gradus.data.readers import Readable
-from gradus.data.splits import find_pairs, find_split, hold_out, limited
+from gradus.data.splits import find_pairs, find_split, hold_out, limited, print_left_out
 from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset, has_labels
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
@@ -119,6 +119,7 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
     if "valid" not in files and "test" in files:
         print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
         files["valid"] = files.pop("test")
+    print_left_out(data.path)
     corpus = Corpus.column(files["train"], data.text, limits.FIELD)
     tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpus])}
     options = {"columns": (data.text, data.label), "n_classes": recipe.model.n_classes, "cache": data.cache}

@@ -56,7 +56,8 @@ class Evaluation(Hook):
         if patience and p.not_better >= patience and p.step < trainer.last_step:
             trainer.last_step = p.step
             if trainer.parallel.mesh.world.first:
-                print(f"stopped: {p.not_better} evaluations in a row without a better one (train.patience)", flush=True)
+                worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
+                print(f"stopped: {worse} (train.patience)", flush=True)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gradus.data.corpus import TEXT_COLUMNS
-from gradus.data.image_sources import METADATA, SUFFIXES, find_cifar
+from gradus.data.image_sources import SUFFIXES, find_cifar, is_image, listings
 from gradus.data.readers import KINDS, SPLITS, Readable, expanded, is_hub, kind_of, near, read_rows
-from gradus.data.splits import by_split, find_split, folders_in, visible_files
+from gradus.data.splits import by_split, find_split, inner, visible_files
 from gradus.data.text import LABEL_COLUMNS
 from gradus.errors import UserError, did_you_mean, either
 
@@ -111,14 +111,15 @@ def _stem(path: Path) -> DataSummary | None:
 
 
 def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> DataSummary:
+    folder = inner(folder)
+    if tables := listings(folder):
+        table = by_split([*tables], folder).get("train", [*tables])[0]
+        return _table(folder, table, text_column, label, tables[table])
     files = visible_files(folder)
-    inside = folders_in(folder)
-    if not files and len(inside) == 1 and folders_in(inside[0]) and not by_split(inside, folder):
-        return look([str(inside[0])], text_column, label)
-    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if f.suffix.lower() in SUFFIXES)
-    if find_cifar(folder) or next(pictures, None) or any((folder / name).is_file() for name in METADATA):
+    pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if is_image(f))
+    if find_cifar(folder) or next(pictures, None):
         return _images(folder)
-    if any(f.suffix.lower() in SUFFIXES for f in files):
+    if any(map(is_image, files)):
         mend = f"Put them into a folder per class: {folder / 'cat'}, say; or write file_name,label into metadata.csv"
         raise UserError(f"{folder}: images without a class. {mend}.")
     sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
@@ -206,7 +207,10 @@ def _first_rows(file: Readable) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(path: str | Path, file: Readable, text: str | None, label: str | bool | None) -> DataSummary:
+def _table(
+    path: str | Path, file: Readable, text: str | None, label: str | bool | None, picture: str | None = None
+) -> DataSummary:
+    """picture: the column of names of image files."""
     where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
     if kind_of(file) == "txt":
         line = f"found      {file}: running text, for a model that predicts the next token"
@@ -222,11 +226,11 @@ def _table(path: str | Path, file: Readable, text: str | None, label: str | bool
         _need_header(file, columns)
     if text is None and not _named(columns, TEXT_COLUMNS):
         _refuse_questions(file, columns)
-    picture = next((name for name, column in columns.items() if column.is_image), None)
-    if picture:
+    what = "names" if picture else "holds"
+    if picture := picture or next((name for name, column in columns.items() if column.is_image), None):
         if text is not None:
-            raise UserError(f"--text {text}: {file} holds images (column {picture!r}). Leave it out.")
-        input_line = f"image      column {picture!r}: it holds images"
+            raise UserError(f"--text {text}: {file} {what} images (column {picture!r}). Leave it out.")
+        input_line = f"image      column {picture!r}: it {what} images"
     else:
         text, why = (text, "--text") if text is not None else _choose_text(file, columns, label)
         if columns[text].is_string and all(cell.lower().endswith(SUFFIXES) for cell in columns[text].cells):
@@ -234,7 +238,7 @@ def _table(path: str | Path, file: Readable, text: str | None, label: str | bool
             raise UserError(f"{file}: column {text!r} holds names of image files. {mend}.")
         input_line = f"text       column {text!r}: {why}"
     others = {name: column for name, column in columns.items() if name not in (text, picture)}
-    label, why = _choose_label(file, others, label)
+    label, why = _choose_label(file, others, label, bool(picture))
     if label is None and picture:
         raise UserError(f"{file}: no column looks like a label; there are: {_names(columns)}. Name it: --label COLUMN.")
     label_line = f"label      {f'column {label!r}: {why}' if label else why}"
@@ -315,9 +319,11 @@ def _choose_text(file: Path, columns: dict[str, Column], label: str | bool | Non
     return likely[0], "the only one that holds text"
 
 
-def _choose_label(file: Path, columns: dict[str, Column], label: str | bool | None) -> tuple[str | None, str]:
-    """(the column of labels or None, why). Raises UserError where more than one may be meant, and for numbers that are
-    no classes."""
+def _choose_label(
+    file: Path, columns: dict[str, Column], label: str | bool | None, many: bool
+) -> tuple[str | None, str]:
+    """(the column of labels or None, why). many: also one of many values, by its name. Raises UserError where more than
+    one may be meant, and for numbers that are no classes."""
     alone = "the model learns the text alone and predicts the next token"
     if label is False:
         return None, f"none (--no-label): {alone}"
@@ -341,13 +347,13 @@ def _choose_label(file: Path, columns: dict[str, Column], label: str | bool | No
     if not n:
         what = "lists, and a text has one class here, not several" if not column.is_scalar else f"no label {rows}"
         raise UserError(f"{file}: column {column.name!r} holds {what}. Name another: --label COLUMN.")
-    if column.is_number and not column.is_few and not (label and column.is_whole):
+    if column.is_number and not column.is_few and not ((label or many) and column.is_whole):
         raise _no_classes(file, column)
     if label:
         return column.name, "--label" + (f"; {names[label]!r} has the names of its numbers" if label in names else "")
     if column.name in names.values():
         why = f"the names of the numbers in {next(number for number in names)!r}"
-    if not column.is_few:
+    if not (column.is_few or many):
         mend = f"If each is a class: --label {column.name}. To learn the text alone: --no-label"
         raise UserError(f"{file}: column {column.name!r} holds {n:,} different values {rows}. {mend}.")
     return column.name, f"{why}; {n} value{'s' if n > 1 else ''} {rows}; another with --label COLUMN"

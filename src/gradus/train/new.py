@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -61,7 +62,8 @@ def new(
     facts = Facts(tasks.open_task(_recipe(target, sections)), summary)
     yield from map(printable, facts.lines())
     _fit_to(sections, facts, config)
-    session = open_session(_recipe(target, sections))
+    with contextlib.redirect_stdout(None):  # what is said of the data was said above
+        session = open_session(_recipe(target, sections))
     yield from (f"note       {printable(note)}" for note in session.task.notes())
     counts = models.count(session.recipe.model)
     minutes = _steps(sections, session, counts, facts, init is not None)
@@ -120,6 +122,11 @@ class Facts:
     def train(self) -> Any:
         return self.task.splits["train"]
 
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Channels, height and width as read; of several sizes the channels."""
+        return getattr(self.train, "as_read", self.train.shape)
+
     def lengths(self) -> np.ndarray:
         """Tokens of each training sample, of a pair of the longer side."""
         if self.summary.kind != "pairs":
@@ -140,11 +147,11 @@ class Facts:
             shown = [f"{name} {n:,}" for name, n in zip(self.task.classes, counts)]
             yield f"classes    {len(shown)}: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
         if kind == "images":
-            shape = self.train.shape
-            size = f"{shape[2]} × {shape[1]} pixels"
-            if how := getattr(self.train, "preprocess", None):
-                published = self.task.recipe.model.init is not None  # else the size is chosen below
-                size = f"prepared to {size}: {how}" if published else "several sizes: scaled and cut to one"
+            shape, (_, *sides) = self.train.shape, self.image_shape
+            size = f"{sides[1]} × {sides[0]} pixels" if sides else "several sizes: scaled and cut to one"
+            how = getattr(self.train, "preprocess", None)
+            if how and self.task.recipe.model.init is not None:  # else the size is chosen below
+                size = f"prepared to {shape[2]} × {shape[1]} pixels: {how}"
             yield f"images     {shape[0]} channel{'s' if shape[0] > 1 else ''}, {size}"
         elif kind == "text":
             n, kinds = len(self.train) * self.task.seq_len, self.task.tokenizer.vocab_size
@@ -227,8 +234,7 @@ def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> Non
         if kind == "pairs":
             sections["evaluate"]["max_new"] = length - 1
     elif kind == "images" and config is None:
-        channels, height, width = facts.train.shape
-        side = 64 if getattr(facts.train, "preprocess", None) else min(height, width, 64)
+        channels, side = facts.train.shape[0], min((64, *facts.image_shape[1:]))
         model["image_size"] = max(8, 4 * (side // 4))
         side = model["image_size"]
         model["patch_size"] = 4 if side <= 32 else next(p for p in (8, 7, 6, 5, 4) if side % p == 0)
