@@ -63,6 +63,10 @@ def test_absent_folders(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "version_0" / "checkpoints" / "epoch=0.ckpt")  # as Lightning's logger lays it
     with pytest.raises(UserError, match=r"epoch=0\.ckpt: weights alone do not say what model they are"):
         models.load(tmp_path / "version_0")
+    for i in range(2):
+        torch.save({}, tmp_path / f"consolidated.0{i}.pth")
+    with pytest.raises(UserError, match=r"nor params\.json \(Meta\).*consolidated\.00\.pth"):
+        models.load(tmp_path)
     for folder, error in (("bert", "not a whole safetensors file"), ("alone", "Give a folder that holds them and config.json")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "model.safetensors").write_bytes(b"")

@@ -180,8 +180,9 @@ CHECKPOINTS = (".ckpt", ".pt", ".pth")  # of which Lightning's are the first, na
 
 
 def checkpoints(folder: Path, ends: Sequence[str] = CHECKPOINTS) -> list[Path]:
-    """What training programs keep in a folder, or in `checkpoints` below it."""
-    return sorted(f for f in (*folder.glob("*"), *folder.glob("checkpoints/*")) if f.suffix in ends)
+    """What training programs keep in a folder, or in `checkpoints` below it; not the parts of Meta's layout."""
+    there = sorted((*folder.glob("[!.]*"), *folder.glob("checkpoints/[!.]*")))
+    return [f for f in there if f.suffix in ends and not f.name.startswith("consolidated.")]
 
 
 def files_of(path: Path) -> dict[Path, list[str]]:

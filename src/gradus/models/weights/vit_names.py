@@ -80,7 +80,7 @@ def third(tensor: Stored, i: int) -> Stored:
 def resized(stored: ViTConfig, config: ViTConfig, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Positions for images of another size, as timm makes them when it loads: bicubic, smoothed where they shrink."""
     end, new_tensors = "embeddings.position_embeddings", dict(tensors)
-    if stored.image_size == config.image_size or stored.patch_size != config.patch_size:
+    if stored.patch_size != config.patch_size:
         return new_tensors
     token = int(stored.pool == "class_token")
     old, new = (c.image_size // c.patch_size for c in (stored, config))
