@@ -1,4 +1,4 @@
-"""What happens to images between the data set and the model: crops, flips, mixtures, normalising."""
+"""What happens to images between the data set and the model: crops, flips, mixtures, resizing, normalising."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Augment:
     Random crop after padding with black by `crop` pixels, and horizontal flip with probability 1/2; mixup (Zhang et al.
     2018): share ~ Beta(mixup, mixup), image = share · own + (1 - share) · partner; cutmix (Yun et al. 2019): a box of
     the partner, share = what is left of the own image; with both set, each sample takes one of them with probability
-    1/2. Then (x / 255 - mean) / std.
+    1/2. Then resizing (bilinear, antialiased, shorter side to image_size, centre cut out), and (x / 255 - mean) / std.
 
     train: the data set that partners, and mean and std where not given, come from. Raises UserError when mean or std do
     not fit.
@@ -35,8 +35,8 @@ class Augment:
 
     collate = staticmethod(stack)
 
-    def __init__(self, config: ImagesData, train: Any):
-        self.config, self.train = config, train
+    def __init__(self, config: ImagesData, image_size: int | None, train: Any):
+        self.config, self.image_size, self.train = config, image_size, train
         n_channels = train[0]["image"].shape[0]
         for key in ("mean", "std"):
             values = getattr(config, key)
@@ -80,9 +80,9 @@ class Augment:
         return drawn
 
     def apply(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """`image`, `label` and what `prepare` drew become `images` (batch, channels, height, width) float32 and
-        `labels` (batch,); when mixed also `other_labels` (batch,) and `share` (batch,), the weight of `labels`.
-        Without draws (evaluation) images are only normalised. Other keys stay."""
+        """`image`, `label` and what `prepare` drew become `images` (batch, channels, image_size, image_size) float32
+        and `labels` (batch,); when mixed also `other_labels` (batch,) and `share` (batch,), the weight of `labels`.
+        Without draws (evaluation) images are only resized and normalised. Other keys stay."""
         batch = dict(batch)
         images = self._moved(batch, "").float()  # (batch, channels, height, width)
         done = {"labels": batch.pop("label")}
@@ -94,6 +94,8 @@ class Augment:
             weight = torch.where(inside, 1.0, batch.pop("blend")[:, None, None, None])
             images = images + weight * (self._moved(batch, "other_").float() - images)
             done |= {"other_labels": batch.pop("other_label"), "share": batch.pop("share")}
+        if self.image_size is not None:
+            images = resize(images, self.image_size)
         return {**batch, "images": normalise(images, self.mean, self.std), **done}
 
     def _moved(self, batch: dict[str, Any], which: str) -> Tensor:
@@ -117,6 +119,18 @@ def crop_and_flip(images: Tensor, offset: Tensor | None, flip: Tensor | None, pa
         rows, columns = rows + offset[:, :1], columns + offset[:, 1:]
     one, channel = torch.arange(batch, device=images.device), torch.arange(channels, device=images.device)
     return images[one[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def resize(images: Tensor, size: int) -> Tensor:
+    """Scale the shorter side to `size` (bilinear, antialiased) and cut out the centre. images (batch, channels, height,
+    width) float."""
+    height, width = images.shape[-2:]
+    if (height, width) == (size, size):
+        return images
+    sides = [size * side // min(height, width) for side in (height, width)]
+    images = F.interpolate(images, sides, mode="bilinear", antialias=True)
+    top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
+    return images[..., top : top + size, left : left + size]
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

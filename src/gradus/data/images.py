@@ -41,9 +41,10 @@ def open_images(
     folder of class folders (<class>/*.png, or train/<class>/*.png beside valid/ and test/) or of images beside a table
     that names them (see `listings`), cifar-10-binary.tar.gz or the folder unpacked from it, or `hf:NAME`. Where there
     is no valid split, a fixed tenth of the training images of every class becomes it. Where one image has colours, or
-    the model has n_channels=3, all are RGB. Images of other sizes, and all where config.preprocess says how, are made
-    image_size × image_size each time they are asked for (see `fit`); None: as they are. names: of the classes, where
-    the data name none; where class folders are all among them, in this order.
+    the model has n_channels=3, all are RGB. Images of several sizes, and all where config.preprocess says how, are made
+    image_size × image_size each time they are asked for (see `fit`); None: as they are. Images of one size are resized
+    by `Augment`. names: of the classes, where the data name none; where class folders are all among them, in this
+    order.
 
     Raises UserError for what is missing or unreadable, for an image of a kind that is not read, for a label out of
     range; with file and row.
@@ -60,9 +61,10 @@ def open_images(
                 continue
             splits[split] = _open(source, splits.get("train"), names)
     shape = max(n_channels, *(dataset.shape[0] for dataset in splits.values())), image_size, image_size
-    usual = Preprocess(resize=image_size)  # of images of that size it changes nothing
+    usual = Preprocess(resize=image_size)  # which `Augment` does too: on the device, a batch at a time
     for split, dataset in splits.items() if image_size else ():
-        if (dataset.shape, how := config.preprocess or usual) != (shape, usual):
+        how, plain = config.preprocess or usual, (dataset.shape[0], len(dataset.shape)) == (shape[0], 3)
+        if not (plain and how == usual):
             splits[split] = FittedImages(dataset, shape, how)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")

@@ -134,7 +134,7 @@ def _image_task(recipe: Recipe) -> Task:
     half = [0.5] * model.n_channels
     data = recipe.data.model_copy(update={"mean": recipe.data.mean or half, "std": recipe.data.std or half})
     task = _task_over(lambda i: {"image": image, "label": i % model.n_classes}, ImageClassification, recipe)
-    task.augment = Augment(data, task.splits["train"])
+    task.augment = Augment(data, model.image_size, task.splits["train"])
     task.prepare, task.n_patches = task.augment.prepare, (model.image_size // model.patch_size) ** 2
     task.classes = [str(i) for i in range(model.n_classes)]
     return task

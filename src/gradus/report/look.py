@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gradus import files, tasks
 from gradus.data.augment import normalise
 from gradus.data.image_sources import SUFFIXES
+from gradus.data.images import fit
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, not_written
 from gradus.infer import ModelSource, encode, find, note
@@ -29,6 +30,7 @@ from gradus.infer.predict import asking_for, copies, line_of, preparation, read_
 from gradus.layers import Attention, observe_attention
 from gradus.models.decoding import complete
 from gradus.models.finite import finite
+from gradus.recipe.schema import Preprocess
 from gradus.report.look_page import Layer, Seen, content
 from gradus.report.page import to_html
 
@@ -97,7 +99,8 @@ def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
         data = split_of(tasks.open_task(asking_for(source.recipe, "valid")), "valid", source.run)
         if sample >= len(data):
             raise UserError(f"--sample={sample}: the validation split has {len(data):,} images; the first is 0.")
-        image = data[sample]["image"]
+        size = source.config.image_size  # that training makes of it, if it is not prepared already
+        image = fit(data[sample]["image"], size, Preprocess(resize=size), f"image {sample}")
     model = source.load()
     weight = next(model.parameters())
     pixels, data = torch.tensor(image)[None].to(weight), preparation(source)  # (1, channels, image_size, image_size)

@@ -231,7 +231,7 @@ class ImageClassification(Classification):
         n_channels = model.n_channels if data.preprocess else 1  # published weights read grey images as RGB
         self.splits = open_images(data, model.image_size, recipe.task.classes, n_channels)
         self.classes = [str(c) for c in self.splits["train"].classes]
-        self.augment = Augment(data, self.splits["train"])
+        self.augment = Augment(data, model.image_size, self.splits["train"])
         self.prepare = self.augment.prepare
         self.n_patches = (recipe.model.image_size // recipe.model.patch_size) ** 2
 
