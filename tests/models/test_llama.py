@@ -189,7 +189,7 @@ def test_configuration_there_and_back():
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported"),
-        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*Did you mean llama3"),
+        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*known are default, llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures=LlamaForTokenClassification is not supported"),

@@ -212,6 +212,13 @@ def card(*configs):
     return make
 
 
+def named_in_card():
+    names = {"class_label": {"names": {"0": "world", "1": "sci"}}}
+    features = [{"name": "text", "dtype": "string"}, {"name": "label", "dtype": names}]
+    put("d/README.md", f"---\n{yaml.safe_dump({'dataset_info': {'features': features}})}---\n")
+    parquet("d/data/train-00000-of-00001.parquet", reviews(labels=(0, 1)))
+
+
 def in_one(*fields, indent=None):
     return lambda: put("d.json", json.dumps({"version": 1, "about": ["x"], **dict.fromkeys(fields, reviews())}, indent=indent))
 
@@ -284,6 +291,14 @@ SHAPES = {  # what there is: (how it is made, what --data is, what must be said)
     "UTF-16": (in_text("film", "utf-16"), "d.csv", "iconv -f utf-16 -t utf-8"),
     "empty texts": (empty("text", 3), "d.csv", "note       3 of the texts are empty, and learned with the label all the same"),
     "empty labels": (empty("label", 3), "d.csv", "d.csv: row 1: label '' is neither a whole number nor a name (3 such rows)"),
+    "an evaluation": (lambda: (table("d/train.csv", reviews()), table("d/eval.csv", reviews(10))), "d", "splits     train 40, valid 10", "test is evaluated in its place"),
+    "names of classes in a card": (named_in_card, "d", "classes    2: world 20, sci 20"),
+    "a first row without a label": (lambda: lines("d.jsonl", [{"text": "a film"}, *reviews()]), "d.jsonl", "d.jsonl: row 1 has no column 'label'"),
+    "texts inside objects": (lambda: lines("d.jsonl", [{"data": {"text": "a film"}, "label": NAMES[i % 2]} for i in range(40)]), "d.jsonl", "no column holds text; there are: data, label. Column 'data' holds objects."),
+    "texts as lists of words": (lambda: lines("d.jsonl", [{"text": ["a", "film"], "label": NAMES[i % 2]} for i in range(40)]), "d.jsonl", "Column 'text' holds lists."),
+    "texts as bytes": (lambda: parquet("d.parquet", [{**row, "text": row["text"].encode()} for row in reviews()]), "d.parquet", "Column 'text' holds bytes."),
+    "a space before quotes": (lambda: put("d.csv", "text, label\n" + "".join(f'"film, {i}", "{NAMES[i % 2]}"\n' for i in range(40))), "d.csv", PAIR),
+    "a table of Excel under another name": (lambda: put("d.csv", b"PK\3\4\x14\0\xff"), "d.csv", "d.csv: a packed file, such as Excel's. Save it as .csv, or unpack it."),
     "names beside numbers": (named_numbers, "d.jsonl", "label      column 'label_text': the names of the numbers in 'label'", PAIR),
 }  # fmt: skip
 

@@ -27,7 +27,12 @@ from gradus.errors import DataError, UserError, did_you_mean, need
 KINDS = {".txt": "txt", ".raw": "txt", ".tokens": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"} | {
     f".{kind}": kind for kind in ("csv", "tsv", "parquet")
 }
-SPLITS = {"train": ("train", "training"), "valid": ("valid", "val", "validation", "dev"), "test": ("test", "testing")}
+# evaluation is a test, as the package datasets has it
+SPLITS = {
+    "train": ("train", "training"),
+    "valid": ("valid", "val", "validation", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 
 Row = dict[str, Any]
 
@@ -135,6 +140,8 @@ def named(path: Readable, rows: Iterable, unit: str = "row") -> Iterator:
             n += 1
             yield row
     except UnicodeDecodeError as e:
+        if n == 0 and e.object[:4] == b"PK\3\4":
+            raise UserError(f"{path}: a packed file, such as Excel's. Save it as .csv, or unpack it.") from None
         byte = f"0x{e.object[e.start]:02x}"
         coding = "utf-16" if n == 0 and e.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "windows-1252"
         how = f"Convert the file to UTF-8, for example: iconv -f {coding} -t utf-8"
@@ -269,7 +276,10 @@ def _csv(path: Path, delimiter: str | None = None) -> Iterator[Row]:
     if stated := re.fullmatch(r'"?sep=(.)"?\s*', first):  # Excel's
         delimiter, first = stated[1], next(filter(str.strip, lines), "")
     delimiter = delimiter or max(",;\t|", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
-    reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    head = [first, *itertools.islice(lines, 1)]
+    spaced = any(f'{delimiter} "' in line for line in head)  # a, "b"
+    lines = itertools.chain(head, lines)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=spaced)
     try:
         yield from _table(path, filter(None, reader))
     except csv.Error as e:
@@ -385,7 +395,28 @@ def table_of(path: str | Path) -> tuple[dict[str, list[str] | None], int]:
             features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
             return {name: features.get(name, {}).get("names") for name in schema.names}, table.metadata.num_rows
         except (ValueError, KeyError, TypeError, AttributeError):  # not written by `datasets`
-            return dict.fromkeys(schema.names), table.metadata.num_rows
+            return dict.fromkeys(schema.names) | _names_in_card(expanded(path)), table.metadata.num_rows
+
+
+def _names_in_card(path: Path) -> dict[str, list[str] | None]:
+    """Column → what the README.md of a data set from the hub calls its numbers."""
+    names: dict[str, list[str] | None] = {}
+    for folder in itertools.islice(path.absolute().parents, 2):
+        match card(folder):
+            case {"dataset_info": {"features": [*features]}} | {"dataset_info": [{"features": [*features]}]}:
+                for feature in features:
+                    match feature:
+                        case {"name": str(column), "dtype": {"class_label": {"names": {**called}}}}:
+                            names[column] = list(map(str, called.values()))
+    return names
+
+
+def card(folder: Path) -> dict[str, Any]:
+    """What stands above README.md, as data sets of the hub have it; {} where nothing does."""
+    with contextlib.suppress(UserError, TypeError):  # no such file, no header
+        header = re.match(r"---\n(.*?)\n---", limits.read_text(folder / "README.md", limits.CONFIG_FILE), re.DOTALL)
+        return limits.parse_yaml(header[1], folder)
+    return {}
 
 
 def class_names(path: Readable, columns: Sequence[str]) -> list[str] | None:

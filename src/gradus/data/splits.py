@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gradus import limits
 from gradus.data.cache import digest
 from gradus.data.corpus import Corpus
 from gradus.data.readers import (
@@ -20,6 +18,7 @@ from gradus.data.readers import (
     Readable,
     Shards,
     alias_in,
+    card,
     expanded,
     hub_splits,
     is_hub,
@@ -119,11 +118,8 @@ def _labelled_texts(folder: Path, folders: list[Path]) -> dict[str, list[Path]]:
 def _configured(folder: Path) -> dict[str | None, list[Path]]:
     """Split → the files that README.md gives it, as those of the hub do; {} where it says nothing plain. Raises
     UserError for several configurations."""
-    card, found = {}, {}
-    with contextlib.suppress(UserError, TypeError):  # no such file, no header
-        header = re.match(r"---\n(.*?)\n---", limits.read_text(folder / "README.md", limits.CONFIG_FILE), re.DOTALL)
-        card = limits.parse_yaml(header[1], folder)
-    match card:
+    found: dict[str | None, list[Path]] = {}
+    match card(folder):
         case {"configs": [{"config_name": _}, {"config_name": _}, *_] as several}:
             names = ", ".join(str(each["config_name"]) for each in several if "config_name" in each)
             what = f"the data set has several configurations: {names}"

@@ -32,6 +32,8 @@ QUESTIONS = (  # column names of data to fine-tune assistants with: what they ar
     ({"chosen", "rejected"}, "answers that were chosen and rejected"),
     *(({name}, CHATS) for name in ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")),
 )  # fmt: skip
+HOLDS = {"dict": "objects", "list": "lists", "bytes": "bytes"}
+PICTURES = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")  # how files of images begin
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
@@ -149,7 +151,9 @@ class Column:
     @property
     def is_image(self) -> bool:
         first = next(iter(self.cells), None)
-        return isinstance(first, bytes) or (isinstance(first, dict) and "bytes" in first)
+        return (isinstance(first, dict) and "bytes" in first) or (
+            isinstance(first, bytes) and first.startswith(PICTURES)
+        )
 
     @property
     def is_string(self) -> bool:
@@ -216,7 +220,8 @@ def _table(
         line = f"found      {file}: running text, for a model that predicts the next token"
         return DataSummary({"kind": "text", "path": where}, [line])
     rows = _first_rows(file)
-    columns = {name: Column(name, [row.get(name) for row in rows]) for name in rows[0]}
+    names = dict.fromkeys(itertools.chain(*rows))  # of JSON, a row may lack some
+    columns = {name: Column(name, [row.get(name) for row in rows]) for name in names}
     for option, name in (("--text", text), ("--label", label)):
         if isinstance(name, str) and name not in columns:
             raise UserError(f"{option} {name}: {file} has no such column.{did_you_mean(name, columns)}")
@@ -309,8 +314,11 @@ def _choose_text(file: Path, columns: dict[str, Column], label: str | bool | Non
     many = [name for name in strings if not columns[name].is_few]
     kinds = ([name for name in many if name in words], words, many, list(strings))
     likely = [*named, *alike] or next(filter(None, kinds), [])
-    if not likely:
-        raise UserError(f"{file}: no column holds text; there are: {_names(columns)}. Name one: --text COLUMN.")
+    other = {n: type(c.cells[0]).__name__ for n, c in columns.items() if not c.is_scalar and n not in likely}
+    if not likely or (other and _named(likely, LABEL_COLUMNS, LABEL_NAMES) == likely):
+        kind = "".join(f" Column {name!r} holds {HOLDS.get(k, k)}." for name, k in itertools.islice(other.items(), 3))
+        there = f"no column holds text; there are: {_names(columns)}"
+        raise UserError(f"{file}: {there}.{kind} Name one: --text COLUMN, or write the texts into one.")
     if len(likely) > 1:
         both = either(map(repr, likely[:5]), "and")
         mend = f"Name one, such as --text {likely[0]}; to learn from both, join them in one column"

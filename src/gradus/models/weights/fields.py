@@ -6,7 +6,7 @@ from collections.abc import Collection, ItemsView, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradus import files
-from gradus.errors import UserError, did_you_mean, some
+from gradus.errors import UserError, some
 from gradus.models.weights import Rule
 from gradus.recipe.schema import ModelConfig
 
@@ -149,7 +149,7 @@ def unsupported(family: str, name: str, value: object, way_out: str) -> UserErro
 def one_of(family: str, name: str, value: Any, known: Collection) -> Any:
     """The value. Raises UserError where it is not one of these."""
     if value not in known:
-        raise unsupported(family, name, value, f".{did_you_mean(value, known)}")
+        raise unsupported(family, name, value, f"; known are {some(sorted(map(str, known)))}")
     return value
 
 
