@@ -3,6 +3,7 @@ no study; its page is what it says too."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import runpy
 from pathlib import Path
@@ -15,7 +16,7 @@ from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.parallel import processes
 from gradus.plan.answer import Request, answer
-from gradus.proof import engine_runner, results, study_file, study_store
+from gradus.proof import engine_runner, harness, results, study_file, study_rows, study_store
 from gradus.proof.timing import Timed, Window, time_it
 from gradus.recipe.schema import BertConfig
 from gradus.rows import Row, read_rows
@@ -43,6 +44,35 @@ def test_it_can_be_read_and_its_page_is_its_rows(file):
         own_page = study_file.Page.read(ROOT / "none", file, told)
         assert text == own_page.before + table + "\n" + own_page.after, "the page says what the study file says"
     assert {r["configuration"] for r in read_rows(rows)} == {c.name for c in study.configurations}
+
+
+PLANNED = [file for file in FILES if any(r["kind"] == "planned" for r in read_rows(ROOT / "experiments/results" / f"{file.stem}.jsonl"))]
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("file", PLANNED, ids=lambda file: file.stem)
+def test_what_a_page_says_is_planned_is_today_s_plan(file):
+    """For a source's devices, with the digits of the page. What was planned of the machine that measured belongs to its run, and is not planned again."""
+    study, told = study_file.load(file)
+    kept = read_rows(ROOT / "experiments/results" / f"{file.stem}.jsonl")
+    plan = [row for c in study.configurations for row in harness.source_rows(c)]
+    plan += study_rows.planned_ratios(study, plan)
+    today = {(row.conditions["configuration"], row.name): row.value for row in plan if row.conditions["kind"] == "planned"}
+    assert {(r["configuration"], r["name"]) for r in kept if r["kind"] == "planned"} == set(today)
+    again = [{**r, "value": today[r["configuration"], r["name"]]} if r["kind"] == "planned" else r for r in kept]
+    table = "\n".join(results.markdown(again, told.columns))
+    assert table in (PAGES / f"{file.stem}.md").read_text(encoding="utf-8"), f"gradus study experiments/{file.name}: the plan is now\n{table}"
+
+
+@pytest.mark.docs
+def test_what_the_lectures_page_says_is_planned_is_today_s_plan():
+    """In the layout that the page names; that the plan would choose it, and the number of devices for 30 days, take it a minute and are not planned again."""
+    made = runpy.run_path(str(ROOT / "experiments/gpt3-by-formula.py"))
+    kept = [r for r in read_rows(made["ROWS"]) if r.get("kind") == "planned" and "layout" in r]
+    layout = tuple(kept[0]["layout"].split())
+    today = answer(dataclasses.replace(made["RUN"], overrides=layout))
+    for r in kept:
+        assert today.value(r["name"]) == pytest.approx(r["value"], rel=1e-3), f"{r['name']}: python experiments/gpt3-by-formula.py"
 
 
 def test_the_index_names_each():
