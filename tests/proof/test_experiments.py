@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import runpy
 from pathlib import Path
 
@@ -129,6 +130,20 @@ def test_the_lectures_page_is_its_rows():
     sent = {r["link"]: r["value"] for r in found if r["name"] == "link/all-reduce of 8"}
     assert [r["value"] / 1e15 for r in found if r["name"] == "node/peak"] == [72, 36, 18], "with sparsity; dense in FP8, in bf16"
     assert sent["InfiniBand NDR"] == pytest.approx(2 * 7 / 8 * 350e9 / 50e9)
+
+
+def test_the_page_of_sources_has_the_figures_of_our_pages():
+    """What docs/sources.md says is planned or measured stands on a page that the row links to, or the row of the same page above it."""
+    page, linked, checked = PAGES.parent / "sources.md", [], 0
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and line.count("|") == 6 and not line.startswith("| their result"):
+            *_, planned, measured, where = (cell.strip() for cell in line.split("|")[1:-1])
+            found = [(page.parent / link.partition("#")[0]).read_text(encoding="utf-8") for link in re.findall(r"\]\(([^)]+)\)", where)]
+            linked = (linked[:1] if where.startswith("the same") else []) + found
+            for figure in re.findall(r"(?<![\w.-])\d[\d,]*\.?\d*(?:e-\d+)?", re.sub(r"`[^`]*`|\w*[A-Z]+\d+|\d+ tokens", "", f"{planned} {measured}")):
+                assert any(figure.rstrip(",.") in text for text in linked), f"{line}\n{figure} is on no page that it links to"
+                checked += 1
+    assert checked > 60
 
 
 @pytest.mark.slow
