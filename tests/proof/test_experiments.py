@@ -93,7 +93,7 @@ def test_the_page_of_claims_is_what_committed_rows_say():
 
 
 def test_no_figure_stands_where_a_source_prints_none():
-    """The article's log and what it decoded, the exercise's accuracy, the chapter's trade of chunk sizes: headings with nothing below."""
+    """The article's log (of what it decoded there are words, and no figure), the exercise's accuracy, the chapter's trade of chunk sizes."""
 
     def said(study: str) -> set[str]:
         return {r["name"] for r in read_rows(ROOT / f"experiments/results/{study}.jsonl") if r["kind"] == "source"}
