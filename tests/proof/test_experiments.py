@@ -3,7 +3,9 @@ no study; its page is what it says too."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import runpy
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.parallel import processes
 from gradus.plan.answer import Request, answer
-from gradus.proof import engine_runner, results, study_file, study_store
+from gradus.proof import engine_runner, harness, results, study_file, study_rows, study_store
 from gradus.proof.timing import Timed, Window, time_it
 from gradus.recipe.schema import BertConfig
 from gradus.rows import Row, read_rows
@@ -45,6 +47,35 @@ def test_it_can_be_read_and_its_page_is_its_rows(file):
     assert {r["configuration"] for r in read_rows(rows)} == {c.name for c in study.configurations}
 
 
+PLANNED = [file for file in FILES if any(r["kind"] == "planned" for r in read_rows(ROOT / "experiments/results" / f"{file.stem}.jsonl"))]
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("file", PLANNED, ids=lambda file: file.stem)
+def test_what_a_page_says_is_planned_is_today_s_plan(file):
+    """For a source's devices, with the digits of the page. What was planned of the machine that measured belongs to its run, and is not planned again."""
+    study, told = study_file.load(file)
+    kept = read_rows(ROOT / "experiments/results" / f"{file.stem}.jsonl")
+    plan = [row for c in study.configurations for row in harness.source_rows(c)]
+    plan += study_rows.planned_ratios(study, plan)
+    today = {(row.conditions["configuration"], row.name): row.value for row in plan if row.conditions["kind"] == "planned"}
+    assert {(r["configuration"], r["name"]) for r in kept if r["kind"] == "planned"} == set(today)
+    again = [{**r, "value": today[r["configuration"], r["name"]]} if r["kind"] == "planned" else r for r in kept]
+    table = "\n".join(results.markdown(again, told.columns))
+    assert table in (PAGES / f"{file.stem}.md").read_text(encoding="utf-8"), f"gradus study experiments/{file.name}: the plan is now\n{table}"
+
+
+@pytest.mark.docs
+def test_what_the_lectures_page_says_is_planned_is_today_s_plan():
+    """In the layout that the page names; that the plan would choose it, and the number of devices for 30 days, take it a minute and are not planned again."""
+    made = runpy.run_path(str(ROOT / "experiments/gpt3-by-formula.py"))
+    kept = [r for r in read_rows(made["ROWS"]) if r.get("kind") == "planned" and "layout" in r]
+    layout = tuple(kept[0]["layout"].split())
+    today = answer(dataclasses.replace(made["RUN"], overrides=layout))
+    for r in kept:
+        assert today.value(r["name"]) == pytest.approx(r["value"], rel=1e-3), f"{r['name']}: python experiments/gpt3-by-formula.py"
+
+
 def test_the_index_names_each():
     """By its title, which says what it shows; and every page is an experiment."""
     index, pages = (PAGES / "README.md").read_text(encoding="utf-8"), {page.stem: page for page in PAGES.glob("*.md") if page.stem != "README"}
@@ -62,7 +93,7 @@ def test_the_page_of_claims_is_what_committed_rows_say():
 
 
 def test_no_figure_stands_where_a_source_prints_none():
-    """The article's log and what it decoded, the exercise's accuracy, the chapter's trade of chunk sizes: headings with nothing below."""
+    """The article's log (of what it decoded there are words, and no figure), the exercise's accuracy, the chapter's trade of chunk sizes."""
 
     def said(study: str) -> set[str]:
         return {r["name"] for r in read_rows(ROOT / f"experiments/results/{study}.jsonl") if r["kind"] == "source"}
@@ -99,6 +130,20 @@ def test_the_lectures_page_is_its_rows():
     sent = {r["link"]: r["value"] for r in found if r["name"] == "link/all-reduce of 8"}
     assert [r["value"] / 1e15 for r in found if r["name"] == "node/peak"] == [72, 36, 18], "with sparsity; dense in FP8, in bf16"
     assert sent["InfiniBand NDR"] == pytest.approx(2 * 7 / 8 * 350e9 / 50e9)
+
+
+def test_the_page_of_sources_has_the_figures_of_our_pages():
+    """What docs/sources.md says is planned or measured stands on a page that the row links to, or the row of the same page above it."""
+    page, linked, checked = PAGES.parent / "sources.md", [], 0
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and line.count("|") == 6 and not line.startswith("| their result"):
+            *_, planned, measured, where = (cell.strip() for cell in line.split("|")[1:-1])
+            found = [(page.parent / link.partition("#")[0]).read_text(encoding="utf-8") for link in re.findall(r"\]\(([^)]+)\)", where)]
+            linked = (linked[:1] if where.startswith("the same") else []) + found
+            for figure in re.findall(r"(?<![\w.-])\d[\d,]*\.?\d*(?:e-\d+)?", re.sub(r"`[^`]*`|\w*[A-Z]+\d+|\d+ tokens", "", f"{planned} {measured}")):
+                assert any(figure.rstrip(",.") in text for text in linked), f"{line}\n{figure} is on no page that it links to"
+                checked += 1
+    assert checked > 60
 
 
 @pytest.mark.slow

@@ -120,7 +120,8 @@ def _attention(best: Recipe, context: LadderContext) -> Candidates:
 
 def _precision(best: Recipe, context: LadderContext) -> Candidates:
     if context.device.type != "cuda":
-        ratio, reasons = slower_in_bf16(), ["layout.precision=fp16: for GPUs"]
+        reasons = ["layout.precision=fp16: few CPUs have units for it, and bf16 needs no loss scaling"]
+        ratio = slower_in_bf16()
         if ratio <= TOO_SLOW:
             return Candidates([{"layout.precision": "bf16"}], reasons)
         slow = f"layout.precision=bf16: a matrix product takes {ratio:.0f} times as long as in fp32 here"
