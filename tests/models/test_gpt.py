@@ -129,7 +129,7 @@ def test_configuration_there_and_back():
     "field, value, said",
     [
         ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx=True is not supported"),
-        ("activation_function", "gelu_nw", "activation_function=gelu_nw.*Did you mean gelu_new"),
+        ("activation_function", "gelu_nw", "activation_function=gelu_nw.*known are gelu, gelu_new"),
         ("architectures", ["GPT2ForSequenceClassification"], "architectures=GPT2ForSequenceClassification is not supported"),
     ],
 )

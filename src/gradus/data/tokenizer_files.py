@@ -34,10 +34,11 @@ Config = dict[str, Any]  # what the files beside a tokenizer say of it
 # Tokenizers of transformers whose files are read here, by class or model type: the kind of file, and the roles of the
 # tokens before and after a text; without a role, add_bos_token and add_eos_token decide
 WORDPIECE, BYTE_BPE, PIECES = ("WordPiece", "cls", "sep"), ("byte-level BPE", "", ""), ("SentencePiece", "", "")
-LIKE_BERT = ("bert", "convbert", "distilbert", "electra", "layoutlm", "lxmert", "mobilebert", "squeezebert")
+LIKE_BERT = ("Bert", "ConvBert", "DistilBert", "Electra", "LayoutLM", "Lxmert", "MobileBert", "SqueezeBert")
 CLASSES = {
-    **dict.fromkeys(LIKE_BERT, WORDPIECE), "gpt2": BYTE_BPE, "qwen2": BYTE_BPE,
-    "roberta": ("byte-level BPE", "bos", "eos"), "llama": PIECES, "t5": ("SentencePiece", "", "eos"),
+    **{f"{name.lower()}tokenizer": WORDPIECE for name in LIKE_BERT},
+    "gpt2tokenizer": BYTE_BPE, "qwen2tokenizer": BYTE_BPE, "robertatokenizer": ("byte-level BPE", "bos", "eos"),
+    "llamatokenizer": PIECES, "t5tokenizer": ("SentencePiece", "", "eos"),
 }  # fmt: skip
 BYTE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 END = "<|endoftext|>"
@@ -85,14 +86,14 @@ def load(path: str | Path) -> Tokenizer:
 
 
 def _class(folder: Path, kind: str, config: Config) -> str:
-    """The name in CLASSES of what a folder's files are for: the tokenizer's class, else the model's type; "none" for
-    neither. Raises UserError for one that reads files of this kind in another way."""
+    """The name in CLASSES of what a folder's files are for: the tokenizer's class, else that of the model's type; for
+    neither "nonetokenizer". Raises UserError for one that reads files of this kind in another way."""
     file = folder / "config.json"
     model = limits.read_object(file) if file.is_file() else {}
     model_type = "Marian" if (folder / "source.spm").is_file() else model.get("model_type")
     whose = str(config.get("tokenizer_class") or model.get("tokenizer_class") or f"{model_type}Tokenizer")
-    name = re.sub("tokenizer(fast)?$|[-_]", "", whose.lower())
-    if kind and kind != CLASSES.get(name, ("",))[0] and name != "none":
+    name = re.sub("fast$|[-_]", "", whose.lower())
+    if kind and kind != CLASSES.get(name, ("",))[0] and whose != "NoneTokenizer":
         own = f"its tokenizer is a {whose:.40}, which reads these files differently from plain {kind}"
         made = "For most, transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise UserError(f"{folder}: {own}, so it needs tokenizer.json here. {made}.")
@@ -303,12 +304,12 @@ def _read_byte_bpe(file: Path, config: Config, name: str) -> Tokenizer:
     rust = _tried("vocabulary of byte-level BPE", lambda: package.Tokenizer(package.models.BPE(vocab, merges)))
     split = package.pre_tokenizers
     rust.pre_tokenizer = split.ByteLevel(bool(config.get("add_prefix_space")), use_regex=name != "qwen2")
-    if name == "qwen2":
+    if name == "qwen2tokenizer":
         config = {"bos_token": None, "pad_token": END, **config}
         words = split.Split(package.Regex(QWEN2_WORDS), "isolated")
         rust.normalizer, rust.pre_tokenizer = package.normalizers.NFC(), split.Sequence([words, rust.pre_tokenizer])
     rust.decoder = package.decoders.ByteLevel()
-    known = {END} & vocab.keys() if name in ("gpt2", "qwen2") else vocab
+    known = {END} & vocab.keys() if name in ("gpt2tokenizer", "qwen2tokenizer") else vocab
     usual = {f"{role}_token": token for role, tokens in USUAL.items() for token in reversed(tokens) if token in known}
     return _with_added(rust, {"tokenizer_class": "GPT2Tokenizer", **usual, **config}, file.parent)
 
@@ -325,7 +326,7 @@ def _read_sentencepiece(file: Path, config: Config, name: str) -> Tokenizer:
             alone = not file.with_name("config.json").is_file()
             config |= {"add_bos_token": True, "split_special_tokens": alone} | config
         # Files that `save` wrote (extra_ids) are as read
-        tokenizer = SentencePieceTokenizer(data, config, name == "llama" and "extra_ids" not in config)
+        tokenizer = SentencePieceTokenizer(data, config, name == "llamatokenizer" and "extra_ids" not in config)
     except (RuntimeError, ValueError) as e:
         raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
     if tokenizer.like_t5:
