@@ -303,7 +303,7 @@ def _read_byte_bpe(file: Path, config: Config, name: str) -> Tokenizer:
         raise _Damaged(f"{len(merges)} merges in {rules.name} for the {longer} longer tokens of {table.name}")
     rust = _tried("vocabulary of byte-level BPE", lambda: package.Tokenizer(package.models.BPE(vocab, merges)))
     split = package.pre_tokenizers
-    rust.pre_tokenizer = split.ByteLevel(bool(config.get("add_prefix_space")), use_regex=name != "qwen2")
+    rust.pre_tokenizer = split.ByteLevel(bool(config.get("add_prefix_space")), use_regex=name != "qwen2tokenizer")
     if name == "qwen2tokenizer":
         config = {"bos_token": None, "pad_token": END, **config}
         words = split.Split(package.Regex(QWEN2_WORDS), "isolated")
