@@ -112,7 +112,7 @@ class Classification(Task):
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits = self.logits(model, batch)  # (batch, n_classes)
-        weights = self.weights and torch.tensor(self.weights).to(logits)
+        weights = self.weights and torch.tensor(self.weights).to(logits.device)
         options = {"weight": weights, "label_smoothing": self.recipe.task.label_smoothing}
         each = functools.partial(cross_entropy, logits.float(), reduction="none", **options)
         if "other_labels" not in batch:
