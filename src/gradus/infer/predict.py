@@ -99,6 +99,8 @@ def predict(args: Any) -> Iterator[str]:
         else:
             answered = records_of(source, inputs_of(source, args), args.top)
         for record in answered:
+            if not args.grid_file:
+                record.pop("pixels", None)  # of a long standard input they would fill the memory
             records.append(record | ({"adapter": source.name} if len(sources) > 1 else {}))
             yield line_of(record)
     if known := [r["right"] for r in records if "right" in r]:
