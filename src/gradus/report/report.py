@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +184,11 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
         yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")
 
 
+def shortened(text: str, width: int = 120) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
 def predictions(group: Sequence[Run]) -> Iterator[Table]:
     """What the model of each run says of some inputs, where `gradus predict` has left it in the run's folder."""
     for run in group:
@@ -193,7 +197,7 @@ def predictions(group: Sequence[Run]) -> Iterator[Table]:
             of = f"{run.name}: {known.count('right')} of {len(known)} right" if known else run.name
             more = f"; the first {SHOWN} of {len(rows)}" if len(rows) > SHOWN else ""
             head = ["input", "answer", *["it is", ""] * bool(known)]
-            cut = [[textwrap.shorten(cell, 120, placeholder=" …") for cell in row[: len(head)]] for row in rows[:SHOWN]]
+            cut = [[shortened(cell) for cell in row[: len(head)]] for row in rows[:SHOWN]]
             yield Table(head, cut, f"{of}{more}.", words=True)
 
 

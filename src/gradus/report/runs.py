@@ -192,9 +192,8 @@ class Run:
     def predictions(self) -> list[list[str]]:
         """Input, answer, right answer and whether that is the answer, of what `gradus predict --to` left there."""
         file, rows = self.folder / "predictions.jsonl", []
-        for number, line in enumerate(
-            limits.read_text(file, limits.ROWS_FILE).splitlines() if file.is_file() else [], 1
-        ):
+        text = limits.read_text(file, limits.ROWS_FILE) if file.is_file() else ""
+        for number, line in enumerate(filter(None, text.split("\n")), 1):  # JSON holds other ends of lines as they are
             try:
                 row = Prediction.model_validate_json(line)
             except ValueError:
