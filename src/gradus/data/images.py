@@ -263,11 +263,11 @@ def _open(source: Source, like: FileImages | None = None, names: Sequence[str] |
     folder = files.cache_dir() / "images" / digest(FORMAT, source.key())
     keep(folder, lambda aside: _decode(source, aside), "GRADUS_CACHE")
     shape, content = json.loads((folder / "about.json").read_text())
-    labels, own = np.load(folder / "labels.npy"), source.classes
+    labels, own = np.load(folder / "labels.npy").tolist(), source.classes
     if like and own and own != like.classes:
         theirs, ours = ", ".join(own[:5]), ", ".join(like.classes[:5])
         raise UserError(f"{source.name}: its classes ({theirs}, ...) are not the training set's ({ours}, ...)")
-    classes, index = (like.classes, like.index) if like else number_classes(labels.tolist(), own, names)
+    classes, index = (like.classes, like.index) if like else number_classes(labels, own, names)
     counted = np.array([index.get(str(label), -1) for label in labels], dtype=np.int64)
     for wrong in np.flatnonzero(counted < 0):
         there = f"there are {len(classes)} classes: {', '.join(list(index)[:10])}"

@@ -140,7 +140,7 @@ def run_in_processes(n: int, function: Callable, recipe: Recipe, folder: str) ->
     except UserError as e:
         return str(e)
     except RuntimeError as e:
-        if "can't allocate memory" not in str(e):
+        if not re.search(r"allocate memory|\bMemoryError\b|bad_alloc", str(e)):  # PyTorch's, Python's, C++'s
             raise
         return "it took more than the memory that was free. Use a smaller one."
     return {key: max(values[key] for values in by_rank) for key in by_rank[0]}
