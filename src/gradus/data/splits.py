@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import re
@@ -128,7 +129,8 @@ def _configured(folder: Path) -> dict[str | None, list[Path]]:
             for file in files:
                 match file:
                     case {"split": str(split), "path": str(path)}:
-                        found.setdefault(split_called(split), []).extend(folder.glob(f"./{path}"))
+                        there = (folder / name for name in glob.glob(path, root_dir=folder, recursive=True))
+                        found.setdefault(split_called(split), []).extend(filter(Path.is_file, there))
                     case _:
                         return {}
     return found
@@ -189,11 +191,11 @@ def _several(path: Path, split: str, names: list[str]) -> UserError:
 
 def visible_files(folder: Path, names: re.Pattern[str] | None = None) -> list[Path]:
     """Raises UserError for what is called like a file of data (or as names) and is none: a folder, a dead link."""
-    there = sorted(f for f in folder.iterdir() if not f.name.startswith("."))
-    for f in there:
-        if not f.is_file() and (suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name))):
+    there = {f: f.is_file() for f in sorted(folder.iterdir()) if not f.name.startswith(".")}
+    for f, is_file in there.items():
+        if not is_file and (suffix(f) in KINDS or not f.is_dir() or (names and names.fullmatch(f.name))):
             raise UserError(f"{f}: not a file, or a link to none. Remove it, or take another folder (data.path).")
-    return [f for f in there if f.is_file()]
+    return [f for f, is_file in there.items() if is_file]
 
 
 def _split_of(path: Path) -> tuple[str, bool] | None:

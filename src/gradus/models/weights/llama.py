@@ -49,7 +49,7 @@ def _scaling_from_hf(rope: dict) -> RopeScaling | None:
     kind = rope.get("type", "default")
     kind = rope.get("rope_type") or kind
     fields.only("llama", rope, {"partial_rotary_factor": 1.0})
-    if isinstance(rope, fields.Fields):  # not in a plan
+    if isinstance(rope, fields.Fields):  # not of what Gradus has just written
         fields.refuse_unknown(rope, SCALING.values(), "rope_parameters")
     if fields.one_of("llama", "rope_type", kind, ("default", "llama3")) == "default":
         return None
