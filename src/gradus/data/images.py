@@ -180,10 +180,10 @@ class EncodedFile:
 @contextlib.contextmanager
 def _opened(data: bytes | str | Path, where: str) -> Iterator[Any]:
     """An image file, opened by Pillow. Raises UserError where Pillow cannot read it, here or in the block."""
-    if not isinstance(data, bytes):
-        limits.regular(data)
     Image = need("PIL.Image", "vision", "reading images")
     try:
+        if not isinstance(data, bytes):
+            limits.regular(data)
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
             yield picture
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as e:  # SyntaxError: a broken PNG
