@@ -22,6 +22,8 @@ from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
 from gradus.recipe.schema import MODELS, ModelConfig, Recipe
 
+ROTARY = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # besides the numbers of a way to rescale
+
 # ---------------------------------------------------------------- config.json → a configuration
 
 
@@ -71,7 +73,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
         hf["architectures"] = [_head(architecture, heads)]
     notes += [note for ending, note in entry.get("headless", {}).items() if architecture.endswith(ending)]
     if "rotary" in entry:
-        notes += _window_and_angles(hf, entry["rotary"])
+        notes += _window_and_angles(hf, entry["rotary"], {*ROTARY, *table.SCALING.values()})
     if "added_positions" in entry:
         usable = hf["max_position_embeddings"]
         hf["n_positions"] = stored = usable + entry["added_positions"]
@@ -123,9 +125,9 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
     return heads[ending]
 
 
-def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
-    """A window of attention limits the length; a way to rescale rotary positions that is not among `types` is left out.
-    """
+def _window_and_angles(hf: dict[str, Any], types: list[str], known: set[str]) -> Iterator[str]:
+    """A window of attention limits the length; of rotary positions a way to rescale that is not among `types` is left
+    out, and so are fields that are not `known`."""
     window, hf["sliding_window"] = hf.get("sliding_window"), None
     used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
     if window and used and window < hf.get("max_position_embeddings", 2048):
@@ -137,7 +139,10 @@ def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
     how = rope.get("rope_type") or rope.get("type") or "default"
     if how not in types or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
         yield f"rotary positions of type {how} planned as plain ones"
-        rope = None
+        rope = {}
+    if left := [name for name in rope if name not in known and rope[name] is not None]:
+        yield f"rotary positions: {', '.join(left)}: unknown, planned as if it changed nothing"
+    rope = {name: value for name, value in rope.items() if name in known}
     hf |= {"rope_scaling": rope, "rope_parameters": None}
 
 
