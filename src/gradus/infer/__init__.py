@@ -243,7 +243,8 @@ def repetition_penalty(source: ModelSource, applied: bool = True) -> float:
     penalty = None
     for file in source.beside(GENERATION, "config.json"):
         asked = read_object(file)
-        penalty = penalty or (asked.pop("repetition_penalty", None) if applied else 1)
+        own = asked.pop("repetition_penalty", None) if applied else 1
+        penalty = penalty or own
         if penalty is not None and (type(penalty) not in (int, float) or penalty <= 0):
             raise UserError(f"{file}: repetition_penalty={penalty!r:.40}: must be a positive number.")
         answers = UNAPPLIED.search if file.name != GENERATION else lambda key: not HARMLESS.search(key)
