@@ -318,3 +318,16 @@ def test_an_added_token_that_does_not_follow_the_vocabulary_is_refused(make, tmp
         make("gpt2", of_class("GPT2Tokenizer", added_tokens_decoder=wrong))
         with pytest.raises(UserError, match="added tokens are not a table"):
             load(tmp_path)
+
+
+def test_qwen2s_words_are_not_split_again(tmp_path):
+    """A piece may hold the mark before a word, which GPT-2's pattern would part from it."""
+    transformers = pytest.importorskip("transformers")
+    alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: i for i, piece in enumerate([*alphabet, "(h", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("( h\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = load(tmp_path).encode("said(hello) 12")
+    assert ids == theirs("said(hello) 12")["input_ids"] and vocab["(h"] in ids

@@ -3,6 +3,7 @@ folders, CIFAR-10."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -67,7 +68,8 @@ class Source:
         if all(cell in (None, "") for cell in cells):
             return np.full(len(cells), -1)
         for i in [i for i, label in enumerate(labels) if label is None]:
-            raise UserError(f"{self.where(i)}: label {cells[i]!r} is neither a whole number nor a name. Correct it")
+            what = "no label" if cells[i] in (None, "") else f"label {cells[i]!r} is neither a whole number nor a name"
+            raise UserError(f"{self.where(i)}: {what}. Correct it")
         array = np.array(labels := of_one_kind(labels, self.where))
         return array if array.dtype.kind in "iuU" else np.array(list(map(str, labels)))  # more than 64 bits
 
@@ -202,7 +204,11 @@ def listings(path: Path, column: str | None = None) -> dict[Path, str]:
 
 def _naming(table: Path, folders: list[Path], column: str | None) -> str | None:
     """The column of a table that names files in these folders, perhaps without their endings."""
-    rows = list(itertools.islice(read_rows(table), 100))
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(UserError):  # a JSON file, say, that holds no rows
+        rows = list(itertools.islice(read_rows(table), 100))
+    if not rows:
+        return None
     alike = [name for name in rows[0] if len({str(row.get(name)) for row in rows}) == len(rows)]
     names = [name for name in alike if column in (None, name)]
     return next((name for end in ENDS for name in names if _find(rows[0][name], folders, [end])), None)
