@@ -151,6 +151,14 @@ def gpt2_with_padding(folder):
     return "GPT2LMHeadModel", transformers.GPT2Config(vocab_size=n + 1, **sizes)
 
 
+def gpt2_without_a_row_for_padding(folder):
+    """Its padding token is named, and the embedding was not made larger for it."""
+    _, config = gpt2_with_padding(folder)
+    (folder / "added_tokens.json").unlink()
+    config.vocab_size, config.pad_token_id = config.vocab_size - 1, None
+    return "GPT2LMHeadModel", config
+
+
 def mistral(folder):
     n = write(folder, metaspace("<s> $A"), {"tokenizer_class": "LlamaTokenizer", "legacy": True, "add_bos_token": True, "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": None})
     return "MistralForCausalLM", transformers.MistralConfig(vocab_size=n, **LLAMA, sliding_window=4096, rope_theta=10000.0, bos_token_id=1, eos_token_id=2)
@@ -206,7 +214,7 @@ def flan_t5(folder):
     return "T5ForConditionalGeneration", transformers.T5Config(vocab_size=n + 12, **T5, **about)
 
 
-READ = (bertimbau, xlm_roberta, camembert, twitter_roberta, distilbert_of_electras_vocabulary, modernbert, gpt2_with_padding, mistral,
+READ = (bertimbau, xlm_roberta, camembert, twitter_roberta, distilbert_of_electras_vocabulary, modernbert, gpt2_with_padding, gpt2_without_a_row_for_padding, mistral,
         tinyllama_chat, smollm2, qwen2_instruct, yi, llama3, flan_t5)  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def _config(folder: Path) -> Config:
 
 def _with_added(rust: Any, config: Config, folder: Path) -> FastTokenizer:
     """The tokenizer with the tokens that were added to its vocabulary: those of a role that are in it become special,
-    and one for padding, which no model reads, may be new."""
+    and one for padding, which no model reads, may be new: where the model has no row for it there is none."""
     there = {i: token.__getstate__() for i, token in rust.get_added_tokens_decoder().items()}
     for i, state in config["added_tokens_decoder"].items():
         if there.get(i) == state:  # tokenizer.json mostly has them, and adding one takes 1 ms
@@ -194,6 +194,10 @@ def _with_added(rust: Any, config: Config, folder: Path) -> FastTokenizer:
         if rust.get_vocab_size() > before and rust.token_to_id(state["content"]) != i:
             wrong = f"the added token {state['content']!r:.40} has id {i}, but the next free id is {before}"
             raise UserError(f"{folder}: {wrong}: the files are of two tokenizers. Get them again.")
+    pad, model = content_of(config.get("pad_token")), folder / "config.json"
+    rows = limits.read_object(model).get("vocab_size") if model.is_file() else None
+    if pad and rust.token_to_id(pad) is None and isinstance(rows, int) and rust.get_vocab_size() >= rows:
+        config = {**config, "pad_token": None}
     own = {token.content for token in rust.get_added_tokens_decoder().values()}
     new = [*config["additional_special_tokens"], content_of(config.get("pad_token"))]
     for token in (*(config.get(f"{role}_token") for role in ROLES), *config["additional_special_tokens"]):
