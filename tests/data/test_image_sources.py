@@ -89,7 +89,7 @@ def test_metadata_of_a_folder_alone(tmp_path):
     "rows, says",
     [
         ([("0.png", "a"), ("gone.png", "b")], r"metadata\.csv, row 2: file_name gone\.png: no such file"),
-        ([("0.png", "a"), ("1.png", "")], r"1\.png: label '' is neither a whole number nor a name"),
+        ([("0.png", "a"), ("1.png", "")], r"1\.png: no label\. Correct it"),
         ([("0.png", ""), ("1.png", "")], r"metadata\.csv: no training image has a label \(column label, labels, class, target\)\. Rename the column of labels"),
     ],
 )
@@ -135,7 +135,7 @@ def test_bad_labels_and_columns_are_named(tmp_path):
     good = [0] * 20
     opened(good[:11] + [2] + good[12:], rf"{path}, row 11: label 2, but there are 2 classes: 0, 1", names=["a", "b"])
     opened(good[:19] + [-1], "row 19: label -1, but there are 2 classes", names=["a", "b"])
-    opened(good[:8] + [None] + good[9:], "row 8: label None is neither a whole number nor a name")
+    opened(good[:8] + [None] + good[9:], "row 8: no label")
     opened([0.5] * 20, "row 0: label 0.5 is neither a whole number nor a name", label_type=pa.float64())
     opened(good, r"no image column \(image, img\); there are: photo, label. Set data.image=NAME", image="photo")
     opened(good, r"no label column \(lable\); there are: img, label", config={"label": "lable"})

@@ -221,9 +221,15 @@ def test_an_evaluation_that_does_not_fit_is_refused_or_a_default_made_smaller(tm
     assert predicted.notes[0] == "evaluate.batch=16: an evaluation of more samples would not fit"
     with Planner() as planner:
         refused = planner.plan(dataclasses.replace(case, recipe=changed(case.recipe, evaluate={"batch": 32})))
-    fix = suggested_fix(changed(case.recipe, evaluate={"batch": 32}), case.budget)
-    micro_batch = int(re.fullmatch(r"Set layout\.micro_batch=(\d+) evaluate\.batch=\1", fix)[1])
-    fixed = changed(case.recipe, layout={"micro_batch": micro_batch}, evaluate={"batch": micro_batch})
-    assert case.budget.need(fixed) <= case.budget.available, "what a step and an evaluation need together"
     assert refused.evaluate_batch is None and "Set evaluate.batch=16: an evaluation needs more memory than a step." in refused.refusal
     assert " in an evaluation; " in refused.line
+
+
+@pytest.mark.slow
+def test_a_fix_replaces_a_batch_of_an_evaluation_that_does_not_fit(tmp_path):
+    case = predict.case_of(of_rows(tmp_path))
+    budget = dataclasses.replace(case.budget, available=case.budget.need(case.recipe) - 1)
+    fix = suggested_fix(changed(case.recipe, evaluate={"batch": 32}), budget)
+    micro_batch = int(re.fullmatch(r"Set layout\.micro_batch=(\d+) evaluate\.batch=\1", fix)[1])
+    fixed = changed(case.recipe, layout={"micro_batch": micro_batch}, evaluate={"batch": micro_batch})
+    assert budget.need(fixed) <= budget.available, "what a step and an evaluation need together"
