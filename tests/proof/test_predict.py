@@ -211,6 +211,7 @@ def test_an_evaluation_that_needs_more_than_a_step_is_planned_as_it_is_measured(
     assert plan_memory(small, task=session.task).at != "evaluation"
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_does_not_fit_is_refused_or_a_default_made_smaller(tmp_path):
     case = predict.case_of(of_rows(tmp_path))
     smaller, needed = (case.budget.need(changed(case.recipe, evaluate={"batch": k})) for k in (16, 32))
