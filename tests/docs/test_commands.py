@@ -140,6 +140,7 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^gradus collectives --backend mpi": "tests/measure/test_collectives.py",
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
     r"^gradus demo": "tests/test_demo.py",
+    r"^gradus predict RUN .*--grid": "tests/docs/test_your_data.py",  # of a run that reads images
     r"^gradus ladder ": "tests/proof/test_ladder.py",
     r"^gradus launch slurm --status": "tests/launch/test_slurm.py",
     r"^srun |^scontrol ": "tests/launch/test_slurm.py",
