@@ -395,8 +395,6 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
         return []
     with _keep_mode(source):
         records = list(records_of(source, readable, top))
-    for record in records:
-        record.pop("pixels", None)  # which are for a picture of the answers
     return [{**record, "input": item} for item, record in zip(items, records)]
 
 

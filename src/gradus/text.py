@@ -92,6 +92,12 @@ def cell(value: float | str | None, nothing: str = "-") -> str:
 # ---------------------------------------------------------------- tables, lines
 
 
+def short(text: str, width: int = 80) -> str:
+    """On one line, cut to the width."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 def visible(text: str) -> int:
     """Its columns on a terminal, without the marks of a colour."""
     return len(re.sub("\x1b\\[[0-9;]*m", "", text))

@@ -52,6 +52,7 @@ from gradus.recipe.schema import ImagesData, Preprocess, Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.classification import Classification, ImageClassification
 from gradus.tasks.translation import Copy, Translation
+from gradus.text import short
 from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.resolve import RunContext
 from gradus.train.resume import changed_data
@@ -87,6 +88,7 @@ def predict(args: Any) -> Iterator[str]:
             f"--grid={args.grid_file}: it shows images, and this model reads {sources[0].config.reads}. Use {table}."
         )
     records: list[Record] = []
+    shown: list[Record] = []  # in the picture, with their pixels
     if "-" in args.inputs and len(args.inputs) > 1:
         raise UserError('"-" stands for the lines of standard input, so it is given alone. Leave the other inputs out.')
     for source in sources:
@@ -99,21 +101,22 @@ def predict(args: Any) -> Iterator[str]:
         else:
             answered = records_of(source, inputs_of(source, args), args.top)
         for record in answered:
-            if not args.grid_file:
-                record.pop("pixels", None)  # of a long standard input they would fill the memory
+            pixels = record.pop("pixels", None)  # of a split; a file's are read again
+            if args.grid_file and "error" not in record:
+                pixels = read_images(source, [record["input"]])[0] if pixels is None else pixels
+                shown.append({**record, "pixels": pixels})
             records.append(record | ({"adapter": source.name} if len(sources) > 1 else {}))
             yield line_of(record)
     if known := [r["right"] for r in records if "right" in r]:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:
         try:
-            lines = ({k: v for k, v in record.items() if k != "pixels"} for record in records)
-            files.write_text(Path(args.to), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            files.write_text(Path(args.to), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
         except OSError as e:
             why = f"cannot be written ({e.strerror or e})"
             raise UserError(f"--to={args.to}: {why}. Give a file in a folder you may write.") from None
         yield f"wrote {args.to}"
-    if args.grid_file and (shown := [record for record in records if "pixels" in record]):
+    if shown:
         yield f"wrote {pictures.write(grid.of_predictions(shown), args.grid_file, '')}"
     if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
         few = f"{len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first"
@@ -189,11 +192,6 @@ def line_of(record: Record) -> str:
         return "\n".join([record["filled"], *masks])
     reference = f"\n  it is     {record['truth']}" if "truth" in record else ""
     return f"{short(record['input'])}\n  →         {record['answer']}{reference}"
-
-
-def short(text: str, width: int = 80) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngine | None = None) -> Iterator[Record]:
@@ -404,8 +402,7 @@ def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device
 
 def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
     images = read_images(source, files)
-    records = labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
-    return ({**record, "pixels": image} for record, image in zip(records, images))
+    return labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
 
 
 # ---------------------------------------------------------------- the run's own data
@@ -430,7 +427,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
 
         for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # of a run: no scores
             truth = class_names(source)[int(sample["label"])]
-            pixels = {"pixels": sample["image"]} if image else {}
+            pixels = {"pixels": sample["image"]} if image and args.grid_file else {}
             yield {**record, "truth": truth, "right": record["label"] == truth, **pixels}
     elif isinstance(task, Copy):
         yield from copies(source, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], LazyEngine(source))

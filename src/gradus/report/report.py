@@ -20,7 +20,7 @@ from gradus.report.page import to_html, to_pdf
 from gradus.report.runs import Machine, Run, words
 from gradus.report.studies import Study
 from gradus.text import cell as text_of
-from gradus.text import duration, size
+from gradus.text import duration, short, size
 
 SHOWN = 32  # predictions in a table
 NOTES = 2**20  # bytes of notes at most
@@ -184,11 +184,6 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
         yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")
 
 
-def shortened(text: str, width: int = 120) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
 def predictions(group: Sequence[Run]) -> Iterator[Table]:
     """What the model of each run says of some inputs, where `gradus predict` has left it in the run's folder."""
     for run in group:
@@ -197,7 +192,7 @@ def predictions(group: Sequence[Run]) -> Iterator[Table]:
             of = f"{run.name}: {known.count('right')} of {len(known)} right" if known else run.name
             more = f"; the first {SHOWN} of {len(rows)}" if len(rows) > SHOWN else ""
             head = ["input", "answer", *["it is", ""] * bool(known)]
-            cut = [[shortened(cell) for cell in row[: len(head)]] for row in rows[:SHOWN]]
+            cut = [[short(cell, 120) for cell in row[: len(head)]] for row in rows[:SHOWN]]
             yield Table(head, cut, f"{of}{more}.", words=True)
 
 
