@@ -21,6 +21,7 @@ from gradus.parallel.world import gathered
 from gradus.recipe.axes import evaluation_samples
 from gradus.rows import Row
 from gradus.tasks.base import Task
+from gradus.text import say
 from gradus.train import machine
 from gradus.train.checkpoint import is_finite
 from gradus.train.hooks import Hook
@@ -57,7 +58,7 @@ class Evaluation(Hook):
             trainer.last_step = p.step
             if trainer.parallel.mesh.world.first:
                 worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
-                print(f"stopped: {worse} (train.patience)", flush=True)
+                say(f"stopped: {worse} (train.patience)")
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:
