@@ -152,7 +152,7 @@ def test_train_show_evaluate_resume(capsys, tmp_path):
     for said in ("before training, from ten seeds, 1 2 3 ... is decoded as:", "micro-batch 16 × accumulation 1", "train_runtime", "train_samples_per_second",
                  "train_steps_per_second", "train_loss", "epoch", "exact match on 8 held-out sequences", "1 2 3 4 5 6 7 8 9 10  →"):  # fmt: skip
         assert said in out
-    untrained = out.split("decode 1 2 3 ...:\n")[1].splitlines()[:10]
+    untrained = out.split("is decoded as:\n")[1].splitlines()[:10]
     assert all(len(line.split()) == 10 for line in untrained) and len(set(untrained)) > 1
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert main(["train", str(run), "--resume"]) == 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradus import errors
-from gradus.text import fold, say, table
+from gradus.text import fold, say, table, visible
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -59,5 +59,5 @@ def test_a_terminal_gets_lines_as_wide_as_it_is(monkeypatch, capsys):
     say(text, sys.stderr)
     errors.tell_error(text)
     lines = screen.close().splitlines()
-    assert len(lines) == 12 and max(map(len, lines)) <= 60 and lines[1] == f"      {text.split()[1]}"
+    assert len(lines) == 12 and max(map(visible, lines)) <= 60 and lines[1] == f"      {text.split()[1]}"
     assert lines[8].removeprefix("\x1b[31merror:\x1b[0m") == " note: " + text.split()[1]

@@ -94,8 +94,9 @@ For example: gradus demo
 
 
 MEANT = {  # what other tools call a command, an option or an argument of one here
-    "train": "finetune fine-tune pretrain", "evaluate": "eval test validate", "predict": "infer inference classify",
-    "export": "convert", "generate": "chat complete sample", "new": "init create",
+    "train": "finetune fine-tune pretrain resume run", "evaluate": "eval test validate", "export": "convert",
+    "predict": "infer inference classify serve", "generate": "chat complete sample", "new": "init create",
+    "env": "info version", "recipes": "list", "study": "sweep compare search tune", "fetch": "download pull",
     "recipe": "config config_file model", "model": "run model_path model_name_or_path checkpoint", "file": "output o",
     "inputs": "text input image prompt", "prompt": "text input", "runs": "run input", "files": "input",
     "--to": "o out output output_dir output_file output_path save_dir", "--data": "dataset train_file input",
@@ -350,7 +351,8 @@ def _using(verb: Verb) -> None:
     add("--to", default="look.html", metavar="FILE", help="the page (default: look.html)")
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")
-    add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
+    text = "the text to continue (default: from the begin token); several: one batch"
+    add("prompt", nargs="*", metavar="PROMPT", help=text)
     add("--tokenizer", metavar="PATH", help="the tokenizer, if it is not beside the weights")
     add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
     add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
@@ -744,8 +746,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             following = next(iter(argv[argv.index(word) + 1 :]), "")
             near = _option_for(word, following, actions)
             near = near or (_key_for(word, following, args.verb) if hasattr(args, "overrides") else "")
-            near = near or did_you_mean(word.split("=")[0], [s for a in actions for s in a.option_strings])
-            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near}")
+            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near or _spelt_like(word, actions)}")
         getattr(args, args.words).append(word)
     for key in ENERGY:
         if (value := getattr(args, key, None)) is not None:
@@ -766,9 +767,17 @@ def _option_for(option: str, following: str, actions: Iterable[argparse.Action])
         if not action.option_strings and name in [own, *MEANT.get(own, "").split()]:
             likely[False, False] = f" Write it without an option, in the place of {action.metavar or own}."
         elif name in MEANT.get(own, "").split():
-            takes = action.nargs != 0 and value[:1] not in ("", "-") and value in (choices or [value])
+            takes = action.nargs != 0 and action.default != [] and value[:1] not in ("", "-")
+            takes &= value in (choices or [value])
             likely[bool(choices) and takes, True] = f" Did you mean {f'{own} {value}' if takes else own}?"
     return likely[max(likely)] if likely else ""
+
+
+def _spelt_like(option: str, actions: Iterable[argparse.Action]) -> str:
+    """The option that is spelt most like it, else all."""
+    known = {s.lstrip("-"): s for a in actions for s in a.option_strings if a.dest != "help"}
+    near = nearest(option.split("=")[0].lstrip("-"), known)
+    return f" Did you mean {known[near]}?" if near else f" Known: {', '.join(known.values()) or 'none'}."
 
 
 def _key_for(option: str, following: str, verb: str) -> str:

@@ -30,9 +30,8 @@ from gradus.parallel.processes import run_group, run_program
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile
 from gradus.signals import ended_by_sigterm
-from gradus.text import duration, in_unit, say
+from gradus.text import duration, in_unit, say, width
 from gradus.text import table as columns
-from gradus.text import width
 
 # Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-
 # tests).

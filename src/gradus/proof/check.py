@@ -471,7 +471,8 @@ class SessionChecks:
         if not self.losses:
             self.learn()
         if self.seconds > STEP:
-            return self.seconds * len(indices) / self.few, len(indices), f" (timed with {self.few} of them, without dropout)"
+            how = f" (timed with {self.few} of them, without dropout)"
+            return self.seconds * len(indices) / self.few, len(indices), how
         in_time = max(self.few, int(STEP * self.few / self.seconds))
         part = min(len(indices), layout.micro_batch or len(indices), in_time)
         batch = self.task.collate([self.prepared("train", i, training=True) for i in indices[:part]])

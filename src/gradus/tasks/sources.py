@@ -114,7 +114,7 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
     for split in [s for s in ("valid", "test") if s in files and not has_labels(files[s], data.label)]:
         what = f"{files.pop(split)}: no row has a label"
         if asked[split]:
-            raise UserError(f"{what}, so it cannot be evaluated on. Leave out data.{split}, evaluate.test or --split test.")
+            raise UserError(f"{what}: nothing to evaluate. Leave out data.{split} or evaluate.test (--split test).")
         rest = "" if {"valid", "test"} & files.keys() else " A tenth of the training rows is held out."
         say(f"note: {what}, so it is not used as the {split} split.{rest}")
     if "valid" not in files and "test" in files:
