@@ -132,13 +132,14 @@ SETTING = r"(--\w|[a-z_]+\.\w+=)"
 def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str]:
     """A line in as many of `width` columns as it takes, broken between words. What follows stands below the last column
     that begins in the first half of the line, or at `indent`. Settings to paste stay one command: a backslash marks
-    the break between two of them. A command behind `pip install` or `with:` stays on one line."""
+    the break between two of them. A command to paste behind a colon stays on one line, as one of pip does."""
     if visible(line) <= width:
         return [line]
     if indent is None:
         columns = [m.end() for m in re.finditer(r"  +|^\w+: ", line[: int(width / 2)])]
         indent = columns[-1] if columns else 2
-    whole = r"\[[^\]]{,40}\]|--on \S|pip install .+|(?<=with: )gradus .+"  # these are not broken
+    number = r"[\d.]+ (?:[kMGT]?B|[mµ]?s|min|h|days)\b"
+    whole = rf"\[[^\]]{{,40}}\]|--on \S|{number}|pip install .+|(?<=: )gradus \w+ \S+ --.+"  # these are not broken
     line = re.sub(whole, lambda m: m[0].replace(" ", "\xa0"), line)
     options = {"subsequent_indent": " " * indent, "break_on_hyphens": False, "break_long_words": False}
     lines = [text.replace("\xa0", " ") for text in textwrap.wrap(line, width - 2, **options)]

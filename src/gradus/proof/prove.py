@@ -228,7 +228,7 @@ class Proof(Plan):
         if why is None and self.world.size == 1:
             why = f"gradus profile {trainer.folder} shows where the time goes"
         times = f"{duration(measured.median)}, {measured.median / planned:.0f} × its plan"
-        say(f"note: a step takes {times}{f': {why}' if why else ''}")
+        trainer.say(f"note: a step takes {times}{f': {why}' if why else ''}")
         return True
 
     def _mark_time(self, trainer: Trainer) -> None:

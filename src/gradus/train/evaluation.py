@@ -21,7 +21,6 @@ from gradus.parallel.world import gathered
 from gradus.recipe.axes import evaluation_samples
 from gradus.rows import Row
 from gradus.tasks.base import Task
-from gradus.text import say
 from gradus.train import machine
 from gradus.train.checkpoint import is_finite
 from gradus.train.hooks import Hook
@@ -56,9 +55,8 @@ class Evaluation(Hook):
         p, patience = trainer.progress, trainer.recipe.train.patience
         if patience and p.not_better >= patience and p.step < trainer.last_step:
             trainer.last_step = p.step
-            if trainer.parallel.mesh.world.first:
-                worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
-                say(f"stopped: {worse} (train.patience)")
+            worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
+            trainer.say(f"stopped: {worse} (train.patience)")
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:

@@ -187,13 +187,13 @@ class RunLog(Hook):
         """Print a line. done: the share of the run that is done, for the line which on a terminal is drawn in place
         until the end."""
         if self.live is None:
-            say(text)
+            say(text, indent=2)
         elif done is not None and done < 1:
             self.live.show(text, done)
         else:
             if done is not None:
                 self.live.show("", done)
-            self.live.above(wrapped(text))
+            self.live.above(wrapped(text, indent=2))
 
     def close(self) -> None:
         """Raises EnvironmentFault where what is left cannot be written, unless another error is on its way."""
