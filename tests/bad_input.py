@@ -40,7 +40,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 WALL, CPU, MEMORY = 300.0, 120, 6 << 30  # s, s, bytes above what the process had
 LINES = 41  # of an error, at most: what limits.shown lets through
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 PIPES = ("pipe.yaml", "pipe.txt")
 REPORTED = {"check": "FAIL", "study": "failed",
             "bench": "failed", "train": "not finite"}  # verbs that end with 1 where a line of theirs says so

@@ -153,8 +153,8 @@ def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str
 
 
 def width(stream: TextIO | None = None) -> float:
-    """Columns of the terminal that a stream is; of standard output (None) COLUMNS may say so. Else infinity: lines of a
-    file may be long."""
+    """Columns of the terminal that a stream is; without a stream what COLUMNS says, else those of standard output.
+    Infinity where there is none: lines of a file may be long."""
     with contextlib.suppress(OSError, ValueError):  # no terminal
         stated = None if stream else os.environ.get("COLUMNS")
         columns = int(stated or os.get_terminal_size((stream or sys.stdout).fileno()).columns)
@@ -164,7 +164,7 @@ def width(stream: TextIO | None = None) -> float:
 
 def wrapped(text: str, stream: TextIO | None = None, indent: int | None = None) -> str:
     """The lines of a text as that stream's terminal holds them, each as `fold` breaks it."""
-    return "\n".join(piece for line in text.split("\n") for piece in fold(line, indent, width(stream)))
+    return "\n".join(piece for line in text.split("\n") for piece in fold(line, indent, width(stream or sys.stdout)))
 
 
 def say(text: str, stream: TextIO | None = None, indent: int | None = None) -> None:
