@@ -93,29 +93,6 @@ For example: gradus demo
 """
 
 
-MEANT = {  # what other tools call a command, an option or an argument of one here
-    "train": "finetune fine-tune pretrain resume run", "evaluate": "eval test validate", "export": "convert",
-    "predict": "infer inference classify serve", "generate": "chat complete sample", "new": "init create",
-    "env": "info version", "recipes": "list", "study": "sweep compare search tune", "fetch": "download pull",
-    "recipe": "config config_file model", "model": "run model_path model_name_or_path checkpoint", "file": "output o",
-    "inputs": "text input image prompt", "prompt": "text input", "runs": "run input", "files": "input",
-    "--to": "o out output output_dir output_file output_path save_dir", "--data": "dataset train_file input",
-    "--as": "format method type bits dtype precision quantization load_in_8bit load_in_4bit",
-    "--precision": "dtype torch_dtype half", "--precisions": "dtype torch_dtype precision",
-    "--engine": "backend provider", "--engines": "backend engine",
-    "--on": "gpu gpus num_gpus n_gpus device devices hardware cluster",
-    "--processes": "nproc_per_node num_processes world_size n np gpus num_gpus n_gpus devices",
-    "--gpus": "gres gpus_per_node num_gpus devices", "--directive": "mem mail_type exclusive",
-    "--max-new": "max_new_tokens max_tokens max_length", "--new": "max_new_tokens output_len", "--length": "input_len",
-    "--beams": "num_beams beam_size", "--n": "num_samples limit max_samples", "--runs": "iters iterations num_runs",
-    "--checkpoint": "ckpt ckpt_path weights", "--resume": "resume_from_checkpoint ckpt_path",
-    "--init": "model model_name_or_path base_model", "--lora": "peft use_lora", "--merge": "merge_and_unload",
-    "--adapter": "lora peft peft_model lora_path", "--shard-gb": "max_shard_size", "--for": "goal objective target",
-    "--calibrate": "calibration_data dataset", "--memory": "gpu_memory max_memory vram", "--grid": "region country",
-    "--repeat": "steps", "--text": "text_column", "--label": "label_column target",
-}  # fmt: skip
-
-
 class Parser(argparse.ArgumentParser):
     """argparse with errors in the house's form: one line, exit code 2."""
 
@@ -140,7 +117,7 @@ class Parser(argparse.ArgumentParser):
             from gradus.recipe import names
 
             recipe = value in names() or str(value).endswith((".yaml", ".yml", ".json"))
-            near = next((verb for verb in action.choices if value in MEANT.get(verb, "").split()), None)
+            near = next((verb for verb in action.choices if value in other_names(verb)), None)
             near = f" Did you mean {near}?" if near else did_you_mean(str(value), action.choices)
             meant = f" Did you mean gradus train {value}?" if recipe else near
             raise UserError(f"gradus {value}: no such command.{meant} See gradus --help")
@@ -746,7 +723,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             following = next(iter(argv[argv.index(word) + 1 :]), "")
             near = _option_for(word, following, actions)
             near = near or (_key_for(word, following, args.verb) if hasattr(args, "overrides") else "")
-            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near or _spelt_like(word, actions)}")
+            known = [s[2:] for a in actions for s in a.option_strings if s.startswith("--") and s != "--help"]
+            near = near or did_you_mean(word.split("=")[0].lstrip("-"), known).replace("mean ", "mean --")
+            raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near}")
         getattr(args, args.words).append(word)
     for key in ENERGY:
         if (value := getattr(args, key, None)) is not None:
@@ -754,30 +733,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def other_names(own: str) -> list[str]:
+    """What other tools call a command, an option or an argument of one here."""
+    return files.packaged("options.yaml").get(own, "").split()
+
+
 def _option_for(option: str, following: str, actions: Iterable[argparse.Action]) -> str:
     """What to write in place of another tool's option that is an option or an argument here, or a value of one; ''
     where it is none."""
     name, _, value = option.lstrip("-").partition("=")
     name, value = name.replace("-", "_"), value or following
-    likely: dict[tuple[bool, bool], str] = {}  # (takes that value, is an option) → what to do
-    for action in actions:
+    for action in sorted(actions, key=lambda a: (value in (a.choices or ()), a.option_strings != []), reverse=True):
         own, choices = next(iter(action.option_strings), action.dest), [*(action.choices or ())]
-        if action.option_strings and name in choices:
-            return f" Did you mean {own} {name}?"
-        if not action.option_strings and name in [own, *MEANT.get(own, "").split()]:
-            likely[False, False] = f" Write it without an option, in the place of {action.metavar or own}."
-        elif name in MEANT.get(own, "").split():
-            takes = action.nargs != 0 and action.default != [] and value[:1] not in ("", "-")
-            takes &= value in (choices or [value])
-            likely[bool(choices) and takes, True] = f" Did you mean {f'{own} {value}' if takes else own}?"
-    return likely[max(likely)] if likely else ""
-
-
-def _spelt_like(option: str, actions: Iterable[argparse.Action]) -> str:
-    """The option that is spelt most like it, else all."""
-    known = {s.lstrip("-"): s for a in actions for s in a.option_strings if a.dest != "help"}
-    near = nearest(option.split("=")[0].lstrip("-"), known)
-    return f" Did you mean {known[near]}?" if near else f" Known: {', '.join(known.values()) or 'none'}."
+        if name in [own, *other_names(own), *choices]:
+            shown = next((f" {word}" for word in (name, value) if word in choices), "")
+            place = f"Write it without an option, in the place of {action.metavar or own}."
+            return f" Did you mean {own}{shown}?" if action.option_strings else f" {place}"
+    return ""
 
 
 def _key_for(option: str, following: str, verb: str) -> str:
