@@ -109,7 +109,7 @@ def keys(asked: str | None = None) -> list[str]:
 
 def _lines(title: str, text: str, listed: list[tuple[str, str, str]]) -> Iterator[str]:
     name_room, default_room = (max([len(e[i]) for e in listed], default=0) for i in (0, 1))
-    wide = min(WIDTH, width())
+    wide = int(min(WIDTH, width()))
     wrap = partial(textwrap.wrap, width=wide, break_long_words=False, break_on_hyphens=False)
     yield from wrap(f"# {title}: {text}" if text else f"# {title}", subsequent_indent="#   ")
     for name, default, rest in listed:
