@@ -79,7 +79,7 @@ def test_the_help_of_a_verb_opens_with_an_example_and_a_page(verb, capsys):
     with pytest.raises(SystemExit) as e:
         main([verb, "--help"])
     shown = capsys.readouterr().out
-    assert e.value.code == 0 and shown.startswith(f"example: {example}\nmore:    {page}\n\nusage: gradus {verb} ")
+    assert e.value.code == 0 and shown.startswith(f"example: {example}\nmore:    the documentation, page {Path(page).stem}\n\nusage: gradus {verb} ")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,21 @@ def test_the_help_of_a_verb_opens_with_an_example_and_a_page(verb, capsys):
         (["fit", "copy-task", "--max_epochs", "3"], "written without --: train.epochs=3"),
         (["launch", "slurm", "copy-task", "--gradient_accumulation_steps", "4"], "written without --: layout.micro_batch=..."),
         (["train", "copy-task", "--bf16"], "written without --: layout.precision=bf16"),
+        (["train", "copy-task", "--nproc_per_node", "4"], "Did you mean --processes?"),
+        (["train", "copy-task", "--nproc-per-node=4"], "Did you mean --processes?"),
+        (["train", "copy-task", "--output_dir", "here"], "written without --: log.dir=here"),
+        (["train", "--config", "mine.yaml"], "--config: unknown option. Write it without an option, in the place of RECIPE."),
+        (["finetune", "copy-task"], "no such command. Did you mean train?"),
+        (["export", "RUN", "--to", "out", "--format", "onnx"], "--format: unknown option. Did you mean --as onnx?"),
+        (["export", "RUN", "--to", "out", "--dtype", "bf16"], "Did you mean --precision bf16?"),
+        (["export", "RUN", "--to", "out", "--onnx"], "Did you mean --as onnx?"),
+        (["quantize", "RUN", "--to", "out", "--as", "int8", "--bits", "8"], "Did you mean --as?"),
+        (["quantize", "RUN", "--to", "out", "--as", "int8", "--dtype", "int4"], "Did you mean --as int4?"),
+        (["evaluate", "RUN", "--batch_size", "8"], "written without --: evaluate.batch=8"),
+        (["generate", "--model", "RUN"], "--model: unknown option. Write it without an option, in the place of RUN_OR_MODEL."),
+        (["generate", "RUN", "--max_new_tokens", "5"], "Did you mean --max-new?"),
+        (["predict", "RUN", "--text", "a fine film"], "Write it without an option, in the place of INPUT."),
+        (["plan", "gpt2-small", "--gpus", "8xH100"], "Did you mean --on?"),
         (["train", "copy-task", "--resme"], "--resme: unknown option. Did you mean --resume?"),
         (["train", "copy-tusk"], "Did you mean copy-task?"),
         (["train", "copy-task", "batch.samples=many"], "batch.samples"),
@@ -134,10 +149,10 @@ def test_train_show_evaluate_resume(capsys, tmp_path):
     run = tmp_path / "run"
     assert main(["train", *COPY, f"log.dir={run}"]) == 0
     out = capsys.readouterr().out
-    for said in ("ten untrained models decode 1 2 3", "micro-batch 16 × accumulation 1", "train_runtime", "train_samples_per_second",
+    for said in ("before training, from ten seeds, 1 2 3 ... is decoded as:", "micro-batch 16 × accumulation 1", "train_runtime", "train_samples_per_second",
                  "train_steps_per_second", "train_loss", "epoch", "exact match on 8 held-out sequences", "1 2 3 4 5 6 7 8 9 10  →"):  # fmt: skip
         assert said in out
-    untrained = out.split("decode 1 2 3 ...:\n")[1].splitlines()[:10]
+    untrained = out.split("is decoded as:\n")[1].splitlines()[:10]
     assert all(len(line.split()) == 10 for line in untrained) and len(set(untrained)) > 1
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert main(["train", str(run), "--resume"]) == 0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradus import files, limits
 from gradus.errors import UserError, exit_code, of_system
-from gradus.text import plain_where_needed
+from gradus.text import plain_where_needed, say
 
 if TYPE_CHECKING:  # `import gradus.api` loads no torch
     from torch import nn
@@ -228,7 +228,7 @@ def train(
     except Exception as e:  # what the hook did may keep the run from saving itself
         if own.raised is None:
             raise
-        print(f"note: a hook raised {type(own.raised).__name__}, and then: {e}", file=sys.stderr)
+        say(f"note: a hook raised {type(own.raised).__name__}, and then: {e}", sys.stderr)
     finally:
         _TRAINING.release()
     if own.raised is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from gradus import __version__, errors, files, limits
 from gradus.errors import FAULT, UserError, did_you_mean, disk_full, exit_code, nearest, tell_error
 from gradus.launch import json_file
-from gradus.text import plain_where_needed
+from gradus.text import plain_where_needed, say
 
 # group → verb → (a command that runs, the page that says more), in the order of the journey
 JOURNEY: dict[str, dict[str, tuple[str, str]]] = {
@@ -77,7 +77,7 @@ plan     plan         memory, time, money, energy      models       presets, par
          calibrate    measure this machine             fit          the largest micro-batch
 train    train        a recipe, into a run folder      check        look before you train
          tokenizer    train one from text
-use      predict      label, gap, translation          generate     continue a text
+use      predict      label, masked word, translation  generate     continue a text
          look         attention and more, pictured     evaluate     metrics over a whole split
          quantize     int8 or int4, if worth it
 measure  prove        planned beside measured          report       runs as HTML and PDF
@@ -117,7 +117,9 @@ class Parser(argparse.ArgumentParser):
             from gradus.recipe import names
 
             recipe = value in names() or str(value).endswith((".yaml", ".yml", ".json"))
-            meant = f" Did you mean gradus train {value}?" if recipe else did_you_mean(str(value), action.choices)
+            near = next((verb for verb in action.choices if value in other_names(verb)), None)
+            near = f" Did you mean {near}?" if near else did_you_mean(str(value), action.choices)
+            meant = f" Did you mean gradus train {value}?" if recipe else near
             raise UserError(f"gradus {value}: no such command.{meant} See gradus --help")
         what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
         known, near = ", ".join(map(str, action.choices)), nearest(str(value), action.choices)
@@ -137,7 +139,8 @@ def parser() -> Parser:
     def verb(name: str, function, text: str, words: str | None = None) -> argparse.ArgumentParser:
         # words: the argument that takes words wherever they stand ("": none); None: the verb takes a recipe
         p = verbs.add_parser(name, help=text, description=text)
-        p.opening = "example: {}\nmore:    {}\n\n".format(*pages[name])
+        example, page = pages[name]
+        p.opening = f"example: {example}\nmore:    the documentation, page {Path(page).stem}\n\n"
         p.set_defaults(function=function, words="overrides" if words is None else words)
         if words is None:
             what = "a packaged recipe (gradus recipes), a YAML or JSON file, or a run folder"
@@ -158,6 +161,7 @@ def _overrides(p: argparse.ArgumentParser, example: str) -> None:
 
 
 FLAG: dict = {"action": "store_true"}
+PASTED = ("completion", "fetch", "show")  # whose lines are a script, a command or YAML, and stay whole
 
 
 def picture(add: Callable, text: str, name: str) -> None:
@@ -172,8 +176,8 @@ def whole(most: int, least: int = 1, name: str = "N") -> dict:
 
 ENERGY = {  # options that set a key of the recipe's energy
     "watts": ("W", "of one GPU, or of one host's CPUs, where no meter reads it (default: the device's)"),
-    "pue": ("X", "power of the building over its computers' (default: the usual range)"),
-    "grid": ("COUNTRY", "whose electricity, e.g. FR, or '385 g/kWh' (default: the world's mean)"),
+    "pue": ("X", "power of the data centre over its computers' (default: the usual range)"),
+    "grid": ("COUNTRY", "its electricity's CO2, e.g. FR, or '385 g/kWh' (default: the world's mean)"),
 }
 
 
@@ -223,7 +227,7 @@ def _planning(verb: Verb) -> None:
     add("--tokens", type=limits.real(above=0, least=1, most=limits.TOKENS), metavar="N",
         help="tokens to train on, instead of the recipe's steps, e.g. 300e9")
     add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="deadline: how many of --on DEVICE it needs")
-    add("--price", type=limits.real(above=0, most=1e6), metavar="P", help="per device-hour, instead of the quotes")
+    add("--price", type=limits.real(above=0, most=1e6), metavar="P", help="of a device-hour (default: known prices)")
     _energy(add)
     add("--all", **FLAG, help="tables of every component, and the notes in full")
     add("--json", **FLAG, help="the rows as JSON lines")
@@ -258,7 +262,7 @@ def _looking(verb: Verb) -> None:
     add = verb("check", lambda a: room("proof.check").check(load_recipe(a), a.json), text).add_argument
     add("--json", **FLAG, help="the lines as JSON rows")
     text = "the largest micro-batch that fits: planned, then confirmed by one step"
-    add = verb("fit", lambda a: room("proof.fit").fit(load_recipe(a), a), text).add_argument
+    add = verb("fit", lambda a: print_all(room("proof.fit").fit(load_recipe(a), a), a.json), text).add_argument
     add("--memory", metavar="SIZE", help="a budget, e.g. 8GiB (default: all of a GPU, 80 %% of free CPU memory)")
     add("--sweep", metavar="N,...", help="instead, measure speed and memory at these micro-batches, e.g. 8,16,32,64")
     add("--json", **FLAG, help="the figures as JSON rows")
@@ -282,8 +286,8 @@ def _preparing(verb: Verb) -> None:
     add = verb("tokenizer", tokenizer, "train a tokenizer from text", "files").add_argument
     add("action", choices=["train"], help="byte-level BPE, as GPT-2's")
     add("files", nargs="+", metavar="FILE", help="text files (txt, jsonl, csv, tsv, parquet, also .gz and .xz)")
-    add("--vocab-size", **whole(limits.TOKEN_IDS), required=True, help="tokens at most, special ones counted")
-    add("--lowercase", **FLAG, help="read every letter as a small one")
+    add("--vocab-size", **whole(limits.TOKEN_IDS), required=True, help="tokens at most, special tokens included")
+    add("--lowercase", **FLAG, help="convert the text to lower case")
     add("--text", metavar="COLUMN", help="the column, for formats that have columns (default: text)")
     add("--to", required=True, metavar="DIR", help="folder for tokenizer.json")
     text = "torch.profiler over a few steps: where time and memory go, and what to try next"
@@ -324,12 +328,13 @@ def _using(verb: Verb) -> None:
     add("--to", default="look.html", metavar="FILE", help="the page (default: look.html)")
     add = verb("generate", lambda a: room("infer.generate").generate(a), "continue a text", "prompt").add_argument
     add("model", metavar="RUN_OR_MODEL", help="a run, a checkpoint, a Hugging Face folder, a llama2.c .bin")
-    add("prompt", nargs="*", help="the text to continue (default: from the begin token); several: one batch")
+    text = "the text to continue (default: from the begin token); several: one batch"
+    add("prompt", nargs="*", metavar="PROMPT", help=text)
     add("--tokenizer", metavar="PATH", help="the tokenizer, if it is not beside the weights")
     add("--max-new", **whole(limits.LENGTH), default=200, help="tokens (default 200)")
     add("--temperature", type=limits.real(least=0), default=0.0, help="0 (default) is greedy")
     add("--top-k", type=limits.whole(1, limits.VOCABULARY), help="sample among the K likeliest tokens (default: all)")
-    text = "sample among the likeliest tokens that hold this probability together (default: all)"
+    text = "nucleus sampling: among the likeliest tokens whose probabilities sum to P (default: all)"
     add("--top-p", type=limits.real(above=0, most=1), help=text)
     add("--seed", type=limits.whole(0), default=0, help="of sampling (default 0)")
     add("--sliding-window", **FLAG, help="continue beyond the context length, reading only the latest tokens")
@@ -409,7 +414,7 @@ def _machine(verb: Verb) -> None:
     add("name", nargs="*", metavar="NAME", help="a device or link: all that is known of it (default: tables of all)")
     text = "measure this machine for a few minutes, so that gradus plan --on this is right"
     add = verb("calibrate", lambda a: room("proof.calibrate").run(a), text, "").add_argument
-    text = "about (default 180; below 30: coarsely)"
+    text = "about how long (default 180; below 30: coarsely)"
     add("--seconds", type=limits.real(above=0, most=1e6), default=180.0, metavar="S", help=text)
     add("--threads", **whole(limits.THREADS), help="CPU threads (default: PyTorch's choice)")
     add("--to", metavar="FILE", help="hardware file (default: $GRADUS_HARDWARE, else ~/.config/gradus/hardware.yaml)")
@@ -446,7 +451,7 @@ def _quantizing(verb: Verb) -> None:
     text = "a run's best checkpoint in int8 or int4: size, time and accuracy before and after, kept if it is worth it"
     add = verb("quantize", lambda a: room("infer.quantize").quantize(a), text).add_argument
     add("--to", required=True, metavar="DIR", help="folder to write")
-    kinds = "dynamic, static: int8 products, input ranges of each batch or calibrated; int8, int4: weights alone"
+    kinds = "int8, int4: weights alone; dynamic, static: activations too, their ranges by batch or calibrated"
     add("--as", dest="how", required=True, choices=["dynamic", "static", "int8", "int4"], help=kinds)
     add("--calibrate", metavar="SPLIT[:N]", help="for static: samples that are not evaluated (default train:256)")
     add("--split", default="valid", choices=["valid", "test", "train"], help="split for the accuracy (default valid)")
@@ -503,7 +508,7 @@ def train(args) -> int:
 
     world = worlds.find()
     if world.first and not (args.resume or args.auto_resume) and Path(args.recipe, "recipe.yaml").is_file():
-        print(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run", flush=True)
+        say(f"note: a new run of the recipe in {args.recipe} begins; --resume continues that run")
     try:
         options = {**flags, "resume": args.resume, "auto_resume": args.auto_resume}
         context = RunContext(args.json_file, world)
@@ -511,13 +516,13 @@ def train(args) -> int:
     except Stopped as stop:
         if world.first:
             how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)
-            print(f"\nstopped; saved {stop.checkpoint}. Resume with: {how}", flush=True)
+            say(f"\nstopped; saved {stop.checkpoint}. Resume with: {how}")
         return 128 + stop.signal_number
     recipe = outcome.trainer.recipe
     if recipe.task.name == "copy" and world.size == 1:
         exact = outcome.summary["metrics"].get("valid/exact_match")
-        print(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
-        print("\n".join(outcome.trainer.task.examples(outcome.trainer.model.eval(), 1)))
+        say(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
+        say("\n".join(outcome.trainer.task.examples(outcome.trainer.model.eval(), 1)))
     return 0
 
 
@@ -562,7 +567,8 @@ def _planned(args, mode: str, request) -> Iterable[str]:
         response = answer.answer(request)
         if args.json:
             rows = response.rows if mode == "plan" else named(response.rows, args.explain)
-            print("".join(f"note: {note}\n" for note in response.notes), end="", file=sys.stderr)
+            for note in response.notes:
+                say(f"note: {note}", sys.stderr)
         else:
             explained = mode == "explain"
             lines = explain(response.rows, args.explain) if explained else screen(response, args.all, whole)
@@ -570,7 +576,7 @@ def _planned(args, mode: str, request) -> Iterable[str]:
             drawn = room("plan.picture").draw(response)
             path = room("pictures").write(drawn, args.picture, f"{response.recipe.name}-plan")
             if args.json:
-                print(f"{path}: the plan drawn", file=sys.stderr)
+                say(f"{path}: the plan drawn", sys.stderr)
             else:
                 lines = [*lines, f"{path}: the plan drawn"]
     return (row.json() for row in rows) if args.json else printed(lines)
@@ -713,10 +719,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if (word.startswith("-") and word != "-") or not hasattr(args, getattr(args, "words", "")):
             verbs = top._subparsers._group_actions[0].choices
             options = getattr(args, "options", None) or (verbs[args.verb] if args.verb else None)
-            known = [s for a in options._actions for s in a.option_strings] if options else []
-            following = next(iter(rest[rest.index(word) + 1 :]), "")
-            near = _key_for(word, following) if hasattr(args, "overrides") else ""
-            near = near or did_you_mean(word.split("=")[0], known)
+            actions = options._actions if options else []
+            following = next(iter(argv[argv.index(word) + 1 :]), "")
+            near = _option_for(word, following, actions)
+            near = near or (_key_for(word, following, args.verb) if hasattr(args, "overrides") else "")
+            known = [s[2:] for a in actions for s in a.option_strings if s.startswith("--") and s != "--help"]
+            near = near or did_you_mean(word.split("=")[0].lstrip("-"), known).replace("mean ", "mean --")
             raise UserError(f"gradus {args.verb or ''}: {word}: unknown option.{near}")
         getattr(args, args.words).append(word)
     for key in ENERGY:
@@ -725,11 +733,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _key_for(option: str, following: str) -> str:
+def other_names(own: str) -> list[str]:
+    """What other tools call a command, an option or an argument of one here."""
+    return files.packaged("options.yaml").get(own, "").split()
+
+
+def _option_for(option: str, following: str, actions: Iterable[argparse.Action]) -> str:
+    """What to write in place of another tool's option that is an option or an argument here, or a value of one; ''
+    where it is none."""
+    name, _, value = option.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), value or following
+    for action in sorted(actions, key=lambda a: (value in (a.choices or ()), a.option_strings != []), reverse=True):
+        own, choices = next(iter(action.option_strings), action.dest), [*(action.choices or ())]
+        if name in [own, *other_names(own), *choices]:
+            shown = next((f" {word}" for word in (name, value) if word in choices), "")
+            place = f"Write it without an option, in the place of {action.metavar or own}."
+            return f" Did you mean {own}{shown}?" if action.option_strings else f" {place}"
+    return ""
+
+
+def _key_for(option: str, following: str, verb: str) -> str:
     """What to write in place of an option that is a key of a recipe here; '' where it is none."""
     name, _, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    if not (key := room("recipe.fields").key_of(name)):
+    key_of = room("recipe.fields").key_of
+    if not (key := (verb == "evaluate" and key_of(f"eval_{name}")) or key_of(name)):
         return ""
     value = name if name in ("fp16", "bf16") else value or following
     plain = value and not value.startswith("-") and "=" not in value
@@ -777,8 +805,9 @@ def run(argv: list[str] | None) -> int:
         errors.check_working_folder()
         answer = args.function(args)  # an exit code, or lines
         if not isinstance(answer, int):
+            whole = getattr(args, "json", False) or args.verb in PASTED
             for line in answer or ():
-                print(line, flush=True)
+                print(line, flush=True) if whole else say(line)
             answer = 0
         sys.stdout.flush()  # here, so that a reader who has gone is heard of below
         return answer

@@ -10,13 +10,17 @@ from collections.abc import Callable, Sequence
 from gradus import files
 from gradus.errors import UserError, need
 from gradus.parallel.processes import run_program
+from gradus.text import say
 
 RUN = "runs/copy-task/latest"
 NEXT = """
 Everything is in {run}; its report/report.html opens in a browser. What next?
-  gradus train copy-task --processes 2                    on two processes: the same samples, the same loss
-  gradus plan gpt2-small --tokens 3e9 --on 8xA100-80GB    the cost of a run on hardware that is not here
-  gradus new mine.yaml --data reviews.csv                 a recipe for your own table, text or images"""
+  gradus train copy-task --processes 2
+      on two processes: the same samples, the same loss
+  gradus plan gpt2-small --tokens 3e9 --on 8xA100-80GB
+      the cost of a run on hardware that is not here
+  gradus new mine.yaml --data reviews.csv
+      a recipe for your own table, text or images"""
 
 
 def run(words: list[str]) -> int:
@@ -41,11 +45,11 @@ def demo(gradus: Callable[[list[str]], int] = run, settings: Sequence[str] = ("t
     try:
         need("matplotlib", "report", "gradus report")
     except UserError as e:
-        print(f"\nnote: {e}", flush=True)
+        say(f"\nnote: {e}")
     else:
         if code := _typed(gradus, "Hand it in.", "report", RUN, "--to", f"{RUN}/report"):
             return code
-    print(NEXT.format(run=files.run_of(RUN)), flush=True)
+    say(NEXT.format(run=files.run_of(RUN)))
     return 0
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from gradus.text import wrapped
+
 FAULT = 74  # exit code where the machine is at fault; EX_IOERR of sysexits.h
 # Errors of the system that a user mends: a path or a port that is wrong. All others are the machine's faults.
 MISTAKES = {
@@ -198,7 +200,8 @@ def colour(text: str, name: str, stream: TextIO | None = None) -> str:
 
 def tell_error(text: str) -> None:
     """One error on standard error in one write, so that the lines of several processes do not run into each other."""
-    sys.stderr.write(f"{colour('error:', 'red', sys.stderr)} {text}\n")
+    text = wrapped(f"error: {text}", sys.stderr).removeprefix("error:")
+    sys.stderr.write(f"{colour('error:', 'red', sys.stderr)}{text}\n")
     sys.stderr.flush()
 
 

@@ -6,11 +6,13 @@ import codecs
 import contextlib
 import itertools
 import math
+import os
 import re
 import sys
 import textwrap
 import unicodedata
 from collections.abc import Container, Iterator, Sequence
+from typing import TextIO
 
 # ---------------------------------------------------------------- numbers
 
@@ -130,13 +132,15 @@ SETTING = r"(--\w|[a-z_]+\.\w+=)"
 def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str]:
     """A line in as many of `width` columns as it takes, broken between words. What follows stands below the last column
     that begins in the first half of the line, or at `indent`. Settings to paste stay one command: a backslash marks
-    the break between two of them."""
+    the break between two of them. A command to paste behind a colon stays on one line, as one of pip does."""
     if visible(line) <= width:
         return [line]
     if indent is None:
         columns = [m.end() for m in re.finditer(r"  +|^\w+: ", line[: int(width / 2)])]
         indent = columns[-1] if columns else 2
-    line = re.sub(r"\[[^\]]{,40}\]|--on \S", lambda m: m[0].replace(" ", "\xa0"), line)  # these are not broken
+    number = r"[\d.]+ (?:[kMGT]?B|[mµ]?s|min|h|days)\b"
+    whole = rf"\[[^\]]{{,40}}\]|--on \S|{number}|pip install .+|(?<=: )gradus \w+ \S+ --.+"  # these are not broken
+    line = re.sub(whole, lambda m: m[0].replace(" ", "\xa0"), line)
     options = {"subsequent_indent": " " * indent, "break_on_hyphens": False, "break_long_words": False}
     lines = [text.replace("\xa0", " ") for text in textwrap.wrap(line, width - 2, **options)]
     for i, (text, following) in enumerate(itertools.pairwise(lines)):
@@ -146,6 +150,27 @@ def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str
 
 
 # ---------------------------------------------------------------- streams
+
+
+def width(stream: TextIO | None = None) -> float:
+    """Columns of the terminal that a stream is; without a stream what COLUMNS says, else those of standard output.
+    Infinity where there is none: lines of a file may be long."""
+    with contextlib.suppress(OSError, ValueError):  # no terminal
+        stated = None if stream else os.environ.get("COLUMNS")
+        columns = int(stated or os.get_terminal_size((stream or sys.stdout).fileno()).columns)
+        return columns if columns > 2 else math.inf
+    return math.inf
+
+
+def wrapped(text: str, stream: TextIO | None = None, indent: int | None = None) -> str:
+    """The lines of a text as that stream's terminal holds them, each as `fold` breaks it."""
+    return "\n".join(piece for line in text.split("\n") for piece in fold(line, indent, width(stream or sys.stdout)))
+
+
+def say(text: str, stream: TextIO | None = None, indent: int | None = None) -> None:
+    """Print a text as that stream's terminal holds it."""
+    print(wrapped(text, stream, indent), file=stream, flush=True)
+
 
 PLAIN = str.maketrans({
     "×": "x", "·": "*", "→": "->", "←": "<-", "↓": "v", "…": "...", "–": "-", "—": "-", "−": "-", "─": "-", "━": "=",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import sys
 import time
 import types
@@ -149,7 +150,7 @@ def test_the_first_run_measures_this_machine_once_and_says_so(newcomer, monkeypa
     assert command[1:] == ["-m", "gradus", "calibrate", "--seconds", "15", "--threads", "1"]
     assert "LOCAL_RANK" not in env and env["GRADUS_PARENT"] == str(os.getpid()), "it is none of the run's processes"
     out = capsys.readouterr().out
-    assert out == "first run here with 1 thread: measuring this machine for the time of a step (GRADUS_NO_CALIBRATE=1: never) ... 0 s\n"
+    assert out == "first run here with 1 thread: measuring this machine for the time of a step (skip it with GRADUS_NO_CALIBRATE=1) ...\nmeasured in 0 s\n"
     assert "coarse" in device_of(session.device, 1).measured and device_of(session.device, 2) is None
     torch.set_num_threads(2)
     calibrate.calibrate_once(session)
@@ -170,7 +171,7 @@ def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, 
     assert not started and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("end", "why"), [((2, "one\nerror: no room\n"), "it failed: error: no room"), (None, "it took more than 60 s; gradus calibrate")])
+@pytest.mark.parametrize(("end", "why"), [((2, "one\nerror: no room\n"), "it failed: error: no room"), (None, "it took more than 60 s; run gradus calibrate")])
 def test_a_calibration_that_fails_stops_no_run(end, why, newcomer, monkeypatch, capsys):
     def run(command, environment, **_):
         if end is None:
@@ -181,7 +182,7 @@ def test_a_calibration_that_fails_stops_no_run(end, why, newcomer, monkeypatch, 
     monkeypatch.setattr(calibrate, "run_program", run)
     monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.0)
     assert calibrate.calibrate_once(session) == why
-    assert capsys.readouterr().out.endswith(f"0 s; given up: {why}\n")
+    assert capsys.readouterr().out.endswith(f"\ngiven up after 0 s: {why}\n")
 
 
 def test_a_calibration_is_given_up_once_others_have_the_processors_and_not_tried_again_for_an_hour(newcomer, monkeypatch, capsys, tmp_path):
@@ -192,7 +193,8 @@ def test_a_calibration_is_given_up_once_others_have_the_processors_and_not_tried
     monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: calibrate.limits.cores())
     began = time.monotonic()
     assert calibrate.calibrate_once(session) == calibrate.OTHERS and time.monotonic() - began < 15
-    assert capsys.readouterr().out.endswith(" s; given up: other programs use the processors; gradus calibrate when they do not\n")
+    told = r"given up after \d+ s: other programs use the processors; run gradus calibrate when they do not"
+    assert re.fullmatch(told, capsys.readouterr().out.splitlines()[-1])
     monkeypatch.setattr(calibrate, "run_program", run)
     monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.0)
     assert calibrate.calibrate_once(session) == calibrate.OTHERS and not started and not capsys.readouterr().out, "remembered"
@@ -211,7 +213,7 @@ def test_a_machine_that_others_use_is_said(newcomer, monkeypatch, capsys):
     session, _ = newcomer
     monkeypatch.setattr(calibrate.OtherPrograms, "share", lambda self: 0.5)
     assert calibrate.calibrate_once(session) is None
-    assert capsys.readouterr().out.endswith("0 s; other programs use the processors; gradus calibrate when they do not\n")
+    assert capsys.readouterr().out.endswith("\nmeasured in 0 s; other programs use the processors; run gradus calibrate when they do not\n")
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.05, ""), (0.5, "other programs used 0.5 processors"), (9.0, "other programs use 2.0 of the 2 processors; 1 thread (--threads 1) may be faster")])

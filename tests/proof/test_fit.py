@@ -81,7 +81,7 @@ def test_a_sweep_measures_beside_the_plan(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_what_cannot_fit_is_said(capsys):
-    assert main(["fit", *WORDS, "batch.samples=2", "--memory", "1MB"]) == 0
+    assert main(["fit", *WORDS, "batch.samples=2", "--memory", "1MB"]) == 2
     assert "not even one sample fits" in capsys.readouterr().out
 
 

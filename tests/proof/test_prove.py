@@ -450,7 +450,7 @@ def test_steps_that_take_many_times_their_plan_are_told_once(others, seconds, no
     proof._watch_others()
     proof.step, proof.predicted = 3, types.SimpleNamespace(rows=[Row("time/step", 0.1, "s")])
     clock, progress = types.SimpleNamespace(seconds={"train": 0.0, "data": 0.0}), types.SimpleNamespace(step=0, tokens=0)
-    trainer = types.SimpleNamespace(clock=clock, progress=progress, start_step=0, device=torch.device("cpu"), folder=Path("runs/it"), synced=True)
+    trainer = types.SimpleNamespace(clock=clock, progress=progress, start_step=0, device=torch.device("cpu"), folder=Path("runs/it"), synced=True, say=print)
     proof._mark_time(trainer)
     for step in range(1, 65):
         clock.seconds["train"], progress.step, progress.tokens = step * seconds, step, 100 * step

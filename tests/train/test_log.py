@@ -23,7 +23,9 @@ from gradus import recipe as recipes
 from gradus.errors import EnvironmentFault, UserError
 from gradus.recipe.schema import Log
 from gradus.rows import Row
+from gradus.text import visible
 from gradus.train import log as logs
+from gradus.train.loop import Trainer
 from gradus.train.run import train
 
 TINY = [
@@ -49,8 +51,10 @@ def test_the_live_line_of_a_run_never_wraps(terminal, columns, tmp_path, monkeyp
     assert all(re.match(r"\[#*\.*\] \d+%  step \d+/12", line) for line in lines)
     assert {re.match(r"\[(#*)", line)[1] for line in lines} >= {"#", "##", "###", "####"}  # the bar grows
     assert any("ETA" in line for line in lines) and "\r\x1b[Kstep 12/12  accumulation 24" in text, "the last one stays, whole"
-    assert re.search(r"\r\x1b\[Kstep 5  valid/loss [^\r\n]*\r\n\[", text), "an evaluation stays above it"
-    assert re.search(r"\r\n\x1b\[32mbest +valid/\w+ \d\.\d{4}, at step \d+ of 12\x1b\[0m\r\n", text)
+    assert re.search(r"\r\x1b\[Kstep 5  valid/loss [^\r\n]*\r\n(  [^\r\n]*\r\n)*\[", text), "an evaluation stays above it"
+    kept = [line for line in re.split(r"\r\x1b\[K|\r?\n", text) if not line.startswith("[") and tmp_path.name not in line]
+    assert len(kept) > 20 and all(visible(line) <= columns or len(line.split()) < 3 for line in kept), "no line is broken by the terminal"
+    assert re.search(r"\r\n\x1b\[32mbest\s+valid/\w+\s+\d\.\d{4},\s+at\s+step\s+\d+\s+of\s+12\x1b\[0m\r\n", text)
 
 
 @pytest.mark.parametrize("columns", [200, 120, 80, 60, 40, 20, 5])
@@ -75,12 +79,14 @@ def test_a_slow_step_shows_the_seconds_since_the_last(terminal, tmp_path, monkey
     screen.wait_for(first)
     log.line("step 4/10  loss 1.0  ETA 0:06", done=0.4)
     log.stepped(4, 10)
+    Trainer.say(types.SimpleNamespace(hooks=[log]), "note: " + "word " * 20)
     log.line("step 4  valid/loss 2.0")
     screen.wait_for(later)
     log.close()
     assert not any(t.name == "live line" for t in threading.enumerate())
     text = screen.close()
     assert re.search(first, text) and re.search(later, text)
+    assert re.search(r"\r\x1b\[Knote: [word ]{60,74}\r\n  [word ]+\r\n\[", text), "above the live line, within 80 columns"
     assert "step 4  valid/loss 2.0\r\n" in text and text.endswith("\r\n"), "what is printed next begins a line"
 
 

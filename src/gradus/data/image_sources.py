@@ -45,6 +45,7 @@ from gradus.data.text import LABEL_COLUMNS, as_label, of_one_kind
 from gradus.errors import DataError, UserError
 from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
+from gradus.text import say
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 HASHED = GB  # bytes of a folder of images that are read for its hash
@@ -244,7 +245,7 @@ def _listed(path: Path, config: ImagesData) -> dict[str, FileSource]:
     images = set(filter(is_image, path.rglob("*")))
     if n := len(images.difference(*splits.values())):
         named = ", ".join(sorted({table.name for table in tables}))
-        print(f"note: {n:,} of {len(images):,} images are not named in {named} and are left out", flush=True)
+        say(f"note: {n:,} of {len(images):,} images are not named in {named} and are left out")
     return {split: FileSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
 
 

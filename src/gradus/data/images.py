@@ -26,6 +26,7 @@ from gradus.data.splits import Part, hold_out, limited
 from gradus.data.text import number_classes
 from gradus.errors import DataError, UserError, need
 from gradus.recipe.schema import ImagesData, Preprocess
+from gradus.text import say
 
 DECODED_LIMIT = 16 * 2**30  # bytes: a larger split is decoded image by image, each time anew
 FORMAT = 3  # of the cache
@@ -57,7 +58,7 @@ def open_images(
         for split, source in find_sources(config).items():
             if split != "train" and set(source.labels().tolist()) <= {-1}:
                 what = f"no labels (or only -1), so it is not used as the {split} split"
-                print(f"note: {source.name}: {what}", flush=True)
+                say(f"note: {source.name}: {what}")
                 continue
             splits[split] = _open(source, splits.get("train"), names)
     shape = max(n_channels, *(dataset.shape[0] for dataset in splits.values())), image_size, image_size

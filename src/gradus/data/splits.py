@@ -29,6 +29,7 @@ from gradus.data.readers import (
 )
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.recipe.text import looked_for
+from gradus.text import say
 
 UNLABELLED = re.compile("unsup(ervised)?|unlabell?ed", re.IGNORECASE)  # folders beside those of classes, as IMDB's
 ABOUT = ("readme", "license", "licence", "requirements", "dataset_info", "dataset_infos")  # files that are no data
@@ -155,7 +156,7 @@ def class_folders(folder: Path) -> list[Path]:
 def print_left_out(path: str | Path) -> None:
     """Note which folders beside those of classes are left out."""
     for d in (d for pattern in ("*", "*/*") for d in expanded(path).glob(pattern) if UNLABELLED.fullmatch(d.name)):
-        print(f"note: {d}: by its name it holds what has no label, so it is left out. Else rename it.", flush=True)
+        say(f"note: {d}: by its name it holds what has no label, so it is left out. Else rename it.")
 
 
 def _in_order(file: Path) -> list[Any]:

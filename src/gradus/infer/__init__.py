@@ -24,6 +24,7 @@ from gradus.parallel.precision import Precision
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks import GENERATION
 from gradus.tasks.sources import in_documents
+from gradus.text import say
 
 PUT_TOKENIZER = "Put one beside the weights; gradus generate and gradus look also take --tokenizer PATH."
 EXPORTED, QUANTIZED = "export.json", "quantized.json"  # in folders that are made for engines
@@ -201,7 +202,7 @@ def read_export_info(folder: Path) -> dict[str, Any] | None:
 
 def note(text: str) -> None:
     """Print a note for the user to standard error, where no program reads it."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    say(f"note: {text}", sys.stderr)
 
 
 def special(tokenizer: Tokenizer, *roles: str) -> int | None:

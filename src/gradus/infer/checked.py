@@ -20,6 +20,7 @@ from gradus.models.decoding import generate, greedy
 from gradus.models.finite import finite
 from gradus.parallel.device import pick_device
 from gradus.rows import Row, as_lines, read_rows
+from gradus.text import say
 from gradus.train.machine import cpu_name
 
 TOKENS = 32  # that are decoded in a check
@@ -89,7 +90,7 @@ def line(rows: Sequence[dict[str, Any]]) -> str:
     return (
         f"engine {at['engine']} {at['precision']} computes in {v['computes']}; against PyTorch in fp32: "
         f"max |Δ| {float(v['max_abs_delta']):.1e} of {float(v['largest']):.3g}, cosine {float(v['cosine']):.6f}, "
-        f"{equal} of {at['n']} greedy equal ({at['when']})"
+        f"same prediction for {equal} of {at['n']} ({at['when']})"
     )
 
 
@@ -152,7 +153,7 @@ def checked(
     if (name, precision) == ("torch", "fp32"):
         return engine
     if source.export_info:  # checked when it was written
-        print(source.export_info["told"], file=sys.stderr, flush=True)
+        say(source.export_info["told"], sys.stderr)
         return engine
     file = check_file(source, engine)
     if not (rows := read_check(file)):
@@ -165,6 +166,6 @@ def checked(
             file.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(file, as_lines(rows))
         rows = read_rows(file)
-    print(line(rows), file=sys.stderr, flush=True)
+    say(line(rows), sys.stderr)
     verdict(rows)
     return engine

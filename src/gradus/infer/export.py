@@ -85,7 +85,7 @@ def in_hugging_face_layout(
     size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
     n = len(list(to.glob("*.safetensors")))
     tokenizer = ", tokenizer" if with_tokenizer else ""
-    yield f"{source.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file(s){tokenizer}"
+    yield f"{source.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file{'s' * (n > 1)}{tokenizer}"
     if merge:
         yield merged_line(source, model, models.load(to).eval(), precision or "fp32")
     elif adapted:

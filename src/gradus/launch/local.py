@@ -15,6 +15,7 @@ from gradus import limits
 from gradus.errors import FAULT, UserError, tell_error
 from gradus.parallel import status
 from gradus.parallel.processes import GRACE, Programs, start_program
+from gradus.text import say
 
 
 def train(
@@ -94,11 +95,11 @@ def run(
                     break
                 if restart < max_restarts:
                     attempts = f"{restart + 1} of {max_restarts}"
-                    print(f"starting again from the last checkpoint: {attempts}", file=sys.stderr, flush=True)
+                    say(f"starting again from the last checkpoint: {attempts}", sys.stderr)
         unsaved = programs.killed or (code in (1, FAULT) and not (folder / "summary.json").exists())
         if unsaved and any((folder / "checkpoints").glob("step-*")):
             again = status.command(folder, n)
-            print(f"Resume from the last checkpoint with: {again}", file=sys.stderr, flush=True)
+            say(f"Resume from the last checkpoint with: {again}", sys.stderr)
         return code
     finally:
         names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()

@@ -30,7 +30,7 @@ from gradus.parallel.processes import run_group, run_program
 from gradus.parallel.world import World
 from gradus.rows import Row, RowFile
 from gradus.signals import ended_by_sigterm
-from gradus.text import duration, in_unit
+from gradus.text import duration, in_unit, say, width
 from gradus.text import table as columns
 
 # Bus bandwidth = algorithm bandwidth × this, for n processes: what the busiest link carried, whatever n is (nccl-
@@ -307,12 +307,11 @@ def collectives(args) -> int:
             return _under_mpirun(n, ["--sizes", ",".join(map(str, sizes)), *to])
         rows = run(args.backend, args.processes, sizes)
     if rows is not None:
-        for line in table(rows):
-            print(line)
+        say("\n".join(table(rows)))
         if args.to:
             with contextlib.closing(RowFile(Path(args.to))) as out:
                 out.write(rows)
-            print(f"{len(rows)} rows added to {args.to}")
+            say(f"{len(rows)} rows added to {args.to}")
     return 0
 
 
@@ -337,7 +336,8 @@ def table(rows: list[Row]) -> Iterator[str]:
             slope = value.get((f"collective/{name}/bandwidth", None))
             speed = f"{in_unit(slope, 'bytes')}/s" if slope else "no growth"
             fits.append([name, duration(r.value), speed, f"{c['largest_error']:.0%}"])
-    yield from columns(["collective", "size", "time", "quartiles", "calls", "algorithm", "bus"], lines, range(1, 7))
+    head = ["collective", "size", "time", "quartiles", "calls", "algorithm", "bus"]
+    yield from columns(head, lines, range(1, 7), width())
     if fits:
         yield "\nfitted: time = latency + size / bandwidth (least squares on relative errors)"
         yield from columns(["collective", "latency", "bandwidth", "largest error"], fits, range(1, 4))

@@ -16,6 +16,7 @@ import torch
 
 from gradus import __version__, files, limits
 from gradus.errors import how_to_install
+from gradus.text import say
 from gradus.train.machine import cpu_flags, cpu_name, describe
 
 # the end of a key → how its figure is written
@@ -63,8 +64,7 @@ def env(args) -> int:
     if args.json:
         print(json.dumps(describe(), indent=1, ensure_ascii=False))
         return 0
-    for line in lines():
-        print(line)
+    say("\n".join(lines()))
     return 0
 
 

@@ -58,6 +58,7 @@ from gradus.proof.calibration_points import (
 from gradus.proof.memory_budget import coarse_name, device_of
 from gradus.proof.timing import BUSY, OtherPrograms, taken
 from gradus.recipe import presets, schema
+from gradus.text import say
 from gradus.train import machine
 from gradus.train.session import Session
 from gradus.train.step import Stepper
@@ -69,7 +70,7 @@ FINE = 30  # s from which a calibration has all points
 FIRST = 15  # s of the calibration before a machine's first run
 LOOK = 3  # s between two looks, during it, whether other programs have the processors
 REMEMBERED = 3600  # s that a calibration which came to nothing is not tried again
-OTHERS = "other programs use the processors; gradus calibrate when they do not"
+OTHERS = "other programs use the processors; run gradus calibrate when they do not"
 clock: Callable[[], float] = time.perf_counter
 
 
@@ -391,10 +392,10 @@ def run(args: Any) -> list[str]:
         limits.start_threads(args.threads, f"--threads={args.threads}")
         torch.set_num_threads(args.threads)
     others = OtherPrograms()
-    device = calibrate(args.seconds, on, functools.partial(print, flush=True))
+    device = calibrate(args.seconds, on, say)
     if on.type == "cpu" and (share := others.share() or 0.0) > BUSY:
         use = taken(share, torch.get_num_threads(), key="--threads ") or f"other programs used {share:.1f} processors"
-        print(f"note: {use}: this machine is faster than measured. Calibrate when they do not.", flush=True)
+        say(f"note: {use}: this machine is faster than measured. Calibrate when they do not.")
     if "coarse" in device.measured:
         with contextlib.suppress(UserError):  # there is none
             if "coarse" not in (hardware.find("this", args.to).measured or {}):
@@ -420,15 +421,15 @@ def calibrate_once(session: Session, busy: bool = False) -> str | None:
     if busy:
         return OTHERS
     start = f"first run here with {threads} thread{'s' * (threads > 1)}: measuring this machine for the time of a step"
-    print(f"{start} (GRADUS_NO_CALIBRATE=1: never) ...", end=" ", flush=True)
+    say(f"{start} (skip it with GRADUS_NO_CALIBRATE=1) ...")
     began, others = time.perf_counter(), OtherPrograms()
     problem = calibrate_in_process(threads, others)
     if problem:
         with contextlib.suppress(OSError):  # only a convenience
             memo.parent.mkdir(parents=True, exist_ok=True)
             memo.write_text(problem, encoding="utf-8")
-    end = f"; given up: {problem}" if problem else f"; {OTHERS}" if (others.share() or 0) > BUSY else ""
-    print(f"{time.perf_counter() - began:.0f} s{end}", flush=True)
+    end = f": {problem}" if problem else f"; {OTHERS}" if (others.share() or 0) > BUSY else ""
+    say(f"{'given up after' if problem else 'measured in'} {time.perf_counter() - began:.0f} s{end}")
     return problem
 
 
@@ -452,7 +453,7 @@ def calibrate_in_process(threads: int, others: OtherPrograms) -> str | None:
     try:
         code, errors = run_program(command, environment, capture=True, seconds=4 * FIRST, hopeless=hopeless)
     except TimeoutError:
-        return OTHERS if taken(others.share(), threads) else f"it took more than {4 * FIRST} s; gradus calibrate"
+        return OTHERS if taken(others.share(), threads) else f"it took more than {4 * FIRST} s; run gradus calibrate"
     except OSError as e:
         return f"it failed: {e}"
     return f"it failed: {(errors.strip().splitlines() or ['no error message'])[-1]}" if code else None

@@ -30,13 +30,12 @@ from gradus.parallel.mesh import needed, single_process
 from gradus.plan.batches import task_without_data
 from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import case_of, predict
-from gradus.proof.results import width
 from gradus.proof.runners import loading
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.signals import uninterrupted
 from gradus.tasks.base import Task
-from gradus.text import fold
+from gradus.text import fold, width
 from gradus.train.loop import Trainer
 from gradus.train.optim import check_eps
 from gradus.train.schedule import rate_of
@@ -472,7 +471,8 @@ class SessionChecks:
         if not self.losses:
             self.learn()
         if self.seconds > STEP:
-            return self.seconds * len(indices) / self.few, len(indices), f" (by {self.few} of them, without dropout)"
+            how = f" (timed with {self.few} of them, without dropout)"
+            return self.seconds * len(indices) / self.few, len(indices), how
         in_time = max(self.few, int(STEP * self.few / self.seconds))
         part = min(len(indices), layout.micro_batch or len(indices), in_time)
         batch = self.task.collate([self.prepared("train", i, training=True) for i in indices[:part]])
@@ -484,7 +484,7 @@ class SessionChecks:
             trainer.clock.synchronise()
             times.append(time.perf_counter() - began)
         seconds = statistics.median(times[1:] or times)  # the first may set things up
-        how = [f"by {part} of them"] * (part < len(indices)) + ["not compiled"] * (layout.compile != "none")
+        how = [f"timed with {part} of them"] * (part < len(indices)) + ["not compiled"] * (layout.compile != "none")
         return seconds * len(indices) / part, len(indices), f" ({', '.join(how)})" if how else ""
 
 

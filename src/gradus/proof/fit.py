@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ SPARE = 0.2  # of a host's free memory: for the system, for other programs and f
 SWEEP_COLUMNS = ("samples_per_s", "ratio", "time/step", "memory/allocated", "memory/process", "memory/device")
 
 
-def fit(recipe: Recipe, args: Any) -> Iterator[str]:
-    """`gradus fit RECIPE`. Yields what is printed. Raises UserError."""
+def fit(recipe: Recipe, args: Any) -> Generator[str, None, int]:
+    """`gradus fit RECIPE`. Yields what is printed; returns the exit code. Raises UserError."""
     if args.sweep is not None and args.memory is not None:
         raise UserError("--sweep and --memory are different questions. Give one of them.")
     n = needed(recipe.layout)
@@ -67,6 +67,7 @@ def fit(recipe: Recipe, args: Any) -> Iterator[str]:
             rows, lines = largest(session.recipe, budget, capacity, folder)
             lines = [*said, *lines]
     yield from (row.json() for row in rows) if args.json else lines
+    return 0 if args.sweep is not None or rows[0].value else 2  # not even one sample fits
 
 
 def free_now(budget: MemoryBudget) -> tuple[int, list[str]]:

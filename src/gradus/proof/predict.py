@@ -158,9 +158,9 @@ def cost_of_step(case: Case, values: dict[str, Any]) -> str:
         coarse = " (coarse: gradus calibrate)" if "coarse" in (device.measured or {}) else ""
         return f"{text}; {duration(values['time/step'])} per step{coarse}"
     if untimed(case):
-        return f"{text}; no time (a coarse calibration does not hold for several processes: run gradus scale)"
-    command = f"gradus calibrate{f' --threads {threads}' if threads else ''}"
-    return f"{text}; no time ({f'not measured: {case.no_time}' if case.no_time else command})"
+        return f"{text}; step time unknown (a coarse calibration does not hold for several processes: run gradus scale)"
+    command = f"run gradus calibrate{f' --threads {threads}' if threads else ''} once"
+    return f"{text}; step time unknown: {case.no_time or command}"
 
 
 def untimed(case: Case) -> bool:

@@ -34,7 +34,7 @@ from gradus.proof.run_energy import add_energy
 from gradus.proof.step_memory import memory_of_step
 from gradus.proof.timing import OtherPrograms, taken
 from gradus.rows import Row, as_lines, read_rows
-from gradus.text import duration
+from gradus.text import duration, say
 from gradus.train.clock import peaks
 from gradus.train.loop import Taken, Trainer
 from gradus.train.resolve import RunContext
@@ -131,7 +131,7 @@ class Proof(Plan):
         if refusal and not self.force:
             raise UserError(f"{refusal.removesuffix('.')}, or start anyway with --force.")
         if refusal and world.first:
-            print(f"note: --force: {refusal.partition('. ')[0]}", flush=True)
+            say(f"note: --force: {refusal.partition('. ')[0]}")
 
     def _predict(
         self, session: Session, position: tuple[int, int]
@@ -152,16 +152,16 @@ class Proof(Plan):
             except TimeoutError as e:
                 share = f", {WAIT:g} of layout.timeout: the other processes wait" if patience < PATIENCE else ""
                 raise UserError(f"{e}{share}") from None
-            print(self.predicted.line, flush=True)
+            say(self.predicted.line)
             for note in self.predicted.notes[:2]:
-                print(f"note: {note}")
+                say(f"note: {note}")
         except DataError as e:  # training would meet it too, after many steps
             return e
         except Exception as e:
-            print(f"note: no plan ({why_not(e)})", flush=True)
+            say(f"note: no plan ({why_not(e)})")
         self.load["before"] = self.others.share()
         if line := self._taken(session.device.type):
-            print(f"note: {line}", flush=True)
+            say(f"note: {line}")
         self.opened.close()
         planned = self.predicted
         return planned and planned.refusal, step, planned and planned.evaluate_batch
@@ -228,7 +228,7 @@ class Proof(Plan):
         if why is None and self.world.size == 1:
             why = f"gradus profile {trainer.folder} shows where the time goes"
         times = f"{duration(measured.median)}, {measured.median / planned:.0f} × its plan"
-        print(f"note: a step takes {times}{f': {why}' if why else ''}", flush=True)
+        trainer.say(f"note: a step takes {times}{f': {why}' if why else ''}")
         return True
 
     def _mark_time(self, trainer: Trainer) -> None:

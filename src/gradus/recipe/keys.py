@@ -16,8 +16,9 @@ from gradus.recipe.conflicts import DEPENDENT
 from gradus.recipe.fields import classes_inside, classes_of, discriminator, elsewhere, expected, is_section, kinds_of
 from gradus.recipe.schema import Recipe, Section
 from gradus.recipe.text import show_override
+from gradus.text import width
 
-WIDTH = 100  # columns
+WIDTH = 100  # columns at most
 
 
 @cache
@@ -108,10 +109,11 @@ def keys(asked: str | None = None) -> list[str]:
 
 def _lines(title: str, text: str, listed: list[tuple[str, str, str]]) -> Iterator[str]:
     name_room, default_room = (max([len(e[i]) for e in listed], default=0) for i in (0, 1))
-    wrap = partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    wide = int(min(WIDTH, width()))
+    wrap = partial(textwrap.wrap, width=wide, break_long_words=False, break_on_hyphens=False)
     yield from wrap(f"# {title}: {text}" if text else f"# {title}", subsequent_indent="#   ")
     for name, default, rest in listed:
         head = f"{name:{name_room}}  {default:{default_room}}  "
-        first, *more = wrap(rest, initial_indent=" " * len(head), subsequent_indent=" " * min(len(head), WIDTH // 2))
+        first, *more = wrap(rest, initial_indent=" " * len(head), subsequent_indent=" " * min(len(head), wide // 2))
         yield from (head + first.lstrip(), *more)
     yield ""

@@ -15,6 +15,7 @@ from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
 from gradus.recipe.schema import Recipe
+from gradus.text import say
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
 
@@ -113,11 +114,11 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
     for split in [s for s in ("valid", "test") if s in files and not has_labels(files[s], data.label)]:
         what = f"{files.pop(split)}: no row has a label"
         if asked[split]:
-            raise UserError(f"{what}, so it cannot be evaluated on. Leave out data.{split} or evaluate.test.")
+            raise UserError(f"{what}: nothing to evaluate. Leave out data.{split} or evaluate.test (--split test).")
         rest = "" if {"valid", "test"} & files.keys() else " A tenth of the training rows is held out."
-        print(f"note: {what}, so it is not used as the {split} split.{rest}", flush=True)
+        say(f"note: {what}, so it is not used as the {split} split.{rest}")
     if "valid" not in files and "test" in files:
-        print(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.", flush=True)
+        say(f"note: {data.path} has no valid split: test is evaluated instead. Do not tune on it.")
         files["valid"] = files.pop("test")
     print_left_out(data.path)
     corpus = Corpus.column(files["train"], data.text, limits.FIELD)

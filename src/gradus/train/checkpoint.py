@@ -33,6 +33,7 @@ from gradus.parallel import qat
 from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
 from gradus.parallel.precision import Precision
+from gradus.text import say
 from gradus.train.log import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
 
@@ -85,7 +86,7 @@ class Checkpoints:
                 for bad, why in damaged.items() if _place()[0] == 0 else ():
                     kept = _set_aside(bad).name
                     text = f"note: {bad} is damaged: {why}. It is kept as {kept}; {path.name} is used instead"
-                    print(text, flush=True)
+                    say(text)
                 return path
             damaged[path] = problem
         if damaged:
@@ -224,7 +225,7 @@ class Checkpoints:
             if problem := checksums.damage(folder, needs="best.json"):
                 if link.resolve() == folder.resolve():
                     link.unlink()
-                print(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}", flush=True)
+                say(f"note: {folder} is damaged: {problem}. It is kept as {_set_aside(folder).name}")
                 continue
             evaluated = _evaluated(folder)
             value = evaluated["metrics"].get(metric)

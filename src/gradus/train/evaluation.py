@@ -55,9 +55,8 @@ class Evaluation(Hook):
         p, patience = trainer.progress, trainer.recipe.train.patience
         if patience and p.not_better >= patience and p.step < trainer.last_step:
             trainer.last_step = p.step
-            if trainer.parallel.mesh.world.first:
-                worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
-                print(f"stopped: {worse} (train.patience)", flush=True)
+            worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
+            trainer.say(f"stopped: {worse} (train.patience)")
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:

@@ -37,6 +37,9 @@ class Hook:
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
         """Rows, and a line to print: of the training (`train/loss` first; the device is idle) or of an evaluation."""
 
+    def line(self, text: str) -> None:
+        """A line of the run to print, on the first process."""
+
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
         """The last step is done, the last evaluation made. Returns lines to print below the summary.
 

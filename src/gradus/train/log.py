@@ -22,6 +22,7 @@ from gradus import files
 from gradus.errors import EnvironmentFault, UserError, check_working_folder, need, reason, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
+from gradus.text import say, wrapped
 from gradus.train import machine
 from gradus.train.hooks import Hook
 
@@ -186,13 +187,13 @@ class RunLog(Hook):
         """Print a line. done: the share of the run that is done, for the line which on a terminal is drawn in place
         until the end."""
         if self.live is None:
-            print(text, flush=True)
+            say(text, indent=2)
         elif done is not None and done < 1:
             self.live.show(text, done)
         else:
             if done is not None:
                 self.live.show("", done)
-            self.live.above(text)
+            self.live.above(wrapped(text, indent=2))
 
     def close(self) -> None:
         """Raises EnvironmentFault where what is left cannot be written, unless another error is on its way."""

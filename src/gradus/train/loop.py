@@ -136,6 +136,11 @@ class Trainer(Stepper):
         local = self.parallel.local_updates
         return local is None or local.due(self.progress.step)
 
+    def say(self, text: str) -> None:
+        """Print a line of the run, on a terminal above the live one."""
+        for hook in self.hooks:
+            hook.line(text)
+
     def log(self, rows: list[Row], line: str | None = None) -> None:
         """Give rows, and a line to print, to the hooks, the log among them."""
         for hook in self.hooks:

@@ -15,6 +15,7 @@ from gradus.parallel.world import World
 from gradus.recipe.axes import data_parallel_size, needed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.recipe.training_args import from_training_args
+from gradus.text import say
 
 Notes = list[str]
 
@@ -50,7 +51,7 @@ def load_and_print_notes(name: str, overrides: list[str], context: RunContext) -
     """The recipe of `load`; rank 0 prints its notes."""
     recipe, notes = load(name, overrides, context)
     for note in notes if context.world.first else ():
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", sys.stderr)
     return recipe
 
 

@@ -23,7 +23,7 @@ from gradus.parallel import world as worlds
 from gradus.parallel.status import Status, has_parent, typed, watched
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout, Recipe
-from gradus.text import count
+from gradus.text import count, say
 from gradus.train import resolve
 from gradus.train.checkpoint import is_finite
 from gradus.train.clock import MEASURES, begin_run, peaks
@@ -80,7 +80,7 @@ def train(
     """
     plan = plan or Plan()
     if not begin_run() and world.first:
-        print("note: this process has trained before: its peak of memory may be of then", flush=True)
+        say("note: this process has trained before: its peak of memory may be of then")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_own_folder(recipe, resume, world))
         _validate(recipe, world, resume is None)
@@ -227,15 +227,15 @@ def _print_run(session: Session, changes: list[str | None], new: bool) -> None:
     notes = (f"note: {note}" for note in session.task.notes())
     lines = (describe(derive(session)), *changes, warning, slow, *notes)
     if session.mesh.world.first:
-        print("\n".join(filter(None, lines)), flush=True)
+        say("\n".join(filter(None, lines)))
 
 
 def _print_model(session: Session, report: LoadReport | None, new: bool) -> None:
     """Print where its weights come from and, for a task that can show it, the result of an untrained model."""
     if report:
-        print(weights_line(session.recipe, report), flush=True)
+        say(weights_line(session.recipe, report))
     if new and hasattr(session.task, "untrained"):
-        print("ten untrained models decode 1 2 3 ...:", *session.task.untrained(), sep="\n  ", flush=True)
+        say("\n  ".join(["before training, from ten seeds, 1 2 3 ... is decoded as:", *session.task.untrained()]))
 
 
 def weights_line(recipe: Recipe, report: LoadReport) -> str:
@@ -294,7 +294,7 @@ def divergence(trainer: Trainer) -> str | None:
     text = f"{trainer.folder}: its logits are not finite (step {p.step:,}{f', {where}' if where else ''})"
     if p.best is not None:
         if parallel.mesh.world.first:
-            print(f"note: {text}; those of the best checkpoint, of step {p.best_step:,}, are", flush=True)
+            say(f"note: {text}; those of the best checkpoint, of step {p.best_step:,}, are")
         return None
     return f"{text}, and no checkpoint is better. {MEND_TRAINING}."
 
@@ -338,8 +338,8 @@ def print_summary(trainer: Trainer, s: dict[str, Any], lines: list[str]) -> None
     texts["seen"] = f"{count(s['samples'])} samples, {count(s['tokens'])} tokens"
     texts["seen"] += f"; {s['skipped_steps']} steps skipped" if s["skipped_steps"] else ""
     texts |= {name: f"{value:.4f}" for name, value in s["metrics"].items()}
-    print("", *(f"{name:26} {text}" for name, text in texts.items()), sep="\n")
+    say("\n".join(["", *(f"{name:26} {text}" for name, text in texts.items())]), indent=27)
     if best := s["best"]:
         text = f"{'best':26} {best['metric']} {best['value']:.4f}, at step {best['step']:,} of {s['steps']:,}"
-        print(colour(text, "green"))
-    print(*lines, f"run folder: {trainer.folder}", sep="\n", flush=True)
+        say(colour(text, "green"), indent=27)
+    say("\n".join([*lines, f"run folder: {trainer.folder}"]))

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradus.text import say
 from gradus.train.evaluation import chosen_by
 from gradus.train.hooks import Hook
 from gradus.train.metrics import Metrics
@@ -63,4 +64,4 @@ def resume_run(trainer: Trainer, checkpoint: Path | None) -> None:
     best = trainer.checkpoints.best(metric, higher)
     p.best, p.best_step, p.best_metric = (best["value"], best["step"], metric) if best else (None, None, None)
     if trainer.parallel.mesh.world.first:
-        print(f"resumed from {checkpoint or 'the start: there is no checkpoint yet'}", flush=True)
+        say(f"resumed from {checkpoint or 'the start: there is no checkpoint yet'}")

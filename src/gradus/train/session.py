@@ -27,7 +27,7 @@ from gradus.parallel.world import World
 from gradus.recipe.check import with_warmup_below
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
-from gradus.text import parameters
+from gradus.text import parameters, say
 from gradus.train.schedule import rate_of
 
 
@@ -112,12 +112,13 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
         task = tasks.open_task(recipe, tokenizers)
     _inherit(task, recipe, world)
     if recipe.evaluate.test and "test" not in task.splits:
-        raise UserError("evaluate.test=true: this data has no test split. Give data.test, or set evaluate.test=false.")
+        mend = "Give data.test=FILE, or leave out evaluate.test=true (evaluate: --split test)"
+        raise UserError(f"these data have no test split. {mend}.")
     best, known = recipe.evaluate.best, [f"valid/{metric}" for metric in task.units]
     if best is not None and best not in known:
         raise UserError(f"evaluate.best={best}: no such metric here.{did_you_mean(best, known)}")
     if recipe.data.workers > (processors := limits.processors()) and world.first:
-        print(f"note: data.workers={recipe.data.workers} share {processors} processors", flush=True)
+        say(f"note: data.workers={recipe.data.workers} share {processors} processors")
     resolved = task.resolved(recipe.model_copy(update={"model": task.complete(recipe.model)}))
     check.validate(resolved, world.size)  # once more, now that every size is known
     precision = Precision(recipe.layout.precision, device)
@@ -127,7 +128,7 @@ def open_session(recipe: Recipe, tokenizers: dict | None = None, world: World = 
     warmup, resolved = resolved.schedule.warmup_steps, with_warmup_below(resolved, steps.total)
     if warmup != resolved.schedule.warmup_steps and world.first:
         change = f"schedule.warmup_steps={resolved.schedule.warmup_steps} instead of {warmup}"
-        print(f"note: {change}, to fit a run of {steps.total} steps", file=sys.stderr)
+        say(f"note: {change}, to fit a run of {steps.total} steps", sys.stderr)
     task.recipe = resolved
     return Session(resolved, task, device, precision, mesh, steps)
 
@@ -138,7 +139,7 @@ def _inherit(task: Task, recipe: Recipe, world: World) -> None:
     with contextlib.suppress(UserError):  # a run that is resumed does without them
         place = recipe.model.init and models.locate(recipe.model.init)
     if place and place.is_dir() and (lost := tasks.inherit(task.tokenizers, place)) and world.first:
-        print(f"note: {' and '.join(lost)} of model.init left out: its tokenizer is another", file=sys.stderr)
+        say(f"note: {' and '.join(lost)} of model.init left out: its tokenizer is another", sys.stderr)
 
 
 def _open_device(layout: Layout, world: World) -> torch.device:
@@ -152,7 +153,7 @@ def _open_device(layout: Layout, world: World) -> torch.device:
             threads = f"layout.threads={layout.threads}" + f" in each of {local} processes" * (local > 1)
             limit = f"{processors} processor{'s' * (processors > 1)} allowed here"
             waits = f"more than the {limit}, so threads wait for each other"
-            print(f"note: {threads}: {waits}. Use {max(1, processors // local)}.", file=sys.stderr)
+            say(f"note: {threads}: {waits}. Use {max(1, processors // local)}.", sys.stderr)
     elif world.size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(allowed, processors // local)))
     device = pick_device(layout.device)

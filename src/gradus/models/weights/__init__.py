@@ -45,6 +45,7 @@ from gradus.models.family import rules_of
 from gradus.models.weights import checksums, others
 from gradus.models.weights.stored import Stacked, Stored, read_files
 from gradus.recipe.schema import MODELS
+from gradus.text import say
 
 if TYPE_CHECKING:  # a configuration is read without torch
     from torch import Tensor, nn
@@ -173,7 +174,7 @@ def unwrapped(tensors: dict[str, Any], where: object, inside: bool = False) -> d
 @functools.cache
 def note(text: str) -> None:
     """Printed once, however often a file is read."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    say(f"note: {text}", sys.stderr)
 
 
 CHECKPOINTS = (".ckpt", ".pt", ".pth")  # of which Lightning's are the first, nanoGPT's the second
