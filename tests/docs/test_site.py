@@ -25,10 +25,11 @@ def test_a_page_is_short_and_names_things_by_what_they_are(page):
     lines, written = text.splitlines(), len(text.splitlines())
     if page.parent.name == "learn":  # a quarter of an hour: what its code prints and empty lines do not count, words do
         own = re.sub(r"^```(?:output|measured)\n.*?^```$", "", text, flags=re.M | re.S)
-        written = sum(bool(line.strip()) for line in own.splitlines())
+        written = sum(bool(line.strip()) and not re.match(r"</?(details|summary)\b", line) for line in own.splitlines())
         assert len(re.sub(r"^```.*?^```$", "", own, flags=re.M | re.S).split()) <= 1150, f"{page.name} has too many words"
-        code = [line for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
-        assert max(map(len, code), default=0) <= 105, f"{page.name}: a page shows some 100 columns of code"
+        shown = [line for block in re.findall(r"^```(?:\w+)\n(.*?)^```$", re.sub(r"^```math.*?^```$", "", text, flags=re.M | re.S), re.M | re.S) for line in block.splitlines()]
+        assert max(map(len, shown), default=0) <= 105, f"{page.name}: a page is 105 columns of code wide"
+        assert '<details markdown="1">' in text or page.name == "index.md", f"{page.name}: the answer of the exercise is folded"
     assert written <= 200, f"{page.name} has {written} lines: split it"
     for number, line in enumerate(lines, 1):
         assert not re.search(r"\bS[1-5]\b", line), f"{page.name}:{number}: say what the source is, not its number: {line}"
