@@ -10,7 +10,7 @@ from latex2mathml.converter import convert
 
 XMLNS = "http://www.w3.org/1998/Math/MathML"
 CLOSED_BY = {"(": ")", "[": "]"}
-TALL = 2.2  # how many times as high as a letter a bracket round a fraction or a matrix is
+TALL = 2.6  # how many times as high as a letter a bracket round a fraction or a matrix is
 
 
 def block(source: str, *_: object, **__: object) -> str:
@@ -42,6 +42,7 @@ def enlarge_brackets(row: ElementTree.Element) -> None:
         child.set("stretchy", "false")
         if child.text in CLOSED_BY:
             opened.append(at)
+        if child.text in CLOSED_BY or not opened:  # `)^2` closes within the power alone
             continue
         start = opened.pop()
         if any(part.tag in (f"{{{XMLNS}}}mfrac", f"{{{XMLNS}}}mtable") for inner in children[start:at] for part in inner.iter()):

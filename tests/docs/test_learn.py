@@ -76,8 +76,8 @@ def test_brackets_are_as_high_as_what_they_hold():
         root = ElementTree.fromstring(mathml.block(equation))
         return {(mo.text, mo.get("style")) for mo in root.iter(f"{{{mathml.XMLNS}}}mo") if mo.text in "()"}
 
-    assert brackets(r"\max\left(\frac{F}{P}, g(x)\right)") == {("(", "font-size: 2.2em"), (")", "font-size: 2.2em"), ("(", None), (")", None)}
-    assert brackets(r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}") == {("(", "font-size: 2.2em"), (")", "font-size: 2.2em")}
+    assert brackets(r"\max\left(\frac{F}{P}, g(x)\right)") == {("(", "font-size: 2.6em"), (")", "font-size: 2.6em"), ("(", None), (")", None)}
+    assert brackets(r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}") == {("(", "font-size: 2.6em"), (")", "font-size: 2.6em")}
     assert brackets(r"f(x) + \frac{1}{2}") == {("(", None), (")", None)}
 
 
