@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -70,6 +71,23 @@ def pytest_runtest_protocol(item):
         Coverage.current().switch_context(item.nodeid)
     item.stash[BEGAN] = processor_seconds()
     yield
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Headless Chromium. Skips where there is none, unless it must be there (CI)."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        program = None
+    if program is None:
+        why = "no Chromium or no playwright package here (Debian: apt-get install chromium; pip install playwright)"
+        pytest.fail(why) if os.environ.get("GRADUS_REQUIRE_BROWSER") else pytest.skip(why)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else [], timeout=120_000)
+        yield browser
+        browser.close()
 
 
 # ---------------------------------------------------------------- the price of a test

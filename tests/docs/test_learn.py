@@ -67,7 +67,22 @@ def words(text: str) -> str:
 def test_the_equations_of_a_page_are_drawn(page):
     """Each as MathML that holds nothing that the converter did not know."""
     for equation in re.findall(r"^```math\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
-        assert ElementTree.fromstring(mathml.block(equation)).tag.endswith("math")
+        drawn = ElementTree.fromstring(mathml.block(equation))
+        assert (drawn.tag, [child.tag for child in drawn]) == ("div", [f"{{{mathml.XMLNS}}}math"])
+
+
+def test_brackets_are_as_high_as_what_they_hold():
+    def brackets(equation):
+        root = ElementTree.fromstring(mathml.block(equation))
+        return {(mo.text, mo.get("style")) for mo in root.iter(f"{{{mathml.XMLNS}}}mo") if mo.text in "()"}
+
+    assert brackets(r"\max\left(\frac{F}{P}, g(x)\right)") == {("(", "font-size: 2.6em"), (")", "font-size: 2.6em"), ("(", None), (")", None)}
+    assert brackets(r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}") == {("(", "font-size: 2.6em"), (")", "font-size: 2.6em")}
+    assert brackets(r"f(x) + \frac{1}{2}") == {("(", None), (")", None)}
+
+
+def test_a_word_is_one_name():
+    assert "<mi>softmax</mi>" in mathml.block(r"\mathrm{softmax}(x)")
 
 
 def test_an_equation_with_an_unknown_command_is_refused():

@@ -70,6 +70,15 @@ def test_its_outputs_name_no_machine():
     assert NOTEBOOK.stat().st_size < 100_000
 
 
+def test_its_page_has_code_outputs_and_picture():
+    pytest.importorskip("nbformat", reason="the extra docs brings nbclient, and with it nbformat")
+    import notebook
+
+    page = "\n".join(notebook.Notebook().run(["{{ quickstart.ipynb }}", "after"]))
+    assert page.startswith("# Gradus") and page.endswith("\nafter") and page.count("```python\n") == 5
+    assert "```measured\n235,851 parameters\n" in page and 'src="data:image/png;base64,iVBOR' in page
+
+
 if __name__ == "__main__":
     import nbformat
 

@@ -6,10 +6,8 @@ import http.client
 import importlib.resources
 import itertools
 import json
-import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -427,23 +425,6 @@ def test_the_options_are_as_the_page_reads_them(real_server):
 
 
 # ---------------------------------------------------------------- in the browser
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """Headless Chromium. Skips where there is none, unless it must be there (CI)."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        program = None
-    if program is None:
-        why = "no Chromium or no playwright package here (Debian: apt-get install chromium; pip install playwright)"
-        pytest.fail(why) if os.environ.get("GRADUS_REQUIRE_BROWSER") else pytest.skip(why)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else [], timeout=120_000)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
