@@ -759,6 +759,21 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     return good[0] if good else on_more(space)
 
 
+def why_free(space: Space, chosen: Layout) -> str:
+    """Why the search's first layout leaves much of the memory free: what less checkpointing needs, as it is and with
+    the largest micro-batch that leaves the head room, and how long a step takes then."""
+    capacity, less = space.cluster.capacity, CHECKPOINTING[CHECKPOINTING.index(chosen.checkpointing) - 1]
+    other = chosen.model_copy(update={"checkpointing": less})
+    text = f"layout.checkpointing={less} would need {size(space.evaluate(other).needed)} of {size(capacity)} per device"
+    smaller = (k for k in reversed(space.micro_batch_sizes(chosen)) if k < chosen.micro_batch)
+    for layout in (other.model_copy(update={"micro_batch": k}) for k in smaller):
+        if space.device_bytes(layout) <= HEADROOM * capacity:
+            c = space.evaluate(layout)
+            more = f"with layout.micro_batch={layout.micro_batch}, {size(c.needed)} and {duration(c.seconds)} per step"
+            return f"{text}; {more}"
+    return text
+
+
 def fewest_in_time(
     recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True,
     stated: Collection[str] = (),
