@@ -225,7 +225,7 @@ def _planning(verb: Verb) -> None:
     add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="deadline: how many of --on DEVICE it needs")
     add("--price", type=limits.real(above=0, most=1e6), metavar="P", help="per device-hour, instead of the quotes")
     _energy(add)
-    add("--all", **FLAG, help="tables of every component, and the notes in full")
+    add("--all", **FLAG, help="tables of every component")
     add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="the formula, inputs and source of one figure")
     picture(add, "draw it too: memory by component and over a step, a pipeline's schedule", "RECIPE-plan.svg")

@@ -394,7 +394,7 @@ def test_fsdps_mixed_precision_is_one_key_of_a_bare_model():
 
 
 def test_a_config_json_may_be_named_itself(tmp_path):
-    folder = written(tmp_path, *THEIRS["mixtral"])
+    folder = written(tmp_path, *THEIRS["mixtral"]).removeprefix("hf:")
     by_file, by_folder = (open_recipe(Request(str(path)), [])[0] for path in (Path(folder) / "config.json", folder))
     assert by_file == by_folder
 

@@ -204,6 +204,7 @@ def test_a_plan_that_takes_long_says_how_far_it_is(monkeypatch, capsys, tmp_path
     written = plan()
     assert re.fullmatch(said, written) and not capsys.readouterr().out
     assert plan() == written, "what is on disk is not traced"
+    monkeypatch.setattr(show, "SILENCE", 60)
     with show.progress("llama", rows_only):
         store.stored("profiles", "another", lambda: None)
     assert stream.getvalue() == written, "a quick one says nothing"

@@ -261,11 +261,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, started: Request | None, planner: Any):
+        self.configs = tempfile.TemporaryDirectory(prefix="gradus-")
         self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Pool(), threading.Lock()
         self.run = self.run_alone if planner else self.workers.run
         self.address_family = _family(host)
         super().__init__((host, port), Handler)
-        self.host, self.started, self.configs = host, started, tempfile.TemporaryDirectory(prefix="gradus-")
+        self.host, self.started = host, started
         planner = planner or answers
         self.routes = {"/api/plan": functools.partial(plan, answer=planner.answer)}
         for name in ("search", "devices", "serve", "optimal"):
