@@ -180,7 +180,7 @@ class Plan:
     def __repr__(self) -> str:
         from gradus.plan.show import screen
 
-        return "\n".join(screen(self.answer, whole=True))
+        return "\n".join(screen(self.answer))
 
 
 # ---------------------------------------------------------------- before and during a run

@@ -229,7 +229,7 @@ def _planning(verb: Verb) -> None:
     add("--days", type=limits.real(above=0, most=1e6), metavar="D", help="deadline: how many of --on DEVICE it needs")
     add("--price", type=limits.real(above=0, most=1e6), metavar="P", help="of a device-hour (default: known prices)")
     _energy(add)
-    add("--all", **FLAG, help="tables of every component, and the notes in full")
+    add("--all", **FLAG, help="tables of every component")
     add("--json", **FLAG, help="the rows as JSON lines")
     add("--explain", metavar="NAME", help="the formula, inputs and source of one figure")
     picture(add, "draw it too: memory by component and over a step, a pipeline's schedule", "RECIPE-plan.svg")
@@ -551,7 +551,6 @@ def _planned(args, mode: str, request) -> Iterable[str]:
     from gradus.plan import answer
     from gradus.plan.show import components, explain, first_screen, named, note_lines, printed, screen
 
-    whole = not sys.stdout.isatty()  # a file or another program has room for the notes
     options = {
         "serve": {"batch": args.batch or 1, "length": args.length, "bits": args.bits},
         "devices": {"everything": args.all}, "search": {}, "optimal": {},
@@ -560,7 +559,7 @@ def _planned(args, mode: str, request) -> Iterable[str]:
         lines, rows, notes = getattr(answer, mode)(request, **options[mode])
         if mode == "serve" and not args.all:
             last = ["--all for components, --json for rows"]
-            lines = first_screen([line for line in lines if line], notes, last, whole)
+            lines = first_screen([line for line in lines if line], notes, last)
         else:
             lines = [*lines, *note_lines(notes), *(components(rows) if mode == "serve" else [])]
     else:
@@ -571,7 +570,7 @@ def _planned(args, mode: str, request) -> Iterable[str]:
                 say(f"note: {note}", sys.stderr)
         else:
             explained = mode == "explain"
-            lines = explain(response.rows, args.explain) if explained else screen(response, args.all, whole)
+            lines = explain(response.rows, args.explain) if explained else screen(response, args.all)
         if args.picture:
             drawn = room("plan.picture").draw(response)
             path = room("pictures").write(drawn, args.picture, f"{response.recipe.name}-plan")
@@ -586,7 +585,7 @@ OF_A_RECIPE = {"plan", "explain", "devices", "search", "serve", "optimal", "web"
 TAKEN = {  # by which questions of `gradus plan`
     "port": {"web"}, "host": {"web"}, "batch": {"serve"}, "length": {"serve"}, "bits": {"serve"},
     "picture": {"plan"}, "all": {"plan", "serve", "devices"}, "json": OF_A_RECIPE - {"web"},
-    "price": {"plan", "explain", "search"}, **{key: {"plan", "explain", "web"} for key in ENERGY},
+    "price": {"plan", "explain", "search", "web"}, **{key: {"plan", "explain", "web"} for key in ENERGY},
     **dict.fromkeys(("recipe", "on", "tokens", "days", "json_file"), OF_A_RECIPE),
 }  # fmt: skip
 

@@ -74,7 +74,7 @@ TOKEN = 256  # characters of a token of a text that a model reads; those of publ
 WORD = 1_000  # characters of a word from which a tokenizer is made: a longer one counts in parts
 
 # ---- the page
-BODY = 64 * 1024  # bytes of a request
+BODY = 256 * 1024  # bytes of a request; a config.json that names 1,000 classes has 70 kB
 OVERRIDES, TEXT = 100, 400  # settings of a request, characters of one
 RECEIVING = 10.0  # s in which a request must have come in, however slowly it is sent
 CONNECTIONS = 64  # at a time

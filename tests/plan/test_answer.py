@@ -94,8 +94,10 @@ def test_serving_by_batch_and_length():
     found = {row.name: row.value for row in rows}
     assert found["serving/kv_cache"] == 2 * 32 * 32 * 128 * 2 * 8 * 4096 and found["serving/weights"] == 2 * 6_738_415_616
     assert lines[1].startswith("fits") and any("does not hold" in line for line in lines)
-    lines, *_ = serve(Request("llama2-7b", on="2xA100-40GB"), batch=8)
-    assert "on each of 2 × A100-40GB" in lines[1] and any("about" in line for line in lines if line.startswith("how fast"))
+    lines, rows, _ = serve(Request("llama2-7b", on="2xA100-40GB"), batch=8)
+    fast = next(line for line in lines if line.startswith("how fast"))
+    assert "on each of 2 × A100-40GB" in lines[1] and fast.count("at least") == 2 and "at most" in fast and "about" not in fast
+    assert {row.conditions["bound"] for row in rows if row.name.endswith("_time")} == {"lower"}
     with pytest.raises(UserError, match=r"^--on 16xA100-40GB: a node has 8: .* Use --on 8xA100-40GB"):
         serve(Request("llama2-7b", on="16xA100-40GB"))
     with pytest.raises(UserError, match=r"--length=5000: .* Set --length=4096"):

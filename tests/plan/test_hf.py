@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -363,6 +364,39 @@ def test_t5_and_vit_settings():
     t5, vit = recipe_for("t5-11b"), recipe_for("vit-l16")
     assert (t5.task.name, t5.batch.samples, t5.data.max_len, t5.train.steps) == ("span_corruption", 2048, 512, 1_000_000)
     assert (vit.task.name, vit.batch.samples, vit.train.steps) == ("classification", 4096, math.ceil(300 * 1_281_167 / 4096))
+
+
+def test_an_adapter_is_planned_with_the_batch_of_a_fine_tuning():
+    """Hu et al. 2022, appendix D.4: 128 samples, 2,048 tokens; the learning rate and its schedule: table 12."""
+    def planned(*words, name="llama3.1-8b", tokens=1e9):
+        return open_recipe(Request(name, words, tokens=tokens), notes := [])[0], " ".join(notes)
+
+    r, notes = planned("adapter.rank=16")
+    assert (r.batch.samples, r.data.max_len, r.layout.precision, r.optimizer.lr, r.schedule.name) == (128, 2048, "pure_bf16", 2e-4, "linear")
+    assert r.train.steps == math.ceil(1e9 / (128 * 2048)) and "Hu et al. 2022 (LoRA), appendix D.4" in notes and "layout.precision=pure_bf16" in notes
+    whole, notes = planned("adapter.rank=16", tokens=None)  # of data that are yours
+    assert (whole.train.steps, whole.train.epochs) == (None, 2) and "15" not in notes
+    own, notes = planned("adapter.rank=16", "batch.samples=16", "data.max_len=512", "layout.precision=bf16")
+    assert (own.batch.samples, own.data.max_len, own.layout.precision, own.train.steps) == (16, 512, "bf16", math.ceil(1e9 / (16 * 512)))
+    assert "pure_bf16" not in notes
+    assert (lambda r: (r.batch.samples, r.data.max_len))(planned("adapter={rank: 8}", name="gpt2-small")[0]) == (128, 1024), "no more than its positions"
+    assert planned("adapter.rank=8", name="vit-l16", tokens=None)[0].batch == recipe_for("vit-l16").batch, "images: as published"
+
+
+def test_fsdps_mixed_precision_is_one_key_of_a_bare_model():
+    def layout(*words):
+        return open_recipe(Request("gpt2-small", words), [])[0].layout
+
+    assert layout("layout.shard=2", "layout.param_dtype=bf16").precision == "fp32" and layout("layout.shard=2").precision == "bf16"
+    assert layout("layout.shard=2", "layout.param_dtype=null").precision == "bf16"
+    with pytest.raises(UserError, match="both say what is computed in"):
+        layout("layout.shard=2", "layout.param_dtype=bf16", "layout.precision=bf16")
+
+
+def test_a_config_json_may_be_named_itself(tmp_path):
+    folder = written(tmp_path, *THEIRS["mixtral"]).removeprefix("hf:")
+    by_file, by_folder = (open_recipe(Request(str(path)), [])[0] for path in (Path(folder) / "config.json", folder))
+    assert by_file == by_folder
 
 
 def test_what_is_asked_for_wins():

@@ -28,10 +28,12 @@ from gradus.plan.search import (
     ranked,
     remedy,
     search,
+    why_free,
 )
 from gradus.plan.show import printed
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import read_rows
+from gradus.text import duration, size
 
 SMALL = {"model.n_layers": 4}
 THREE = {"model.n_layers": 2, "model.n_heads": 3}  # two blocks, and heads that no axis splits, leave less to trace
@@ -52,6 +54,27 @@ def best_of(recipe: Recipe, cluster: Cluster) -> Candidate:
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
     return search(recipe_of("gpt2-small", **THREE), ON)
+
+
+@pytest.mark.slow
+def test_memory_that_stays_free_is_explained_by_plans_of_other_layouts():
+    """What the note says of less checkpointing is what `gradus plan` says of these layouts."""
+    words = ("batch.samples=64", "model.n_layers=2", "model.n_heads=3", "data.max_len=256")
+    recipe = open_recipe(Request("gpt2-small", words, tokens=1e9), [])[0]
+    chosen = recipe.layout.model_copy(update={"precision": "bf16", "micro_batch": 64, "checkpointing": "full"})
+    device = dataclasses.replace(hardware.find("L4"), memory=4e9, usable=1.0)
+    text = why_free(Space(recipe, Cluster(device, 1)), chosen)
+    found = re.fullmatch(r"layout\.checkpointing=selective would take (.+) of 4 GB and (.+) per step; with layout\.micro_batch=(\d+) also (.+) of 4 GB and (.+) per step", text)
+    assert found, text
+    needed, longer, micro, less, seconds = found.groups()
+
+    def planned(micro):
+        return answer(Request("gpt2-small", (*words, f"layout.micro_batch={micro}", "layout.checkpointing=selective"), "L4", 1e9))
+
+    same, smaller = planned(64), planned(micro)
+    assert size(same.value("memory/device")) == needed and size(smaller.value("memory/device")) == less
+    assert (duration(same.value("time/step")), duration(smaller.value("time/step"))) == (longer, seconds)
+    assert smaller.value("memory/device") <= HEADROOM * 4e9 < planned(2 * int(micro)).value("memory/device")
 
 
 def test_the_winners_fit_and_are_allowed(found):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from gradus.errors import UserError
 from gradus.plan import web
 from gradus.plan.answer import Request
 from gradus.plan.figures import figure
+from gradus.plan.hf import recipe_for
 from gradus.plan.show import value_text
 
 GB = 1e9
@@ -155,6 +157,40 @@ def test_the_command_gives_the_same_request(server):
     assert words[2:] == ["gpt2-small", "--on", "8xA100-80GB", "--tokens", "3000000000", "--days", "30.5", "layout.tensor=2", "optimizer.betas=[0.9, 0.95]"]
 
 
+def test_price_watts_grid_and_lora_are_asked_as_on_the_command_line(server, planner):
+    overrides = ["energy.grid=385 g/kWh", "energy.watts=300", "adapter.rank=16"]
+    status, found, _ = ask(server, body={**PLAN, "price": 2.1, "overrides": overrides})
+    assert status == 200 and planner.asked == [Request("gpt2-small", tuple(overrides), "8xA100-80GB", 3e9, None, None, 2.1)]
+    assert shlex.split(found["command"])[-5:] == ["--price", "2.1", *overrides]
+
+
+def test_a_config_json_is_planned_and_its_place_is_told_to_nobody(server, planner):
+    config = {"model_type": "../llama", "hidden_size": 64}
+    status, found, _ = ask(server, body={**PLAN, "recipe": "config.json", "config": config})
+    folder = Path(planner.asked[0].recipe)
+    assert status == 200 and folder.parents[1] == Path(server.configs.name) and folder.name == "llama"
+    assert json.loads((folder / "config.json").read_text()) == config
+    assert found["command"].startswith("gradus plan FOLDER --on") and found["headline"][0].startswith("FOLDER: ")
+    assert server.configs.name not in json.dumps(found)
+    status, found, _ = ask(server, body={**PLAN, "recipe": "config.json"})
+    assert status == 400 and "config.json: not offered here" in found["error"]
+
+
+def test_the_folder_of_configurations_goes_with_the_server(planner):
+    with web.open_server("127.0.0.1", 0, None, planner) as made:
+        kept = Path(made.configs.name)
+        assert kept.is_dir()
+    assert not kept.exists()
+
+
+def test_the_length_that_is_shown_is_the_planned_one():
+    made = SimpleNamespace(recipe=recipe_for("llama3.1-8b"), rows=[], headline=[], notes=[], fits=None, n=1, chosen=False)
+    settings = web.plan(Request("llama3.1-8b"), lambda request: made)["settings"]
+    assert settings["model.seq_len"] == 8192 != made.recipe.model.seq_len and settings["layout.precision"] == "bf16"
+    made.recipe.layout.shard, made.recipe.layout.precision, made.recipe.layout.param_dtype = 8, "fp32", "bf16"
+    assert web.plan(Request("llama3.1-8b"), lambda request: made)["settings"]["layout.precision"].startswith("fp32 master weights, bf16 compute")
+
+
 def test_the_command_of_a_layout_that_the_plan_chose_says_it(server):
     command = ask(server, body={**PLAN, "on": "64xH100", "overrides": ["layout.checkpointing=full", "batch.samples=64"]})[1]["command"]
     assert shlex.split(command)[3:] == ["--on", "8xH100", "--tokens", "3000000000", "batch.samples=64", "layout.micro_batch=1", "layout.tensor=2"]
@@ -217,6 +253,8 @@ def test_options_offer_every_recipe_preset_device_and_key(server):
         ({**PLAN, "tokens": "3e9"}, "--tokens: must be a positive number"),
         ({**PLAN, "tokens": True}, "--tokens: must be a positive number"),
         ({**PLAN, "days": -1}, "--days: must be a positive number"),
+        ({**PLAN, "price": 0}, "--price: must be a positive number"),
+        ({**PLAN, "config": "llama"}, "config: expected what a config.json holds"),
         (json.dumps(PLAN).replace("3000000000.0", "NaN").encode(), "--tokens: must be a positive number"),
         ({**PLAN, "overrides": "layout.tensor=2"}, "overrides: expected a list"),
         ({**PLAN, "overrides": ["a.b=1"] * 101}, "at most 100"),
@@ -228,6 +266,7 @@ def test_options_offer_every_recipe_preset_device_and_key(server):
         ({**PLAN, "overrides": ["data={path: /etc/passwd}"]}, "data: cannot be set from the page"),
         ({**PLAN, "overrides": ["tokenizer.path=/etc/passwd"]}, "tokenizer.path: cannot be set from the page"),
         ({**PLAN, "overrides": ["optimizer.betas=[&a 0.9, *a]"]}, "optimizer.betas: YAML's anchors"),
+        ({**PLAN, "config": {}, "overrides": ["model.init=/etc"]}, "model.init: cannot be set from the page"),
         ({**PLAN, "overrides": ["log.dir=/etc"]}, "log.dir: cannot be set from the page"),
         ({**PLAN, "overrides": ["layout.tensor=3"]}, "gpt2-small: layout.tensor=3: n_heads=12 is not a multiple"),
     ],
@@ -247,7 +286,7 @@ def test_a_fault_of_the_planner_is_told_and_the_server_goes_on(server, capfd):
 
 def test_too_large_a_body_is_refused(server, planner):
     status, found, _ = ask(server, body={**PLAN, "recipe": "x" * limits.BODY})
-    assert status == 413 and "at most 65,536" in found["error"] and not planner.asked
+    assert status == 413 and "at most 262,144" in found["error"] and not planner.asked
     with socket.create_connection(server.server_address[:2], timeout=20) as s:
         s.sendall(b"POST /api/plan HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n")
         assert b" 411 " in s.recv(4096)
@@ -634,18 +673,20 @@ def test_layouts_of_another_question_go(visit):
 
 
 @pytest.mark.slow
-def test_every_field_switch_and_button_is_driven(visit, planner):
+def test_every_field_switch_and_button_is_driven(visit, planner, tmp_path):
     """Whatever the page holds is used once, by what it is: a new element is driven too. `visit` fails on any error of the page's script."""
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2")
     for summary in page.locator("summary").all():
         was = summary.evaluate("e => e.parentElement.open")
         summary.click()
         assert summary.evaluate("e => e.parentElement.open") is not was
+        summary.click()  # others may lie in it
     page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
     body = "[...document.querySelectorAll('%s')].map(e => e.id)"
     selects, fields = page.evaluate(body % "form select"), page.evaluate(body % "form input, form textarea")
     assert len(selects) + len(fields) == page.locator("input, select, textarea").count() - 1  # "find" stands outside the form
     fields = [name for name in fields if not name.startswith("serve-")]  # of another question than the plan
+    files = [name for name in fields if page.get_attribute(f"[id='{name}']", "type") == "file"]
     page.clock.install()  # the pause after a key need not be waited for
 
     def sent(name: str, text: str, put) -> str:
@@ -661,7 +702,13 @@ def test_every_field_switch_and_button_is_driven(visit, planner):
         for value in [*[value for value in options if value not in (first, "gpt2-large")][-2:], first]:
             command = sent(name, value, lambda e, v: e.select_option(v))
             assert not value or name == "batch-of" or value in command, (name, value, command)
-    for name in fields:
+    for name in files:
+        kept = tmp_path / name / "config.json"
+        kept.parent.mkdir()
+        kept.write_text('{"model_type": "llama"}')
+        assert "gradus plan FOLDER" in sent(name, kept.parent if name == "folder" else kept, lambda e, v: e.set_input_files(v))
+        assert page.input_value("#recipe") == {"config": "config.json", "folder": "folder/config.json"}[name]
+    for name in (name for name in fields if name not in files):
         text = {"extra": "optimizer.name=sgd", "layout.tensor": "4"}.get(name, "16")
         assert text in sent(name, text, lambda e, v: e.fill(v)), name
     page.fill("#find", "memory/")  # the details were opened above
@@ -842,6 +889,7 @@ def test_contrast_is_enough(visit):
 @pytest.mark.parametrize("width", [320, 1280])
 def test_nothing_scrolls_sideways_or_overlaps(visit, width):
     page = visit("#recipe=gpt2-small&on=8xA100-80GB&layout.tensor=2&layout.offload=true&set=optimizer.lr=0.1", width=width, height=844)
+    page.evaluate("document.querySelectorAll('.fold').forEach(e => e.open = true)")
     page.click("#search")
     page.wait_for_selector("#found table")
     page.click("#figures summary")
@@ -862,6 +910,18 @@ def test_nothing_scrolls_sideways_or_overlaps(visit, width):
         " return all.flatMap(([a, p]) => all.filter(([b, q]) => a < b && p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)"
         ".map(([b]) => a + ' ' + b)); }")  # fmt: skip
     assert not overlapping and page.locator(".panel:visible").count() == 9
+
+
+@pytest.mark.slow
+def test_on_a_phone_all_but_the_answer_is_folded(visit):
+    shown = "[...document.querySelectorAll('.panel')].filter(e => e.getClientRects().length && !e.matches('details') && !e.querySelector(':scope > details:not([open])')).map(e => e.id)"
+    folded = "[...document.querySelectorAll('.fold')].map(e => e.open)"
+    phone, desk = visit(width=420), visit(width=1280)
+    assert phone.evaluate(shown) == ["answer"] and not any(phone.evaluate(folded)) and all(desk.evaluate(folded))
+    phone.click("#form > details > summary")
+    assert phone.is_visible("#recipe") and not phone.is_visible("#layout\\.tensor")
+    phone.evaluate("const e = document.getElementById('layout.tensor'); e.value = '3'; e.dispatchEvent(new Event('input', { bubbles: true })); document.querySelector('.fold').open = false")
+    phone.wait_for_selector("#layout\\.tensor[aria-invalid=true]")  # a mistake opens the folds that it is in
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from gradus.parallel import check, mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
-from gradus.plan.keys import computed_in, kind_of, layout_keys, stated_keys
+from gradus.plan.keys import computed_in, kind_of, layout_keys, precision_text, stated_keys
 from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
@@ -144,7 +144,7 @@ def asked(request: Request, notes: list[str]) -> Question:
 def _on(request: Request, question: Question, layout: Layout | None, notes: list[str]) -> Answer:
     """layout: the plan's own choice; None: the recipe's."""
     recipe, task, cluster, *_ = question
-    n = cluster.n if cluster else mesh.needed(recipe.layout)
+    n, stated = cluster.n if cluster else mesh.needed(recipe.layout), stated_keys(request.overrides)
     planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
     if not layout:
         _check_whole_replicas(recipe, n, request.on)
@@ -160,8 +160,14 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
         )
     if layout:
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
-    keys = layout_keys(planned.layout, recipe.layout, stated_keys(request.overrides))
+    keys = layout_keys(planned.layout, recipe.layout, stated)
     answer = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None, task=task)
+    if fits and layout and layout.checkpointing != "none" and "checkpointing" not in stated:
+        from gradus.plan.search import Space, why_free
+
+        if (free := 1 - answer.value("memory/device") / cluster.capacity) > FREE:
+            why = why_free(Space(recipe, cluster, task, stated), layout)
+            notes.append(f"{free:.0%} of the memory stays free: {why}")
     if fits is False:
         answer.advice = _advice(request, answer, recipe.layout, task)
     answer.headline = headline(answer, request)
@@ -172,6 +178,8 @@ def _on(request: Request, question: Question, layout: Layout | None, notes: list
 
 IMAGENET = 1000  # classes
 STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam in fp32
+FEW_STEPS = 100
+FREE = 0.5  # of a device's memory, beside checkpointing: a note says why
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
 SPLITTING = {  # setting one of these turns off the plan's own choice of a layout
     "shard", "tensor", "pipeline", "context", "expert", "replicate", "micro_batch", "shard_optimizer",
@@ -215,9 +223,14 @@ def _bare_recipe(request: Request, name: str, options: resolve.RunContext, notes
     from gradus import models
     from gradus.plan import hf
 
-    base = hf.recipe_for(name, tokens=request.tokens, notes=notes)
-    words, text = [*request.overrides, *_samples_as_long(request.overrides)], recipes.dump(base)
+    adapter = any(re.match(r"\s*adapter\b", o) for o in request.overrides)
+    base = hf.recipe_for(name, tokens=request.tokens, notes=notes, adapter=adapter)
+    words, text = [*request.overrides, *_implied(request.overrides)], recipes.dump(base)
     recipe = options.load_with(lambda extra, notes: recipes.load(name, words, notes=notes, text=text, **extra), notes)
+    if recipe.layout.precision == base.layout.precision:  # a default: where layout.param_dtype is given, that holds
+        recipe.layout.model_fields_set.discard("precision")
+    if adapter and recipe.layout.precision == "pure_bf16":
+        notes.append("all weights are planned in bf16, the frozen ones and the adapter's (layout.precision=pure_bf16)")
     if recipe.model.init and not name.startswith("hf:"):
         models.config_of(recipe.model.init)  # or there is nothing to start from
     if any(o.startswith(("train.steps=", "train.epochs=")) for o in request.overrides):
@@ -231,17 +244,20 @@ def _bare_recipe(request: Request, name: str, options: resolve.RunContext, notes
 
 
 def _named(name: str) -> str:
-    """A folder that is no run but holds a config.json is a bare model."""
-    folder = Path(os.path.expanduser(name))
-    return f"hf:{name}" if (folder / "config.json").is_file() and not (folder / "recipe.yaml").exists() else name
+    """A folder that is no run but holds a config.json is a bare model; so is that file."""
+    path = Path(os.path.expanduser(name))
+    folder = path.parent if path.name == "config.json" else path
+    bare = (folder / "config.json").is_file() and not (folder / "recipe.yaml").exists()
+    return name if not bare else f"hf:{name}" if folder == path else f"hf:{folder}"
 
 
-def _samples_as_long(overrides) -> list[str]:
-    """data.max_len as model.seq_len was set: who gives a preset another length means its samples."""
+def _implied(overrides) -> list[str]:
+    """What overrides of a bare model mean besides: who sets model.seq_len means its samples, who sets
+    layout.param_dtype weights in fp32."""
     values = {key: value for key, _, value in (o.partition("=") for o in overrides)}
-    length = values.get("model.seq_len", "")
-    own = "data.max_len" in values or "data" in values
-    return [f"data.max_len={length}"] if length.isdigit() and not own else []
+    length, half = values.get("model.seq_len", ""), values.get("layout.param_dtype", "null") != "null"
+    words = [f"data.max_len={length}"] if length.isdigit() and not {"data", "data.max_len"} & values.keys() else []
+    return [*words, *(["layout.precision=fp32"] if half and "precision" not in stated_keys(overrides) else [])]
 
 
 def _with_data(recipe: Recipe, notes: list[str]) -> tuple[Recipe, Task | None]:
@@ -395,7 +411,7 @@ def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) ->
         keys = layout_keys(c.layout, own, stated_keys(request.overrides))
         share = f"{size(c.needed)} per device ({c.needed / device.capacity:.0%})"
         advice.append(f"{on}{keys}: it fits, {share}")
-    larger = [d for d in hardware.cards() if d.capacity >= needed]
+    larger = [d for d in hardware.cards() if d.capacity >= needed and (d.network or d.node >= cluster.n)]
     if larger and device.kind == "gpu":
         least = min(larger, key=lambda d: (d.vendor != device.vendor, needed > HEADROOM * d.capacity, d.capacity))
         words = f"--on {cluster.n}x{least.name} {answer.layout_keys}".rstrip()
@@ -406,7 +422,7 @@ def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) ->
 def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before: int | None) -> list[Row]:
     """before: as `engine.with_process`; None on a GPU."""
     layout, peak = recipe.layout, {"rank": memory.rank, "at": memory.at}
-    common = {"parameters": memory.parameters, "precision": layout.precision}
+    common = {"parameters": memory.parameters, "precision": precision_text(layout)}
     common |= {"layout": layout_keys(layout) or "the defaults"}
     unit, count = ("samples", recipe.batch.samples) if recipe.batch.samples else ("tokens", recipe.batch.tokens)
     common |= {f"{unit} per step": count}
@@ -532,6 +548,8 @@ def _budget_rows(request: Request, question: Question, time: StepTime, notes: li
         steps=steps or 1, seconds_per_step=seconds, cluster=question.cluster, days=request.days, parts=time.parts,
         price=request.price, keys=question.recipe.energy,
     )  # fmt: skip
+    if request.tokens and steps < FEW_STEPS:
+        notes.append(f"a run of {steps} step{'s' * (steps > 1)} is short to learn in: a smaller batch.samples has more")
     if steps:
         return [_steps_row(request, question.recipe, steps), *rows]
     return [row for row in rows if row.name == "energy/step"]

@@ -31,8 +31,10 @@ PER_TOKENS = 1e9  # where there is no epoch
 
 
 def on_one_device(recipe: Recipe, numbers: str) -> Recipe:
-    """The recipe on one device, computed in `numbers`; all that concerns several devices is left out."""
-    computed = {"precision": numbers.replace("tf32", "fp32"), "tf32": numbers == "tf32"}
+    """The recipe on one device, computed in `numbers`, weights too where the recipe has them in half; all that concerns
+    several devices is left out."""
+    pure = "pure_" * (numbers in ("bf16", "fp16") and recipe.layout.precision.startswith("pure_"))
+    computed = {"precision": pure + numbers.replace("tf32", "fp32"), "tf32": numbers == "tf32"}
     return recipe.model_copy(update={"layout": mesh.single_process(recipe.layout).model_copy(update=computed)})
 
 

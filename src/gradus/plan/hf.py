@@ -176,17 +176,28 @@ def published(config: ModelConfig) -> dict[str, Any]:
     return {**run, "source": run["source"].format(size=name)}
 
 
+FINE_TUNING = {  # of an adapter, where a command states nothing else; tokens: of the data that are at hand
+    "source": (
+        "Hu et al. 2022 (LoRA), appendix D.4, GPT-3 on SAMSum: 128 samples of 2,048 tokens, AdamW, 2 epochs; its data "
+        "are yours"
+    ),
+    "samples": 128, "seq_len": 2048, "lr": 2e-4, "warmup": "250000 tokens", "schedule": {"name": "linear"},
+    "epochs": 2, "steps": None, "tokens": None,
+}  # fmt: skip
 # stand for what a bare model does not say
 TEXT, TOKENIZER, IMAGES = "path/to/text", "path/to/tokenizer", "path/to/images"
 
 
-def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: list[str] | None = None) -> Recipe:
+def recipe_for(
+    model: ModelConfig | str, *, tokens: float | None = None, notes: list[str] | None = None, adapter: bool = False
+) -> Recipe:
     """A whole recipe for a bare model: a configuration, a preset's name, or hf:NAME.
 
     The family's pre-training task, and settings as published for that size (`published`; notes receives their source):
     samples per step, length, optimizer, schedule, steps; bf16 mixed precision. tokens: to train on, in place of the
-    published number; where none is published, 20 for each parameter that a token meets (Hoffmann et al. 2022). Data and
-    tokenizer are placeholders. Raises UserError as `read_hf` and `published`, and for an unknown preset.
+    published number; where none is published, 20 for each parameter that a token meets (Hoffmann et al. 2022). adapter:
+    the model is fine-tuned with one, of text as FINE_TUNING says, and all weights are bf16. Data and tokenizer are
+    placeholders. Raises UserError as `read_hf` and `published`, and for an unknown preset.
     """
     notes = [] if notes is None else notes
     name, tokenizer, usable = model, TOKENIZER, None
@@ -200,13 +211,14 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
         name, notes[len(notes) :] = Path(tokenizer).name, more
     else:
         config = presets.config_of(model)
-    run = published(config)
+    run = published(config) | (FINE_TUNING if adapter and config.reads == "text" else {})
     notes.append(f"training settings: {run['source']}")
     length, samples = run.get("seq_len"), run["samples"]
-    if length:  # as many tokens a step where the model has fewer positions
+    if length:
         most = usable or config.seq_len
         length = min(length, most)
-        samples = max(1, round(samples * run["seq_len"] / length))
+        if not adapter:  # as many tokens a step where the model has fewer positions
+            samples = max(1, round(samples * run["seq_len"] / length))
         if length < most:
             notes.append(f"planned for samples of {length:,} tokens, of {most:,} that the model takes (data.max_len)")
     raw = {
@@ -216,16 +228,21 @@ def recipe_for(model: ModelConfig | str, *, tokens: float | None = None, notes: 
         **({} if config.reads == "images" else {"tokenizer": {"kind": "file", "path": tokenizer}}),
         "optimizer": {**run["optimizer"], "lr": run["lr"]},
         "batch": {"samples": samples},
-        "layout": {"precision": "bf16", "micro_batch": _micro_batch(config, length, samples)},
-        "train": {"clip_norm": run.get("clip_norm"), "steps": run.get("steps", 1)},
+        "layout": {
+            "precision": "pure_bf16" if adapter else "bf16", "micro_batch": _micro_batch(config, length, samples)
+        },
+        "train": {"clip_norm": run.get("clip_norm"), "steps": run.get("steps") or 1},
     }
     return resolve({**raw, **_how_long(resolve(raw, name), run, tokens, notes)}, name)
 
 
 def _how_long(recipe: Recipe, run: dict[str, Any], tokens: float | None, notes: list[str]) -> dict[str, Any]:
-    """Sections train and schedule: steps for the tokens asked for or published, and the warm-up in steps."""
+    """Sections train and schedule: steps for the tokens asked for or published, else epochs; and the warm-up in
+    steps."""
     steps, a_step = run.get("steps"), recipe.batch.samples * tokens_a_sample(recipe)
     wanted = tokens or run.get("tokens")
+    if wanted is None and "epochs" in run:
+        return {"train": {"clip_norm": run.get("clip_norm"), "epochs": run["epochs"]}, "schedule": run["schedule"]}
     if wanted is None and steps is None:
         wanted = 20 * active(recipe.model)
         source = "20 per active parameter (Hoffmann et al. 2022): how many were trained on is not published"

@@ -17,6 +17,8 @@ def layout_keys(layout: Layout, asked: Layout | None = None, stated: Collection[
     place. --on names the device."""
     own = asked or layout
     keys = [k for k, v in layout if k != "device" and (v != getattr(DEFAULT, k) or v != getattr(own, k) or k in stated)]
+    if layout.param_dtype and "precision" in keys and "precision" not in own.model_fields_set | set(stated):
+        keys.remove("precision")  # of a bare model: fp32, as param_dtype has it
     return " ".join(word for key in keys for word in _words(f"layout.{key}", getattr(layout, key)))
 
 
@@ -38,6 +40,13 @@ def stated_keys(overrides: Iterable[str]) -> frozenset[str]:
 def kind_of(on: str) -> str:
     """'8xA100-80GB' → 'A100-80GB'."""
     return re.sub(r"^\s*[0-9_,.eE+-]+\s*[x×*]\s*", "", on)
+
+
+def precision_text(layout: Layout) -> str:
+    """What is computed in, and where that is not plain also what the weights are kept in."""
+    if layout.shard > 1 and layout.param_dtype:
+        return f"fp32 master weights, {layout.param_dtype} compute (FSDP mixed precision)"
+    return computed_in(layout) + " weights and compute" * layout.precision.startswith("pure_")
 
 
 def computed_in(layout: Layout) -> str:

@@ -31,7 +31,7 @@ from gradus.plan.keys import layout_keys
 from gradus.plan.profiles import Part, Profile, block_kinds
 from gradus.plan.roofline import parameters
 from gradus.plan.step import StepTime, Sums, step_time
-from gradus.plan.store import stored
+from gradus.plan.store import progress, stored
 from gradus.plan.traffic import nearest
 from gradus.plan.work import op_of, transfer_of
 from gradus.recipe.axes import data_parallel_size, needed, sizes, strides
@@ -53,6 +53,7 @@ THIN = 2048  # tokens of a device's part of a sequence below which layout.contex
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: weeks bring fragmentation and longer samples
 SURE = 1.01  # estimates are within 1 % of one another: the search ends at one that is this much above the best
 MOST = 20  # ways to split that are traced exactly, at most
+PARTS = 3  # that a search traces for what changes a block, about: each way of checkpointing, or exactly
 CHECKPOINTING = ("none", "selective", "full")  # the first that fits: to compute more again is never faster
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
 TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
@@ -143,7 +144,7 @@ class Space:
         n, m, node = self.n, self.recipe.model, self.cluster.device.node
         divisors = [k for k in range(1, n + 1) if n % k == 0]
         experts = [k for k in divisors if k == 1 or (getattr(m, "n_experts", None) or 1) % k == 0]
-        length = max(getattr(m, "seq_len", 0) or 0, getattr(self.recipe.data, "max_len", 0) or 0)
+        length = getattr(self.recipe.data, "max_len", 0) or getattr(m, "seq_len", 0) or 0  # of the samples
         contexts = [k for k in divisors if k == 1 or (length // k >= THIN and k & (k - 1) == 0 and k <= 64)]
         for tensor in (k for k in divisors if k <= node and k & (k - 1) == 0):
             for pipeline in (k for k in divisors if k <= sum(self.part.sizes) and n % (k * tensor) == 0):
@@ -369,7 +370,9 @@ class Space:
         A best-first search: an entry of the queue is a lower bound (split), a bound of all ways to run it (variants),
         an estimate without checkpointing (timed), at last one with the least checkpointing that fits (fits)."""
         self.queue, self.count, self.nearest = [], itertools.count(), (math.inf, None)
-        for way, split in enumerate(self.splits()):
+        splits = list(self.splits())
+        progress.expected = max(progress.expected, PARTS * len(set(map(self._key, splits))))
+        for way, split in enumerate(splits):
             for micro in self.micro_batch_sizes(split):
                 layout = split.model_copy(update={"micro_batch": micro})
                 if (least := self.least_bytes(layout)) > self.limit:
@@ -757,6 +760,28 @@ def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candid
     except UserError:
         good = []
     return good[0] if good else on_more(space)
+
+
+def why_free(space: Space, chosen: Layout) -> str:
+    """Why the search's first layout leaves much of the memory free: what less checkpointing needs, and how long a step
+    takes then; also with the largest smaller micro-batch that leaves the head room, else with the next smaller one."""
+    less = CHECKPOINTING[CHECKPOINTING.index(chosen.checkpointing) - 1]
+    other = chosen.model_copy(update={"checkpointing": less})
+
+    def takes(layout: Layout) -> str:
+        processes = engine.planned(space._with(layout), space.n, space.target, space.task)
+        seconds = step_time(engine.work_of(processes), space.cluster).total
+        of = f"{size(space.evaluate(layout).needed)} of {size(space.cluster.capacity)}"
+        return f"{of} and {duration(seconds)} per step"
+
+    text = f"layout.checkpointing={less} would take {takes(other)}"
+    micro = (k for k in reversed(space.micro_batch_sizes(chosen)) if k < chosen.micro_batch)
+    if smaller := [other.model_copy(update={"micro_batch": k}) for k in micro]:
+        limit = HEADROOM * space.cluster.capacity
+        best = next((layout for layout in smaller if space.device_bytes(layout) <= limit), smaller[0])
+        if space.device_bytes(best) < space.device_bytes(other):  # gradients that are accumulated may take more
+            text += f"; with layout.micro_batch={best.micro_batch} also {takes(best)}"
+    return text
 
 
 def fewest_in_time(

@@ -81,8 +81,8 @@ def serving(
 ) -> list[Row]:  # fmt: skip
     """Rows serving/<what>: weights, kv_per_token, kv_cache, cross_cache, logits, total (bytes, on each device); rule
     and rule_tokens, the rule of thumb and the tokens at which its 20 % are used up; device, the single one with the
-    least memory that holds all; and where `on` holds it prefill_time, decode_time (s) and tokens_per_s: on one device
-    lower bounds, on several with what they send.
+    least memory that holds all; and where `on` holds it prefill_time, decode_time (s) and tokens_per_s: lower bounds,
+    on several devices with what they send at the usual rate of their links.
 
     batch: rows decoded together. seq_len: tokens per row, prompt and new ones, and of an encoder-decoder's source
     (None: all the model has positions for). bits: of a stored weight, where it is not that of `precision` (8, 4:
@@ -218,8 +218,7 @@ def _time(name: str, done: Pass, use: Use, cache: int) -> Row:
         "bytes of each": ", ".join(str(payload) for payload, _ in payloads), f"peak in {use.precision} (FLOP/s)": peak,
         "bandwidth (bytes/s)": device.bandwidth,
     }  # fmt: skip
-    bound = {"bound": "lower"} if n == 1 else {}
-    conditions = {"limit": max(seconds, key=seconds.get), "device": device.name, **bound}
+    conditions = {"limit": max(seconds, key=seconds.get), "device": device.name, "bound": "lower"}
     least_time = max(seconds["bandwidth"], seconds["operations"]) + sent
     return known_figure(f"serving/{name}", least_time, inputs, **conditions)
 
@@ -280,18 +279,17 @@ def _smallest(device: Row, on: Cluster | None) -> str:
 
 
 def _how_fast(by_name: dict[str, Row], c: dict[str, Any], on: Cluster | None, images: bool) -> Iterator[str]:
-    at_least, at_most = ("about", "about") if "devices" in c else ("at least", "at most")
     if "decode_time" in by_name:
         decode, prefill = by_name["decode_time"], by_name["prefill_time"]
         what, of_each = ("a prompt", "") if c["batch"] == 1 else (f"{c['batch']} prompts", " of each")
         tokens = c.get("source_len") or c["seq_len"]
-        prompt = f"{what} of {tokens:,} tokens {at_least} {duration(prefill.value)}"
-        token = f"a token{of_each} {at_least} {duration(decode.value)} (limit: {decode.conditions['limit']})"
-        speed = f"{at_most} {rate(by_name['tokens_per_s'].value)} tokens/s in total"
+        prompt = f"{what} of {tokens:,} tokens at least {duration(prefill.value)}"
+        token = f"a token{of_each} at least {duration(decode.value)} (limit: {decode.conditions['limit']})"
+        speed = f"at most {rate(by_name['tokens_per_s'].value)} tokens/s in total"
         yield f"{prompt}, then {token}: {speed}"
     elif "forward_time" in by_name:
         speed = f"{rate(by_name['samples_per_s'].value)} {'images' if images else 'samples'}/s"
-        yield f"{at_least} {duration(by_name['forward_time'].value)} per batch: {at_most} {speed}"
+        yield f"at least {duration(by_name['forward_time'].value)} per batch: at most {speed}"
     elif on is None:
         yield "give --on DEVICE"
 

@@ -17,7 +17,7 @@ from gradus import models
 from gradus.errors import UserError, colour, did_you_mean
 from gradus.parallel.mesh import sizes
 from gradus.plan.figures import AT_PEAK, TEXTS
-from gradus.plan.keys import computed_in
+from gradus.plan.keys import precision_text
 from gradus.plan.roofline import fitted
 from gradus.plan.work import COMPONENTS
 from gradus.rows import Row
@@ -71,14 +71,10 @@ def _what(answer: Answer, request: Request) -> str:
     layout, n = answer.recipe.layout, answer.n
     on = f"{n:,} × {answer.cluster.device.name}" if answer.cluster else f"{n:,} device{'s' * (n > 1)}"
     split = sizes(layout, n)
-    gathered = ""
-    if layout.shard > 1 and layout.param_dtype:
-        stored = layout.precision.removeprefix("pure_") if layout.precision.startswith("pure_") else "fp32"
-        gathered = f"{stored} master weights, {layout.param_dtype} compute"
     how = [
         " × ".join(f"{axis} {k}" for axis, k in split.items() if k > 1),
         "optimizer sharded" * (layout.shard_optimizer and split["replicate"] > 1),
-        gathered or computed_in(layout),
+        precision_text(layout),
         f"checkpointing {layout.checkpointing}" * (layout.checkpointing != "none"),
     ]
     active = f" ({active:,} active)" if (active := answer.value("parameters/active")) else ""
@@ -219,7 +215,6 @@ def _inputs(cases: dict[str, Row], ending: str, text: Callable[[float], str] = r
     return " to ".join(dict.fromkeys(texts))
 
 
-HEIGHT = 24  # lines of a terminal that holds the first screen
 MORE = "--all for components, --explain NAME for a figure"
 LEGEND = "--explain NAME: the explanation of a figure, e.g. --explain memory/activations, budget/time"
 
@@ -238,15 +233,14 @@ def brackets(device: Device, rows: Iterable[Row] = ()) -> str:
     return f"[low .. high] of a step: 80 % interval, from {n} published runs of other software{own}{totals}"
 
 
-def screen(answer: Answer, everything: bool = False, whole: bool = False) -> list[str]:
-    """The answers, then the notes, on one screen (`first_screen`); with everything also every row by group. whole: the
-    notes in full."""
+def screen(answer: Answer, everything: bool = False) -> list[str]:
+    """The answers, then the notes (`first_screen`); with everything also every row by group."""
     head = [*answer.headline, *([f"layout    {answer.layout_keys}"] if answer.layout_keys else [])]
     has_time = any(row.name == "time/step" for row in answer.rows)
     timed = [brackets(answer.cluster.device, answer.rows)] if has_time else []
     if not everything:
         last = [*(text for line in timed for text in fold(line, 2)), MORE]
-        return first_screen(head, answer.notes, last, whole)
+        return first_screen(head, answer.notes, last)
     lines = [text for line in head for text in fold(line, 10)]
     return [*lines, *components(answer.rows), *note_lines(answer.notes), *(["", *timed, LEGEND] if timed else [])]
 
@@ -266,47 +260,10 @@ def note_lines(notes: list[str]) -> list[str]:
     return ["", *(f"note: {note}" for note in notes)] if notes else []
 
 
-SENTENCE = r"(?<!\bal)\. (?=[A-Z]|layout\.)|; "  # what ends one
-CLAUSE = r", |: | \(|; "
-
-
-def _ends(text: str, pattern: str) -> Iterator[int]:
-    """Where the pattern stands outside brackets."""
-    for match in re.finditer(pattern, text):
-        before = text[: match.start()]
-        if before.count("(") + before.count("[") == before.count(")") + before.count("]"):
-            yield match.start()
-
-
-def _sentence(note: str) -> str:
-    text = " ".join(note.split())
-    return text[: next(_ends(text, SENTENCE), None)]
-
-
-def _clauses(note: str) -> str:
-    """Of a note's first sentence as many whole clauses as a line holds; one at least."""
-    text = _sentence(note)
-    ends = [end for end in _ends(text, CLAUSE) if end]
-    fitting = [end for end in ends if end <= WIDTH - len("note:  ...")]
-    return text if len(text) <= WIDTH - len("note: ") or not ends else f"{text[: max(fitting, default=ends[0])]} ..."
-
-
-def first_screen(head: list[str], notes: list[str], last: list[str], whole: bool = False) -> list[str]:
-    """At most HEIGHT lines of WIDTH columns: the answers whole; notes whole, else their first sentences, else clauses
-    of these, whichever there is room for, from the first note on. whole: all of them, in as many lines as they take."""
+def first_screen(head: list[str], notes: list[str], last: list[str]) -> list[str]:
+    """The answers, then the notes, in lines of WIDTH columns."""
     lines = [text for line in head for text in fold(line, 10)]
-    room = len(lines) * 10_000 if whole else HEIGHT - len(lines) - len(last) - 1
-    texts = [fold(f"note: {_clauses(note)}", 6) for note in notes]
-    for longer, (i, note) in itertools.product((_sentence, str), enumerate(notes)):
-        text = fold(f"note: {longer(note)}", 6)
-        if sum(map(len, texts)) - len(texts[i]) + len(text) <= room:
-            texts[i] = text
-    shown = [line for text in texts for line in text]
-    if len(shown) > room:
-        few = sum(lines < room for lines in itertools.accumulate(map(len, texts)))
-        shown = [line for text in texts[:few] for line in text]
-        shown = [*shown, f"note: {len(notes) - few} more (--all)"][: max(0, room)]
-    return [*lines, *([""] if shown else []), *shown, *last]
+    return [*lines, *(text for line in note_lines(notes) for text in fold(line, 6)), *last]
 
 
 def components(rows: list[Row]) -> Iterator[str]:
@@ -336,25 +293,28 @@ ABOUT = {f"memory/{name}": text for name, text in COMPONENTS.items()} | TEXTS["a
 
 # ---------------------------------------------------------------- while it takes long
 
-SILENCE = 2.0  # s until the first line
+SILENCE = 3.0  # s until the first line
 AGAIN = {True: 1.0, False: 30.0}  # then until the next, on a terminal and elsewhere
 
 
 @contextlib.contextmanager
 def progress(name: str, rows_only: bool) -> Iterator[None]:
-    """A plan that takes long says so on standard error: a terminal's line is drawn again and removed at the end,
-    elsewhere a line follows now and then. rows_only: on a terminal alone."""
-    from gradus.plan import engine
+    """A plan that takes long to trace says so on standard error: a terminal's line is drawn again and removed at the
+    end, elsewhere a line follows now and then. rows_only: on a terminal alone."""
+    from gradus.plan import engine, store
 
-    ended, began = threading.Event(), time.monotonic()
+    ended, began, before = threading.Event(), time.monotonic(), store.progress.traced
     live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     start, end = ("\r\x1b[K", "") if live else ("", "\n")
 
     def tell() -> None:
         wait = SILENCE
         while not ended.wait(wait):
-            wait = AGAIN[live]
-            text = f"planning {name}: {time.monotonic() - began:.0f} s, parts of models traced: {len(engine._kept)}"
+            if store.progress.traced == before:  # so far all was on disk
+                continue
+            wait, done, of = AGAIN[live], len(engine._kept), store.progress.expected
+            parts = f"parts of models traced: {done}" + f" of about {of:,}" * (of > done)
+            text = f"planning {name}: {time.monotonic() - began:.0f} s, {parts}"
             print(f"{start}{text[: WIDTH - 1]}", end=end, file=sys.stderr, flush=True)
         if live and wait != SILENCE:
             print(start, end="", file=sys.stderr, flush=True)

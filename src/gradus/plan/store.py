@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -10,6 +11,18 @@ from typing import Any
 
 from gradus import files, limits
 from gradus.errors import UserError
+
+
+@dataclasses.dataclass
+class Progress:
+    """Of this process's plans: how many parts of models were not on disk and have been traced, the last perhaps in
+    part; and about how many parts the plan needs, on disk or not, where a search knows."""
+
+    traced: int = 0
+    expected: int = 0
+
+
+progress = Progress()
 
 
 def digest_of(question: Any) -> str:
@@ -27,6 +40,7 @@ def stored(folder: str, question: Any, make: Callable[[], Any]) -> Any:
             return json.loads(text)
     except (OSError, ValueError, UserError):  # absent, torn or another kind of file
         pass
+    progress.traced += folder == "profiles"
     text = json.dumps(make())
     with contextlib.suppress(OSError):  # a cache that cannot be written is none
         path.parent.mkdir(parents=True, exist_ok=True)

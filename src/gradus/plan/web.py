@@ -3,15 +3,15 @@ interface, nothing else.
 
 GET /             the page (page.html)
 GET /api/options  what the form offers: recipes, presets, devices, layout keys, and the plan named on the command line
-POST /api/plan    {"recipe", "on", "tokens", "days", "overrides"} → the rows of `gradus plan --json`, each with its
-                  value as text
+POST /api/plan    {"recipe", "on", "tokens", "days", "price", "overrides"} → the rows of `gradus plan --json`, each with
+                  its value as text; "config": the content of a config.json, which is planned in place of the recipe
 POST /api/search, /api/devices, /api/serve (also "batch", "length", "bits"), /api/optimal
                   the same → the lines and the table of `gradus plan --search` and so on
 
 A page of another site must not reach this: the Host header has to be a loopback name or what the server was bound to (a
 name that was made to point at this machine, DNS rebinding, is neither), Origin has to be this page's own, and a POST
 has to be JSON. Requests name packaged recipes, presets and what the command line named; keys that hold paths are
-refused.
+refused. A config.json comes as its content, and lies in a folder of this server's own while it serves.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ import select
 import shlex
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Annotated, Any, get_args
 from urllib.parse import urlsplit
 
@@ -44,7 +46,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.parallel.processes import Fault, Pool
 from gradus.plan import answer as answers
 from gradus.plan.answer import Answer, Reply, Request, pinned
-from gradus.plan.keys import kind_of
+from gradus.plan.keys import kind_of, precision_text
 from gradus.plan.show import value_text
 from gradus.recipe.fields import alternatives, fields_of, is_section
 from gradus.recipe.presets import ALIASES, EXAMPLE, PRESETS
@@ -65,14 +67,15 @@ LAYOUT = {
 }  # fmt: skip
 MAIN_KEYS = 9
 # Keys outside the layout whose present value the form shows where it is left empty.
-SHOWN = ("model.seq_len", "batch.samples", "batch.tokens", "train.steps", "train.epochs")
+SHOWN = ("batch.samples", "batch.tokens", "train.steps", "train.epochs", "adapter.rank", "energy.watts", "energy.grid")
+NAMES_NO_FILE = ("model.preset", "energy.grid")  # of the keys whose value is a text
 
 
 # ---------------------------------------------------------------- what is asked and answered
 
 Text = Annotated[str, Field(min_length=1, max_length=limits.TEXT)]
 Finite = Field(gt=0, allow_inf_nan=False)
-Tokens, Days = Annotated[float, Finite, Field(le=limits.TOKENS)], Annotated[float, Finite, Field(le=1e6)]
+Tokens, Million = Annotated[float, Finite, Field(le=limits.TOKENS)], Annotated[float, Finite, Field(le=1e6)]
 
 
 def whole(most: int) -> Any:
@@ -89,7 +92,9 @@ class Asked(BaseModel):
     tokens: Tokens | None = Field(
         None, description=f"--tokens: must be a positive number, at most {limits.TOKENS:g}"
     )
-    days: Days | None = Field(None, description="--days: must be a positive number, at most 1,000,000")
+    days: Million | None = Field(None, description="--days: must be a positive number, at most 1,000,000")
+    price: Million | None = Field(None, description="--price: must be a positive number, at most 1,000,000")
+    config: dict[str, Any] | None = Field(None, description="config: expected what a config.json holds, an object")
     overrides: list[Text] = Field(
         [], max_length=limits.OVERRIDES,
         description=f"overrides: expected a list of at most {limits.OVERRIDES} short texts",
@@ -104,9 +109,11 @@ class ToServe(Asked):
     bits: whole(32) | None = Field(None, description="--bits: must be a whole number from 1 to 32")
 
 
-def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) -> tuple[Request, dict[str, int]]:
-    """(the request in a body, its further settings). Raises UserError for whatever is not as `gradus plan` would be
-    asked, or could name a file."""
+def request_of(
+    body: Any, started: Request | None, kind: type[Asked] = Asked, configs: str = ""
+) -> tuple[Request, dict[str, int]]:
+    """(the request in a body, its further settings). configs: a folder for what a config.json holds. Raises UserError
+    for whatever is not as `gradus plan` would be asked, or could name a file."""
     try:
         asked = kind.model_validate(body)
     except ValidationError as e:
@@ -117,7 +124,9 @@ def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) ->
             raise UserError(f"{key}: unknown key of the request.{did_you_mean(key, fields)}") from None
         raise UserError("the request: expected a JSON object.") from None
     known = [*recipes.names(), *PRESETS, *ALIASES]
-    if asked.recipe not in known and not (started and asked.recipe == started.recipe):
+    if asked.config is not None:
+        asked.recipe = _written(asked.config, configs)
+    elif asked.recipe not in known and not (started and asked.recipe == started.recipe):
         own = f"Your own recipe: start gradus plan {shlex.quote(asked.recipe)} --web"
         raise UserError(f"recipe={asked.recipe}: not offered here.{did_you_mean(asked.recipe, known)} {own}")
     for override in asked.overrides:
@@ -125,7 +134,18 @@ def request_of(body: Any, started: Request | None, kind: type[Asked] = Asked) ->
             _names_no_file(override)
     json_file = started.json_file if started and asked.recipe == started.recipe else None
     more = asked.model_dump(exclude=set(Asked.model_fields), exclude_none=True)
-    return Request(asked.recipe, tuple(asked.overrides), asked.on, asked.tokens, asked.days, json_file), more
+    fields = asked.recipe, tuple(asked.overrides), asked.on, asked.tokens, asked.days, json_file, asked.price
+    return Request(*fields), more
+
+
+def _written(config: dict[str, Any], folder: str) -> str:
+    """The folder that holds this config.json now."""
+    text = json.dumps(config)
+    model = re.sub(r"\W", "", str(config.get("model_type")))[:40] or "model"
+    path = Path(folder, hashlib.sha256(text.encode()).hexdigest()[:16], model)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(text)
+    return str(path)
 
 
 def _names_no_file(override: str) -> None:
@@ -134,7 +154,7 @@ def _names_no_file(override: str) -> None:
         refused = "YAML's anchors, aliases and tags are not accepted from the page"
         raise UserError(f"{key}: {refused}. Write the value out.")
     text = any(str in alternatives(field.annotation) for field in fields_of(key))
-    if (text and key != "model.preset") or is_section(key):
+    if (text and key not in NAMES_NO_FILE) or is_section(key):
         instead = f"Give it on the command line: gradus plan RECIPE {key}=... --web"
         raise UserError(f"{key}: cannot be set from the page, since it can name files. {instead}")
 
@@ -142,7 +162,7 @@ def _names_no_file(override: str) -> None:
 def command(request: Request, *more: str) -> str:
     """What to type for the same plan."""
     words = ["gradus", "plan", request.recipe]
-    for flag in ("json_file", "on", "tokens", "days"):
+    for flag in ("json_file", "on", "tokens", "days", "price"):
         value = getattr(request, flag)
         words += [f"--{flag}", value if isinstance(value, str) else f"{value:.12g}"] if value else []
     return shlex.join([*words, *more, *request.overrides])
@@ -153,7 +173,10 @@ def plan(request: Request, answer: Callable[[Request], Answer]) -> dict[str, Any
     plan."""
     planned = answer(request)
     keys = [*(f"layout.{key}" for key in LAYOUT), *SHOWN]
-    settings = {key: functools.reduce(_attribute, key.split("."), planned.recipe) for key in keys}
+    recipe = planned.recipe
+    settings = {key: functools.reduce(_attribute, key.split("."), recipe) for key in keys}
+    settings["layout.precision"] = precision_text(recipe.layout)
+    settings["model.seq_len"] = _attribute(recipe.data, "max_len") or _attribute(recipe.model, "seq_len")
     return {
         "rows": [{**json.loads(row.json()), "text": value_text(row)} for row in planned.rows],
         "headline": planned.headline, "notes": planned.notes, "fits": planned.fits, "devices": planned.n,
@@ -238,6 +261,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, started: Request | None, planner: Any):
+        self.configs = tempfile.TemporaryDirectory(prefix="gradus-")
         self.connections, self.workers, self.one = threading.Semaphore(limits.CONNECTIONS), Pool(), threading.Lock()
         self.run = self.run_alone if planner else self.workers.run
         self.address_family = _family(host)
@@ -274,6 +298,7 @@ class Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         super().server_close()
         self.workers.end()
+        self.configs.cleanup()
 
     @property
     def url(self) -> str:
@@ -329,8 +354,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _planned(self, path: str, body: bytes) -> dict[str, Any] | None:
         kind = ToServe if path == "/api/serve" else Asked
-        request, more = request_of(limits.parse_json(body, "the request"), self.server.started, kind)
-        return self.server.run(functools.partial(self.server.routes[path], **more), request, self._gone)
+        server, asked = self.server, limits.parse_json(body, "the request")
+        request, more = request_of(asked, server.started, kind, server.configs.name)
+        return server.run(functools.partial(server.routes[path], **more), request, self._gone)
 
     def _is_own(self) -> bool:
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
@@ -376,10 +402,15 @@ class Handler(BaseHTTPRequestHandler):
             why = str(e) if isinstance(e, Fault) else f"{type(e).__name__}: {e}"
             return self._refuse(500, f"the plan failed ({why}). The terminal that serves this page has the traceback.")
         if answer is not None:
-            self._send(200, json.dumps(answer).encode())
+            self._reply(200, answer)
 
     def _refuse(self, status: int, text: str) -> None:
-        self._send(status, json.dumps({"error": text}).encode())
+        self._reply(status, {"error": text})
+
+    def _reply(self, status: int, found: dict[str, Any]) -> None:
+        """Where a config.json lies is the server's own matter: FOLDER stands for it, as in `gradus plan FOLDER`."""
+        text = re.sub(rf"(hf:)?{re.escape(self.server.configs.name)}/\w+/\w+", "FOLDER", json.dumps(found))
+        self._send(status, text.encode())
 
     def _send(self, status: int, body: bytes, kind: str = "application/json", **more: str) -> None:
         always = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
