@@ -88,4 +88,7 @@ def test_the_one_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADUS_CACHE", "~/kept")
     assert files.cache_dir() == Path.home() / "kept" and files.cache_dir(tmp_path) == tmp_path
     monkeypatch.delenv("GRADUS_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert files.cache_dir() == Path.home() / ".cache" / "gradus"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files.cache_dir() == tmp_path / "gradus"

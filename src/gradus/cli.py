@@ -304,6 +304,8 @@ def _using(verb: Verb) -> None:
     add("--split", default="valid", choices=["valid", "test", "train"], help="of the run's data (default valid)")
     add("--checkpoint", metavar="DIR", help="another checkpoint or folder with weights")
     add("--beams", **whole(1_000), default=1, help="beam width for translations (default 1: greedy)")
+    text = "folder for the run's report, with a confusion matrix and what it gets most wrong"
+    add("--report", metavar="DIR", help=text)
     _engine(add)
     text = "text or image in: label, filled mask or translation out"
     add = verb("predict", lambda a: room("infer.predict").predict(a), text, "inputs").add_argument
@@ -345,7 +347,8 @@ def _using(verb: Verb) -> None:
 
 
 def _engine(add: Callable) -> None:
-    add("--engine", default="torch", metavar="NAME", help="torch (default), compiled, ...; auto: gradus bench's best")
+    text = "torch (default), compiled, ...; auto: gradus bench's best; of an exported folder it is known"
+    add("--engine", metavar="NAME", help=text)
     precisions = ["fp32", "bf16", "fp16", "int8", "int4"]
     add("--precision", choices=precisions, help="int8 and int4: weights only (default fp32; with --engine auto: any)")
 
@@ -693,10 +696,15 @@ def profile(args) -> Iterable[str]:
 
 
 def evaluate(args) -> Iterable[str]:
+    if args.report:
+        room("report.runs").read([args.recipe])  # raises where it is no run
+    overrides = [*args.overrides, *([f"evaluate.beams={args.beams}"] if args.beams != 1 else [])]
+    how = {"engine": args.engine, "precision": args.precision, "keep": args.report is not None}
     run = room("infer.predict").evaluate
-    how = {"engine": args.engine, "precision": args.precision, "beams": args.beams}
-    metrics = run(args.recipe, args.overrides, args.split, args.checkpoint, args.json_file, **how)
-    return (f"{name:26} {value:.4f}" for name, value in metrics.items())
+    metrics = run(args.recipe, overrides, args.split, args.checkpoint, args.json_file, **how)
+    yield from (f"{name:26} {value:.4f}" for name, value in metrics.items())
+    if args.report:
+        yield from room("report.report").report([args.recipe], args.report)
 
 
 def scale(args) -> int:

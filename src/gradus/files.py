@@ -30,8 +30,10 @@ def packaged(name: str) -> Any:
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """Where made things are kept: `cache` if given, else $GRADUS_CACHE, else ~/.cache/gradus."""
-    return Path(os.path.expanduser(cache or os.environ.get("GRADUS_CACHE") or "~/.cache/gradus"))
+    """Where made things are kept: `cache` if given, else $GRADUS_CACHE, else $XDG_CACHE_HOME/gradus, else
+    ~/.cache/gradus."""
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gradus")
+    return Path(os.path.expanduser(cache or os.environ.get("GRADUS_CACHE") or usual))
 
 
 def remembered(path: Path, kind: str, least: float, compute: Callable[[Path], str]) -> str:

@@ -120,10 +120,19 @@ def test_modes_of_image_files():
     assert np.array_equal(read_image(turned.getvalue(), "x"), np.rot90(colour, 3, (1, 2)))
 
 
-def half_transparent():
-    image = picture(random_images(1)[0]).convert("RGBA")
-    image.putalpha(128)
-    return png(image)
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_transparent_lies_on_white(n, capsys):
+    """By hand: a share of alpha of the image, and of white the rest. It is said once."""
+    module._tell_flattened.cache_clear()
+    pixels = random_images(1, n)[0]
+    alpha = random_images(1, 1)[0]
+    layer = picture(pixels).convert("LA" if n == 1 else "RGBA")
+    layer.putalpha(picture(alpha))
+    share = alpha / 255
+    read = [read_image(png(layer), "x", channels) for channels in (None, 3)]
+    np.testing.assert_allclose(read[0], pixels * share + 255 * (1 - share), atol=1)
+    assert np.array_equal(read[1], np.broadcast_to(read[0], (3, *read[0].shape[1:])))
+    assert capsys.readouterr().err == "note: transparent images are laid on white\n"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,6 @@ def half_transparent():
         (png(random_images(1)[0])[:-30], r"row 3: not a readable image \("),
         (png(random_images(1)[0])[:50] + b"\0" * 40, r"row 3: not a readable image \("),
         (png(Image.fromarray(np.zeros((6, 6), np.uint16))), r"row 3: image mode I;16; 8 bits"),
-        (half_transparent(), "row 3: a transparent image"),
         (None, "row 3: column img holds no image bytes"),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gradus import models
+from gradus import models, tasks
 from gradus import recipe as recipes
 from gradus.cli import main, parse
 from gradus.data import tokenizer_files, tokenizers
@@ -394,6 +394,64 @@ def test_a_runs_split_with_right_and_wrong(digits, tmp_path):
     assert len(shown) == 20
 
 
+def test_predictions_that_an_evaluation_keeps(digits, tmp_path, capsys):
+    """Of each image once, by the loss that PyTorch computes of it; scikit-learn makes the run's metrics of them."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    folder = tmp_path / "run"
+    shutil.copytree(digits[0], folder, symlinks=True)
+    found = evaluate(str(folder), [], "test", keep=True)
+    assert found == pytest.approx({k: v for k, v in digits[1].items() if k.startswith("test")}, rel=1e-5)
+    records = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    truth, labels = ([record[key] for record in records] for key in ("truth", "label"))
+    assert metrics.accuracy_score(truth, labels) == pytest.approx(found["test/accuracy"])
+    assert metrics.f1_score(truth, labels, average="macro") == pytest.approx(found["test/macro_f1"])
+    session = open_session(recipes.load(folder))
+    data, model = session.task.splits["test"], models.load(folder).eval()
+    order = [int(record["input"].removeprefix("test ")) for record in records]
+    assert sorted(order) == list(range(len(data)))
+    with torch.no_grad():
+        batch = session.task.to_device(session.task.collate([data[i] for i in order]), torch.device("cpu"))
+        losses = torch.nn.functional.cross_entropy(model(batch["images"]), batch["labels"], reduction="none")
+    assert [record["loss"] for record in records] == pytest.approx(losses.tolist(), rel=1e-3) == sorted(losses.tolist(), reverse=True)
+    assert [record["pixels"] for record in records[:16]] == [data[i]["image"].tolist() for i in order[:16]]
+    assert not any("pixels" in record for record in records[16:])
+    assert "holds neither a run" in fails("evaluate", "digits-vit", "--checkpoint", folder, "--report", tmp_path, capsys=capsys)
+
+
+def test_of_a_text_the_windows_with_the_largest_loss_are_kept(tmp_path):
+    (tmp_path / "t.txt").write_text("".join(f"line {i} of {i % 7} texts\n" for i in range(120)))
+    recipe = recipes.load(
+        "shakespeare-char-gpt", [f"data.path={tmp_path}/t.txt", f"log.dir={tmp_path}/run", "data.limit_valid=null", "train.epochs=null"],
+        model={"n_layers": 1, "d_model": 16, "n_heads": 2, "seq_len": 8}, schedule={"warmup_steps": 1}, train={"steps": 3},
+        evaluate={"samples": 0}, layout={"device": "cpu"},
+    )  # fmt: skip
+    train(recipe)
+    evaluate(str(tmp_path / "run"), [], "valid", keep=True)
+    records = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    task, model = open_session(recipes.load(tmp_path / "run"), tasks.load_tokenizers(models.locate(str(tmp_path / "run")))).task, models.load(tmp_path / "run").eval()
+    losses = []
+    for window in map(task.splits["valid"].__getitem__, range(len(task.splits["valid"]))):
+        ids = torch.tensor(window["ids"])[None]
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])
+        losses.append((float(loss), task.tokenizer.decode(ids[0].tolist())))
+    worst = sorted(losses, reverse=True)[:16]
+    assert len(losses) > 20 and [record["loss"] for record in records] == pytest.approx([loss for loss, _ in worst], rel=1e-4)
+    assert [record["input"] for record in records] == [text for _, text in worst]
+
+
+def test_the_images_of_a_folder(digits, tmp_path, capsys):
+    data = open_session(recipes.load(digits[0])).task.splits["test"]
+    (tmp_path / "some" / "more").mkdir(parents=True)
+    for i in range(3):
+        Image.fromarray(data[i]["image"][0]).save(tmp_path / "some" / f"{i}.png")
+    (tmp_path / "some" / "notes.txt").write_text("no image")
+    files = [tmp_path / "some" / f"{i}.png" for i in range(3)]
+    assert run(digits[0], tmp_path / "some") == run(digits[0], *files)
+    assert run(digits[0], files[1], tmp_path / "some") == run(digits[0], files[1], *files)
+    assert "more: no such image file, and no folder with one." in fails("predict", digits[0], tmp_path / "some" / "more", capsys=capsys)
+
+
 def test_an_image_file_is_read_as_in_training(digits, tmp_path):
     folder, _ = digits
     data = open_session(recipes.load(folder)).task.splits["test"]
@@ -504,14 +562,26 @@ def test_a_translation_run(tmp_path):
     found = evaluate(str(tmp_path / "run"), [], "valid")
     assert found == pytest.approx(outcome.summary["metrics"], rel=1e-5)
     assert "valid/bleu" in found
-    session = outcome.trainer
-    expected = session.task.translate_texts(session.model.eval(), german[:3])
+    session, task = outcome.trainer, outcome.trainer.task
+
+    def translated(texts: list[str]) -> list[str]:
+        rows = [task.tokenizer.with_special_tokens(ids[: task.source_room]) for ids in task.tokenizer.encode_batch(texts)]
+        return task.translate(session.model, rows, task.recipe.evaluate.max_new)
+
+    session.model.eval()
+    expected = translated(german[:3])
     lines = run(tmp_path / "run", *german[:3])
     assert [line.splitlines()[1].split("→")[1].strip() for line in lines] == [e.strip() for e in expected]
-    task, both = session.task, ["da", german[1]]
+    evaluate(str(tmp_path / "run"), [], "valid", keep=True)
+    worst = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    pairs = dict(zip(german, zip(english, expected)))
+    assert len(worst) == 12 and all((each["truth"], each["answer"]) == pairs[each["input"]] for each in worst)
+    assert [each["loss"] for each in worst] == sorted((each["loss"] for each in worst), reverse=True)
+    assert "  ".join(task.examples(session.model, 1)) == f"source     {german[0]}  reference  {english[0]}  ours       {expected[0]}  "
+    both = ["da", german[1]]
     # an answer that does not end has a limit: of the row, not of its batch
     task.eos_id, task.target_tokenizer = 10**6, types.SimpleNamespace(decode=list)
-    assert task.translate_texts(session.model, both) == [task.translate_texts(session.model, [text])[0] for text in both]
+    assert translated(both) == [translated([text])[0] for text in both]
     split = run(tmp_path / "run", "--split", "valid", "--n", "3")
     assert [line.splitlines()[2].split("it is")[1].strip() for line in split[:3]] == english[:3]
 
@@ -528,7 +598,13 @@ def test_a_copy_run(tmp_path, capsys):
     for text in ("1 2 hello", "9" * 5000):
         assert "copies numbers from 1 to 10" in fails("predict", tmp_path / "run", text, capsys=capsys)
     assert "gradus predict" in fails("generate", tmp_path / "run", "1 2", capsys=capsys)
-    assert evaluate(str(tmp_path / "run"), [], "valid") == pytest.approx(outcome.summary["metrics"], rel=1e-5)
+    assert evaluate(str(tmp_path / "run"), [], "valid", keep=True) == pytest.approx(outcome.summary["metrics"], rel=1e-5)
+    kept = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    data = outcome.trainer.task.splits["valid"]
+    sources = [" ".join(map(str, data[i]["source"].tolist())) for i in range(5)]
+    assert sorted(each["truth"] for each in kept) == sorted(sources)
+    answers = [line.splitlines()[1].split("→")[1].split() for line in run(tmp_path / "run", *(each["input"] for each in kept))[:5]]
+    assert answers == [each["answer"].split() for each in kept]
 
 
 # ---------------------------------------------------------------- what cannot be

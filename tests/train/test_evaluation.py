@@ -37,6 +37,25 @@ def test_an_evaluation_keeps_the_best_and_is_cut_by_a_signal(trainer):
     assert p.evaluation_due and not p.last_evaluation, "it is made first when the run goes on"
 
 
+@pytest.mark.slow
+def test_answers_along_a_training_change_nothing_of_it(tmp_path):
+    """Losses, metrics and weights are bit-equal with and without; the last lines are those of the final weights."""
+    runs = []
+    for n in (0, 2):
+        words = [*TINY, "data.n_train=64", "train.steps=7", "evaluate.every=3", "evaluate.at_start=true"]  # with dropout
+        runs.append(train(recipes.load("copy-task", [*words, f"evaluate.answers={n}", f"log.dir={tmp_path / str(n)}"])))
+    (without, answered), names = [read_rows(tmp_path / n / "metrics.jsonl") for n in "02"], ("train/loss", "train/grad_norm", "valid/loss", "valid/exact_match")
+    values = [[(row["name"], row["step"], row["value"]) for row in rows if row["name"] in names] for rows in (without, answered)]
+    assert values[0] == values[1] and len(values[0]) == 2 * 7 + 2 * 4
+    weights = [dict(run.trainer.model.named_parameters()) for run in runs]
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
+    kept = [row for row in answered if row["name"].startswith("answers/")]
+    assert [(row["name"], row["step"]) for row in kept] == [(f"answers/{i}", step) for step in (0, 3, 6, 7) for i in (0, 1)]
+    trainer = runs[1].trainer
+    assert [row["value"] for row in kept[-2:]] == trainer.task.examples(trainer.model.eval(), 2)
+    assert not [row for row in without if row["name"].startswith("answers/")]
+
+
 def test_of_two_that_are_as_good_the_first_stays_the_best(trainer):
     evaluation, p = Evaluation(), trainer.progress
     for step in (2, 4):  # the same weights

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,9 +196,9 @@ def _opened(data: bytes | str | Path, where: str) -> Iterator[Any]:
 def read_image(data: bytes | str | Path, where: str, n_channels: int | None = None) -> np.ndarray:
     """One image file (its bytes or its path) as a uint8 array (channels, height, width).
 
-    n_channels: 1 (grey) or 3 (RGB); None: as the file. The camera's orientation tag is honoured. Raises UserError,
-    beginning with `where`, for what is no readable image, for colour where grey is asked for, for 16-bit and for
-    transparent images.
+    n_channels: 1 (grey) or 3 (RGB); None: as the file. The camera's orientation tag is honoured, and what is
+    transparent lies on white. Raises UserError, beginning with `where`, for what is no readable image, for colour where
+    grey is asked for, and for 16-bit images.
     """
     with _opened(data, where) as picture:
         picture.load()
@@ -205,13 +206,20 @@ def read_image(data: bytes | str | Path, where: str, n_channels: int | None = No
     if picture.mode not in (*GREY, "P", "RGB", "RGBA", "CMYK", "YCbCr"):
         kinds = "8 bits per channel, grey or colour, are read"
         raise UserError(f"{where}: image mode {picture.mode}; {kinds}. Convert it first")
-    if picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255:
-        mend = "Flatten it onto a background first: 1 or 3 channels are read, without alpha"
-        raise UserError(f"{where}: a transparent image. {mend}")
     grey = picture.mode in GREY
     if n_channels == 1 and not grey:
         raise UserError(f"{where}: 3 channels (image mode {picture.mode}), expected 1 (grey)")
+    if picture.has_transparency_data and (layer := picture.convert("RGBA")).getextrema()[3][0] < 255:
+        _tell_flattened()
+        Image = need("PIL.Image", "vision", "reading images")
+        picture = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return _pixels(picture.convert("L" if grey and n_channels != 3 else "RGB"))
+
+
+@functools.cache
+def _tell_flattened() -> None:
+    """Once in a process."""
+    print("note: transparent images are laid on white", file=sys.stderr, flush=True)
 
 
 def _pixels(picture: Any) -> np.ndarray:

@@ -49,7 +49,7 @@ class ModelSource:
     recipe: Recipe | None  # of the run that it belongs to, in the folder `run`
     export_info: dict[str, Any] | None = None  # of a folder for engines: what `read_export_info` reads
     model: nn.Module | None = None  # once it is loaded
-    engine: str = "torch"  # what runs it, and in which precision: of --engine and --precision
+    engine: str | None = None  # what runs it, and in which precision: of --engine and --precision
     precision: str | None = None
     run: Path | None = None
     _read: dict[str, Tokenizer] | None = None
@@ -155,15 +155,16 @@ def find(name: str) -> ModelSource:
 
 
 def sources(
-    name: str, adapters: list[str] | None, engine: str = "torch", precision: str | None = None
+    name: str, adapters: list[str] | None, engine: str | None = None, precision: str | None = None
 ) -> list[ModelSource]:
     """The model of that name, or for each of its adapters (folders) that model with it: they share the weights.
 
     Raises UserError as `find`, for an adapter of another base, and for an engine that has weights of its own."""
     if not adapters:
         return [dataclasses.replace(find(name), engine=engine, precision=precision)]
-    if (engine, precision or "fp32") != ("torch", "fp32"):
-        what = f"--engine {engine} --precision {precision or 'fp32'}"
+    engine, precision = engine or "torch", precision or "fp32"
+    if (engine, precision) != ("torch", "fp32"):
+        what = f"--engine {engine} --precision {precision}"
         raise UserError(f"--adapter: {what} has no weights to share. Give the adapter's folder as the model.")
     base = find(name)
     model, digest = base.load(), models.digest(base.path)

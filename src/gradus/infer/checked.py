@@ -144,7 +144,7 @@ class LazyEngine:
 
 
 def checked(
-    source: ModelSource, name: str, precision: str | None, inputs: Encoded | Iterable[dict[str, Tensor]]
+    source: ModelSource, name: str | None, precision: str | None, inputs: Encoded | Iterable[dict[str, Tensor]]
 ) -> Engine:
     """The engine, ready for use: where it was not yet checked on these weights it is now, on these inputs. Shows the
     check in one line on standard error. Raises UserError for an engine that cannot, or that is far off."""

@@ -199,12 +199,16 @@ def ways_of(source: ModelSource) -> list[tuple[str, str]]:
     return [(name, info["precision"]) for name in names]
 
 
-def open(source: ModelSource, name: str = "torch", precision: str | None = None) -> Engine:
-    """The engine of this name on a model. precision: None: fp32, of auto any. Raises UserError for an engine that
-    cannot do it; the text says what can."""
-    if name == "auto":
-        name, precision = ways_of(source)[-1] if source.export_info else best(source, precision)
-    precision = precision or "fp32"
+def open(source: ModelSource, name: str | None = None, precision: str | None = None) -> Engine:
+    """The engine of this name on a model. name: None: torch, of a folder for engines what it was made for. precision:
+    None: fp32, of auto and of such a folder any. Raises UserError for an engine that cannot do it; the text says what
+    can."""
+    if source.export_info and name in (None, "auto"):
+        name, known = ways_of(source)[-1 if name else 0]
+        precision = precision or known
+    elif name == "auto":
+        name, precision = best(source, precision)
+    name, precision = name or "torch", precision or "fp32"
     engine = kind(name)
     spin.watch()
     if not source.export_info:

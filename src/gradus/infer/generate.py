@@ -27,7 +27,7 @@ class Continuation:
 
     def __init__(
         self, source: ModelSource, prompts: list[str], *, max_new: int, tokenizer: str | None = None,
-        precision: str | None = None, sliding: bool = False, engine: str = "torch", beams: int = 1,
+        precision: str | None = None, sliding: bool = False, engine: str | None = None, beams: int = 1,
     ):  # fmt: skip
         family, self.prompts = source.family, prompts or [""]
         if max_new < 1:

@@ -23,7 +23,7 @@ def of_predictions(records: Sequence[dict[str, Any]]) -> Picture:
     tiles = []
     for record, lines in zip(records, words):
         colour = {True: RIGHT, False: WRONG}.get(record.get("right"), "var(--ink)")
-        said = f'<g style="--ink:{colour}">{pictures.text(pictures.GAP, 12, lines[0])}</g>'
+        said = pictures.text(pictures.GAP, 12, lines[0]).replace("<text", f'<text style="fill:{colour}"', 1)
         truth = pictures.text(pictures.GAP, 26, lines[1], kind="quiet")
         photo = pictures.photo(record["pixels"], pictures.GAP, BAND, TILE)
         tiles.append(Picture(width, BAND + TILE + pictures.GAP, said + truth + photo, lines[0]))

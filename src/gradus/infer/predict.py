@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradus.data import preprocessor, readers
 from gradus.data.augment import normalise
 from gradus.data.collate import pad_sequences
 from gradus.data.corpus import Corpus
+from gradus.data.image_sources import is_image
 from gradus.data.images import fit, read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
@@ -29,7 +30,6 @@ from gradus.infer import (
     Encoded,
     ModelSource,
     encode,
-    engines,
     fits,
     grid,
     note,
@@ -59,6 +59,8 @@ from gradus.train.resume import changed_data
 from gradus.train.session import Session, open_session
 
 BATCH = 32  # inputs a forward pass
+WORST = 16  # of the samples of an evaluation: by their loss
+PREDICTIONS = "predictions.jsonl"  # in a run's folder, for its report
 MASK = r"(?:\[MASK\]|<mask>)"
 Record = dict[str, Any]  # one input's prediction: a line of --to FILE.jsonl
 
@@ -111,7 +113,7 @@ def predict(args: Any) -> Iterator[str]:
         yield f"{sum(known)} of {len(known)} right"
     if args.to:
         try:
-            files.write_text(Path(args.to), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+            write_records(Path(args.to), records)
         except OSError as e:
             why = f"cannot be written ({e.strerror or e})"
             raise UserError(f"--to={args.to}: {why}. Give a file in a folder you may write.") from None
@@ -121,6 +123,10 @@ def predict(args: Any) -> Iterator[str]:
     if wrong := [i for i, r in enumerate(records, 1) if "error" in r]:
         few = f"{len(wrong)} of {len(records)} lines could not be read, line {wrong[0]} first"
         raise UserError(f"standard input: {few}. The output has the reason in place of each answer.")
+
+
+def write_records(file: Path, records: Iterable[Record]) -> None:
+    files.write_text(file, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def records_by_line(source: ModelSource, top: int) -> Iterator[Record]:
@@ -153,7 +159,12 @@ def inputs_of(source: ModelSource, args: Any) -> list[str]:
         raise UserError("nothing to predict. Give texts or files after the model's name, or --split valid.")
     if args.inputs and source.config.reads == "text":
         return [text for given in inputs for text in texts_of(source, given)]
-    return inputs
+    return [image for given in inputs for image in images_in(given) or [given]]
+
+
+def images_in(given: str) -> list[str]:
+    """The image files in a folder."""
+    return sorted(f"{file}" for file in Path(given).iterdir() if is_image(file)) if os.path.isdir(given) else []
 
 
 def texts_of(source: ModelSource, given: str) -> Iterable[str]:
@@ -367,8 +378,9 @@ def read_images(source: ModelSource, files: list[str | bytes]) -> list[np.ndarra
     """uint8 (channels, image_size, image_size) of each file, or of the bytes of one."""
     for file in files:
         if isinstance(file, str) and not (path := Path(file)).is_file():
-            names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise InputError(f"{file}: no such image file.{did_you_mean(path.name, names) if names else ''}")
+            names = [p.name for p in path.parent.iterdir() if is_image(p)] if path.parent.is_dir() else []
+            meant = did_you_mean(path.name, names) if names else ""
+            raise InputError(f"{file}: no such image file, and no folder with one.{meant}")
     n, size, how = source.config.n_channels, source.config.image_size, preparation(source).preprocess
     named = [(file if isinstance(file, str) else "image", file) for file in files]
     try:
@@ -401,42 +413,55 @@ def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device
 
 
 def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
-    images = read_images(source, files)
-    return labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
+    read = functools.partial(read_images, source)
+    return labels(source, files, files, lambda part: model(prepared(source, read(part), model.device)), top)
 
 
 # ---------------------------------------------------------------- the run's own data
 
 
-@torch.no_grad()
 def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
     """Predictions for the first `args.n` samples of a split, with the right answers."""
     if source.recipe is None:
         raise UserError(f"--split={args.split}: {source.name} belongs to no run. Give inputs, or a run folder.")
     task = tasks.open_task(asking_for(source.recipe, args.split), tasks.load_tokenizers(source.path))
     task.complete(source.config)  # labels are numbered as the head's
-    data = split_of(task, args.split, source.run)
-    chosen = range(min(args.n, len(data)))
-    if isinstance(task, Classification):
-        model, samples, image = LazyEngine(source), [data[i] for i in chosen], isinstance(task, ImageClassification)
-        pairs = zip(chosen, samples)
-        names = [f"{args.split} {i}" if image else task.tokenizer.decode(s["ids"].tolist()) for i, s in pairs]
-
-        def logits(part: list[Any]) -> Tensor:
-            return task.logits(model, task.to_device(task.collate(part), model.device))
-
-        for sample, record in zip(samples, labels(source, names, samples, logits, args.top)):  # of a run: no scores
-            truth = class_names(source)[int(sample["label"])]
-            pixels = {"pixels": sample["image"]} if image and args.grid_file else {}
-            yield {**record, "truth": truth, "right": record["label"] == truth, **pixels}
-    elif isinstance(task, Copy):
-        yield from copies(source, [" ".join(map(str, data[i]["source"].tolist())) for i in chosen], LazyEngine(source))
-    elif isinstance(task, Translation):
-        sources = [task.tokenizer.decode(data[i]["source"].tolist()) for i in chosen]
-        for i, record in zip(chosen, answers(source, sources, LazyEngine(source))):
-            yield {**record, "truth": task.target_tokenizer.decode(data[i]["target"].tolist())}
-    else:
+    if not isinstance(task, Classification | Copy | Translation):
         raise UserError(f"--split={args.split}: task {source.recipe.task.name} has no right answers. Give texts.")
+    chosen = range(min(args.n, len(split_of(task, args.split, source.run))))
+    return sample_records(source, task, args.split, chosen, args.top, LazyEngine(source))
+
+
+@torch.no_grad()
+def sample_records(
+    source: ModelSource, task: Task, split: str, chosen: Sequence[int], top: int, model: LazyEngine
+) -> Iterator[Record]:
+    """Predictions for samples of a split, with the right answers; of a task that has none their texts alone."""
+    decode = task.tokenizer.decode if task.tokenizers else lambda ids: " ".join(map(str, ids))
+
+    def logits(part: list[Any]) -> Tensor:
+        return task.logits(model, task.to_device(task.collate(part), model.device))
+
+    for part in batches(chosen):
+        samples = [task.splits[split][i] for i in part]
+        if isinstance(task, ImageClassification):
+            names = [f"{split} {i}" for i in part]
+        else:
+            names = [decode(sample.get("ids", sample.get("source")).tolist()) for sample in samples]
+        if isinstance(task, Classification):
+            for sample, record in zip(samples, labels(source, names, samples, logits, top)):  # of a run: no scores
+                truth = class_names(source)[int(sample["label"])]
+                pixels = {"pixels": sample["image"]} if "image" in sample else {}
+                yield {**record, "truth": truth, "right": record["label"] == truth, **pixels}
+        elif isinstance(task, Translation):
+            rows = [task.sequences(sample)[0].tolist() for sample in samples]
+            engine = model.on(Encoded([[task.start_id]] * len(rows), rows, None))
+            written = task.translate(engine, rows, task.recipe.evaluate.max_new)
+            for name, sample, answer in zip(names, samples, written):
+                truth = task.target_tokenizer.decode(sample["target"].tolist())
+                yield {"input": name, "answer": answer, "truth": truth}
+        else:
+            yield from answers(source, names, model) if isinstance(task, Copy) else ({"input": name} for name in names)
 
 
 def asking_for(recipe: Recipe, split: str) -> Recipe:
@@ -462,20 +487,20 @@ FREE = ("layout", "data", "evaluate", "log")  # the sections that change no weig
 
 def evaluate(
     name: str, overrides: list[str], split: str, checkpoint: str | None = None, json_file: str | None = None,
-    engine: str = "torch", precision: str | None = None, beams: int = 1,
+    engine: str | None = None, precision: str | None = None, keep: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """The metrics of a run's best checkpoint, or of `checkpoint`, over a whole split, each sample exactly once.
 
     engine, precision: what runs the model, if not PyTorch as the recipe says, which for a run with train.qat computes
-    with the rounding that training saw. beams: of translations, evaluate.beams.
+    with the rounding that training saw. keep: predictions for the samples, which are then evaluated one by one, go into
+    the run's folder.
     Arguments and errors else as of `open_evaluation`; NotFinite where the loss is not finite.
     """
-    overrides = [*overrides, *([f"evaluate.beams={beams}"] if beams != 1 else [])]
-    source, session = open_evaluation(name, overrides, split, checkpoint, json_file)
+    alone = ["evaluate.batch=1"] if keep else []
+    source, session = open_evaluation(name, [*overrides, *alone], split, checkpoint, json_file)
     source.engine, source.precision = engine, precision
-    plain = (engine, precision or "fp32") == ("torch", "fp32")
-    if source.export_info and plain:
-        engines.open(source)  # says what the folder is for
+    plain = not source.export_info and (engine or "torch", precision or "fp32") == ("torch", "fp32")
+    task, sums = session.task, []
     model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
         models.load_weights(model, source.path)
@@ -485,13 +510,29 @@ def evaluate(
     if rounds:
         qat.restore(model, read_json(source.path / qat.FILE, limits.CONFIG_FILE))
     precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own
-    run = functools.partial(evaluate_split, parallel, session.task, split, precision, session.device)
-    metrics = run(instead=instead)
+    run = functools.partial(evaluate_split, parallel, task, split, precision, session.device)
+    metrics = run(instead=instead, each=sums if keep else None)
     if not math.isfinite(metrics.get("loss", 0.0)):
         if instead is not None:
             raise instead.not_finite(lambda steps: run(instead=steps))
         raise not_finite(source.name, source.path, first_not_finite(model, run))
+    if keep:
+        if plain and not session.recipe.layout.precision.startswith("pure_"):
+            source.model = parallel.bare
+        with precision.autocast():
+            write_records(Path(name) / PREDICTIONS, by_loss(source, task, split, sums, instead or LazyEngine(source)))
     return {f"{split}/{key}": value for key, value in metrics.items()}
+
+
+def by_loss(source: ModelSource, task: Task, split: str, sums: list[dict], model: LazyEngine) -> Iterator[Record]:
+    """Predictions for the samples of a split, by their loss, the largest first: of a classifier all, else WORST. sums:
+    of the metrics of each sample (see `evaluate_split`)."""
+    losses = {int(each["samples"][0]): each["loss"][0] / max(1, each["loss"][1]) for each in sums}
+    chosen = sorted(losses, key=losses.get, reverse=True)[: None if isinstance(task, Classification) else WORST]
+    for n, (i, record) in enumerate(zip(chosen, sample_records(source, task, split, chosen, 1, model))):
+        pixels = record.pop("pixels", None)
+        shown = {} if pixels is None or n >= WORST else {"pixels": pixels.tolist()}
+        yield {**record, "loss": losses[i], **shown}
 
 
 def open_evaluation(

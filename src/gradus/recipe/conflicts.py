@@ -220,7 +220,8 @@ OTHER: tuple[Row, ...] = (
     _stated("evaluate.beams", "task.name!=translation", " with task {value}. It is for translation"),
     _stated("evaluate.max_new", "task.name!=translation|causal_lm",
             " with task {value}. It is for translation and causal_lm"),
-    _stated("evaluate.max_new", "task.name=causal_lm evaluate.samples=0", " with {}. Set evaluate.samples=1, say"),
+    _stated("evaluate.max_new", "task.name=causal_lm evaluate.answers=0 evaluate.samples=0",
+            " with {}. Set evaluate.samples=1, say"),
 )  # fmt: skip
 
 

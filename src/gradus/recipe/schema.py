@@ -525,7 +525,7 @@ class TextConfig(DataConfig):
     train: str | None = None  # file names below path, where they are not the usual ones
     valid: str | None = None  # as train
     test: str | None = None  # as train
-    cache: str | None = None  # tokenised text; default: ~/.cache/gradus
+    cache: str | None = None  # tokenised text; default: $GRADUS_CACHE, else ~/.cache/gradus
     max_len: Length | None = None  # tokens; default: model.seq_len
 
 
@@ -701,6 +701,7 @@ class Evaluate(Section):
     test: bool = False  # also evaluate the test split at the very end
     decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
     samples: Annotated[Whole, upto(limits.SAMPLES, 0)] = 0  # decoded samples to print at the end
+    answers: Annotated[Whole, upto(limits.SAMPLES, 0)] = 0  # the same, kept at every evaluation for the report
     max_new: Length | None = None  # tokens, for decoding
     beams: Annotated[Whole, upto(1_000)] = 1  # translation: beam width; 1: greedy
 

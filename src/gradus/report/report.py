@@ -14,13 +14,13 @@ from gradus.errors import UserError, not_written
 from gradus.limits import read_text
 from gradus.proof.pairs import signed
 from gradus.proof.timing import TAKEN
-from gradus.report import plots, runs, studies, study_plots
+from gradus.report import answers, plots, runs, studies, study_plots
 from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, narrow, plain
 from gradus.report.page import to_html, to_pdf
 from gradus.report.runs import Machine, Run, words
 from gradus.report.studies import Study
 from gradus.text import cell as text_of
-from gradus.text import duration, short, size
+from gradus.text import duration, size
 
 SHOWN = 32  # predictions in a table
 NOTES = 2**20  # bytes of notes at most
@@ -184,16 +184,20 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
         yield Table(head, rows, "The plan was made before the first step; the run measured the rest.")
 
 
-def predictions(group: Sequence[Run]) -> Iterator[Table]:
-    """What the model of each run says of some inputs, where `gradus predict` has left it in the run's folder."""
+def predictions(group: Sequence[Run]) -> Iterator[Block]:
+    """What the model of each run says of some inputs, where `gradus predict` or `evaluate` has left it in the run's
+    folder, and what it said along its training."""
     for run in group:
+        yield from answers.answered(run, run.predictions)
         if rows := run.predictions:
-            known = [row[3] for row in rows if row[3]]
-            of = f"{run.name}: {known.count('right')} of {len(known)} right" if known else run.name
+            known = [row.right for row in rows if row.right is not None]
+            by_loss = rows[0].loss is not None  # of an evaluation, and of all samples where they have classes
+            of = run.name + ", the largest losses first" * by_loss
+            of += f": {sum(known)} of {len(known)} right" if known and (rows[0].label or not by_loss) else ""
             more = f"; the first {SHOWN} of {len(rows)}" if len(rows) > SHOWN else ""
-            head = ["input", "answer", *["it is", ""] * bool(known)]
-            cut = [[short(cell, 120) for cell in row[: len(head)]] for row in rows[:SHOWN]]
-            yield Table(head, cut, f"{of}{more}.", words=True)
+            cells = [["input", "answer", "it is", "", "loss"], *(row.cells for row in rows[:SHOWN])]
+            head, *body = map(list, zip(*(column for column in zip(*cells) if any(column[1:]))))
+            yield Table(head, body, f"{of}{more}.", words=True)
 
 
 def machines(measured: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:

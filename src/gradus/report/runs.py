@@ -18,6 +18,7 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.limits import CONFIG_FILE, RECIPE_FILE
 from gradus.rows import read_rows
+from gradus.text import cell, short
 
 # what a loss and a metric can stand above: its key in their rows → in words
 X_AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
@@ -53,7 +54,7 @@ class Energy(Content):
 
 
 class Prediction(Content):
-    """A line of what `gradus predict --to` wrote."""
+    """A line of what `gradus predict --to` or `gradus evaluate --report` wrote."""
 
     input: str
     label: str | None = None  # of a class
@@ -61,6 +62,16 @@ class Prediction(Content):
     filled: str | None = None  # of a masked word
     truth: str | None = None
     right: bool | None = None
+    probability: float | None = None
+    loss: float | None = None
+    pixels: list[list[list[int]]] | None = None  # (channels, height, width)
+
+    @property
+    def cells(self) -> list[str]:
+        """Input, answer, right answer, whether that is the answer, loss."""
+        right = {True: "right", False: "wrong", None: ""}[self.right]
+        answer = self.answer or self.label or self.filled or ""
+        return [*(short(text, 120) for text in (self.input, answer, self.truth or "")), right, cell(self.loss, "")]
 
 
 class Summary(Content):
@@ -188,18 +199,20 @@ class Run:
             for path in sorted(self.folder.glob("*.sbatch"))
         }
 
+    @property
+    def answers(self) -> list[dict[str, Any]]:
+        """The rows that evaluate.answers kept."""
+        return [row for row in read_rows(self.folder / "metrics.jsonl") if row["name"].startswith("answers/")]
+
     @functools.cached_property
-    def predictions(self) -> list[list[str]]:
-        """Input, answer, right answer and whether that is the answer, of what `gradus predict --to` left there."""
+    def predictions(self) -> list[Prediction]:
         file, rows = self.folder / "predictions.jsonl", []
         text = limits.read_text(file, limits.ROWS_FILE) if file.is_file() else ""
         for number, line in enumerate(filter(None, text.split("\n")), 1):  # JSON holds other ends of lines as they are
             try:
-                row = Prediction.model_validate_json(line)
+                rows.append(Prediction.model_validate_json(line))
             except ValueError:
                 raise UserError(f"{file}: line {number} is no prediction ({line[:60]!r}). Delete the file.") from None
-            right = {True: "right", False: "wrong", None: ""}[row.right]
-            rows.append([row.input, row.answer or row.label or row.filled or "", row.truth or "", right])
         return rows
 
     @functools.cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -149,12 +148,6 @@ class Translation(SequenceToSequence):
         new = complete(model, starts, **options) if beams == 1 else beam_search(model, starts, beams=beams, **options)
         return [self.target_tokenizer.decode(row) for row in new]
 
-    def translate_texts(self, model: nn.Module, texts: list[str]) -> list[str]:
-        """Translations of texts."""
-        t = self.tokenizer
-        rows = [t.with_special_tokens(ids[: self.source_room]) for ids in t.encode_batch(texts)]
-        return self.translate(model, rows, self.recipe.evaluate.max_new)
-
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Translations. The split alone determines the batches, of samples of similar length; the processes take
         turns with them."""
@@ -178,11 +171,11 @@ class Translation(SequenceToSequence):
         return {"bleu": sacrebleu.corpus_bleu(hypotheses, [[references[i] for i in samples]]).score}
 
     def examples(self, model: nn.Module, n: int) -> list[str]:
-        split = "test" if "test" in self.splits else "valid"
-        raw = list(itertools.islice(zip(*self.corpora[split]), n))
-        translated = self.translate_texts(model, [s for s, _ in raw])
-        return [
-            line
-            for (s, t), out in zip(raw, translated)
-            for line in (f"source     {s}", f"reference  {t}", f"ours       {out}", "")
-        ]
+        samples = [self.splits["valid"][i] for i in range(min(n, len(self.splits["valid"])))]
+        sources = [self.sequences(sample)[0].tolist() for sample in samples]
+        lines = []
+        for sample, ours in zip(samples, self.translate(model, sources, self.recipe.evaluate.max_new)):
+            lines.append(f"source     {self.tokenizer.decode(sample['source'].tolist())}")
+            lines.append(f"reference  {self.target_tokenizer.decode(sample['target'].tolist())}")
+            lines += [f"ours       {ours}", ""]
+        return lines

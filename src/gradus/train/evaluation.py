@@ -78,7 +78,10 @@ class Evaluation(Hook):
         metrics = {f"{split}/{name}": value for name, value in values.items()}
         units = task.units
         rows = [Row(f"{split}/{name}", x, units.get(name, ""), p.step, conditions) for name, x in values.items()]
-        trainer.log(rows, f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows))
+        line = f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows)
+        shown = examples(trainer, trainer.recipe.evaluate.answers) if stops else []
+        rows += [Row(f"answers/{i}", line, step=p.step) for i, line in enumerate(filter(None, shown))]
+        trainer.log(rows, line)
         if split == "valid":
             p.last_evaluation, p.evaluation_due = metrics, False
             self._keep_best(trainer)
@@ -104,6 +107,21 @@ class Evaluation(Hook):
             raise Cut
 
 
+@torch.no_grad()
+def examples(trainer: Trainer, n: int) -> list[str]:
+    """Lines of what the model does on n validation samples, on the first process; elsewhere none. Collective."""
+    parallel, lines = trainer.parallel, []
+    if n:
+        with (
+            trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model,
+            contextlib.suppress(NotFinite),
+        ):  # fmt: skip
+            if parallel.mesh.world.first:
+                lines = trainer.task.examples(model.eval(), n)
+        parallel.bare.train()
+    return lines
+
+
 def chosen_by(task: Task) -> tuple[str, bool]:
     """(the metric that makes the best checkpoint, whether higher is better)."""
     name = task.recipe.evaluate.best or f"valid/{task.best}"
@@ -120,7 +138,8 @@ def evaluate(
     Collective: processes take shares of every batch and sum their results; for decoding each has the whole model, and
     its own share. Where the loss, or a logit that decides a token, is not finite, all metrics are nan: what argmax
     makes of nan is no accuracy. between: called before every batch, on all alike. instead: what is called in the
-    model's place (of one process). each: is given every batch's sums, metric -> (sum, count).
+    model's place (of one process). each: is given every batch's sums, metric -> (sum, count), and
+    its samples.
     """
     r, mesh, model = task.recipe, parallel.mesh, parallel.bare
     writes = r.evaluate.decode and type(task).decoded_metrics is not Task.decoded_metrics
@@ -139,7 +158,7 @@ def evaluate(
                     batch_sums = _evaluate_batch(parallel, task, batch, precision, whole if task.decodes else instead)
                     _add(totals, batch_sums)
                     if each is not None:
-                        each.append(batch_sums)
+                        each.append({"samples": step.indices, **batch_sums})
             sums: dict[str, list[float]] = {}
             for of_process in gathered(totals):
                 _add(sums, of_process)

@@ -16,7 +16,7 @@ import torch
 from gradus import files, models
 from gradus import recipe as recipes
 from gradus.errors import Diverged, EnvironmentFault, UserError, colour
-from gradus.models.finite import NotFinite, first_not_finite, weights_not_finite
+from gradus.models.finite import first_not_finite, weights_not_finite
 from gradus.models.weights import LoadReport
 from gradus.parallel import check
 from gradus.parallel import world as worlds
@@ -27,7 +27,7 @@ from gradus.text import count, say
 from gradus.train import resolve
 from gradus.train.checkpoint import is_finite
 from gradus.train.clock import MEASURES, begin_run, peaks
-from gradus.train.evaluation import Evaluation, evaluate
+from gradus.train.evaluation import Evaluation, evaluate, examples
 from gradus.train.hooks import Hook
 from gradus.train.log import RunLog, check_trackers, environment, run_folder, write_json, write_text
 from gradus.train.loop import Trainer
@@ -256,20 +256,12 @@ def weights_line(recipe: Recipe, report: LoadReport) -> str:
 
 def finish(trainer: Trainer, evaluation: Evaluation, session: Session) -> dict[str, Any]:
     """Last evaluation, samples, `summary.json`."""
-    p, r, task, parallel = trainer.progress, trainer.recipe, trainer.task, trainer.parallel
-    metrics = dict(p.last_evaluation)
+    r, parallel = trainer.recipe, trainer.parallel
+    metrics = dict(trainer.progress.last_evaluation)
     if r.evaluate.test:
         metrics |= evaluation.evaluate(trainer, "test")
-    lines = []
-    if r.evaluate.samples:
-        with (
-            torch.no_grad(), trainer.clock.count("evaluate"), trainer.precision.autocast(), parallel.whole() as model,
-            contextlib.suppress(NotFinite),
-        ):  # fmt: skip
-            if parallel.mesh.world.first:  # the only one that prints them
-                shown = task.examples(model.eval(), r.evaluate.samples)
-                lines += ["", "samples after training:", *shown] if shown else []
-                model.train()
+    shown = examples(trainer, r.evaluate.samples)
+    lines = ["", "samples after training:", *shown] if shown else []
     summary = summary_of(trainer, session) | {"metrics": metrics}
     for hook in trainer.hooks:
         lines += hook.end(trainer, summary)
