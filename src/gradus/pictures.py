@@ -230,7 +230,7 @@ def heatmap(
     """
     table, down, across = _numbers(values), _named(rows), _named(columns)
     most = most or _farthest(table)
-    tilted = _label_width(across) > cell - 3  # 3: between neighbours
+    tilted = "" not in across and _label_width(across) > cell - 3  # 3: between neighbours
     of_rows, of_columns = (f"{words} {sign}" if words else "" for words, sign in zip(axes, "↓→"))
     left = GAP + max(_label_width(down), width_of(of_rows)) + 6
     top = (18 if any(axes) else 2) + ((_label_width(across) + 6 if tilted else 14) if any(across) else 0)
@@ -375,7 +375,9 @@ def network(
 ) -> Picture:
     """Nodes on a circle, the first above, and what goes between them: (from, to, words)."""
     box, turn = _label_width(nodes) + 12, 2j * math.pi / len(nodes)
-    at = [complex(GAP + 75 + box / 2, 89) - 75j * cmath.exp(i * turn) for i in range(len(nodes))]
+    radius = 60 + box / 2
+    middle = complex(GAP + radius + box / 2, 14 + radius)
+    at = [middle - radius * 1j * cmath.exp(i * turn) for i in range(len(nodes))]
     body = [frame(p.real - box / 2, p.imag - 12, box, 24) for p in at]
     body += [text(p.real, p.imag + 4, words, "middle") for p, words in zip(at, nodes)]
     for begin, end, words in arrows:
@@ -385,7 +387,7 @@ def network(
         spot = (start + stop) / 2 + 1.5 * side
         anchor = "middle" if abs(side.real) < 2 else "start" if side.real > 0 else "end"
         body += [arrow(start, stop), text(spot.real, spot.imag + 4, words, anchor)]
-    return Picture(150 + box + 2 * GAP, 190, "".join(body), title, description)
+    return Picture(2 * middle.real, max(p.imag for p in at) + 40, "".join(body), title, description)
 
 
 def beside(pictures: Sequence[Picture], title: str, description: str = "", *, columns: int = 2) -> Picture:

@@ -82,18 +82,13 @@ def _of_stack(
         every = []
         for i in numbers:
             name, block = f"{stack.blocks}.{i}", model.get_submodule(f"{stack.blocks}.{i}")
-            children = _children(block)
-            called = dict.fromkeys([step.name for step in steps.get(name, ()) if step.name in children] + children)
-            every.append(tuple(part for child in called for part in drawer.of(f"{name}.{child}", f"{name}.")))
+            inside = [*(step.name for step in steps.get(name, ())), *(key for key, _ in block.named_parameters())]
+            called = dict.fromkeys(f"{name}.{inner.partition('.')[0]}" for inner in inside)
+            every.append(tuple(part for child in called for part in drawer.of(child, f"{name}.")))
         kind, total = type(block).__name__, sum(part.parameters for part in itertools.chain(*every))
         own = tuple(steps.get(f"{stack.blocks}.{numbers[0]}", ()))
         yield Group(f"{stack.blocks}: {kind}", every[0], total, len(numbers), tuple(numbers), own)
     yield from alone("after the blocks", stack.after)
-
-
-def _children(block: nn.Module) -> list[str]:
-    """Those with parameters."""
-    return list(dict.fromkeys(name.partition(".")[0] for name, _ in block.named_parameters()))
 
 
 def _steps(config: ModelConfig, family: Family) -> dict[str, list[Step]]:
@@ -129,8 +124,8 @@ def _steps(config: ModelConfig, family: Family) -> dict[str, list[Step]]:
     for stack in family.stacks:
         for i, block in enumerate(model.get_submodule(stack.blocks)):
             block.register_forward_pre_hook(partial(begins, f"{stack.blocks}.{i}"), with_kwargs=True)
-            for name in _children(block):
-                if isinstance(child := getattr(block, name), nn.Module):
+            for name, child in block.named_children():
+                if any(True for _ in child.parameters()):
                     child.register_forward_hook(partial(ends, name), with_kwargs=True)
             block.register_forward_hook(lambda block, args, out: sources(out.grad_fn) and None)
     if config.reads == "images":
@@ -182,7 +177,9 @@ def draw(config: ModelConfig, name: str) -> Picture:
     shares = {part: count for part, count in counts.items() if count}
     titles = [stack.blocks.rpartition(".")[0] for stack in family.stacks]
     columns = [_Column(of, title, _states(config), shares) for of, title in zip(stacks, titles)]
-    words = f"Every block of the {titles[1]} also reads what the {titles[0]} returns." if len(columns) > 1 else ""
+    words = ""
+    if len(columns) > 1:
+        words = f"Every block of the {titles[1]} also reads what the {titles[0]} returns (memory)."
     whole = pictures.beside([column.picture for column in columns], "", words, columns=len(columns))
     x, out = columns[0].picture.width, columns[0].out
     for at in columns[-1].memory:
@@ -231,7 +228,7 @@ class _Column:
         kinds = sum(bool(group.numbers) for group in of)
         labels = [(_label(group, kinds == 1), _number(group)) for group in of]
         lines = [label + number for label, number in labels]
-        lines += [line for part in every for line in (f"{_head(part)}, causal{part.parameters:,}", *part.weights)]
+        lines += [line for part in every for line in (f"{_head(part)}{part.parameters:,}", *part.weights)]
         whole = 1.1 * max(map(pictures.width_of, lines)) + 4 * PAD + SPACE
         self.body, self.memory = [pictures.text(GAP, 14, title, kind="title")], []
         y = 34.0 if title else 14.0
