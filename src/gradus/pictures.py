@@ -116,7 +116,7 @@ def _label_width(words: Sequence[Any]) -> float:
 
 def number(value: float, unit: str = "") -> str:
     """At most three digits that count: 22,700 tokens; 0.000946; 1.03e-6."""
-    return f"{'-' * (value < 0)}{rate(abs(value)).replace('e-0', 'e-')} {unit}".strip()
+    return f"{'-' if value < 0 else ''}{rate(abs(value)).replace('e-0', 'e-')} {unit}".strip()
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -270,7 +270,7 @@ def bars(
     totals = {name: sum(own.values()) for name, own in stacked.items()}
     most = max([*totals.values(), *([limit[1]] if limit else [])], default=0) or 1.0
     left = GAP + _label_width(list(values)) + 6
-    right = _label_width([number(total, unit) for total in totals.values()]) + 6 + GAP
+    right = max(90, _label_width([number(total, unit) for total in totals.values()]) + 6 + GAP)
     width = max(width, left + 120 + right)
     legend, top = _legend(parts if parts != list(values) else [], width - GAP)
     body, y, size = [legend], top + 2, (width - left - right) / most

@@ -191,12 +191,15 @@ def draw(config: ModelConfig, name: str) -> Picture:
 
 
 def blocks(configs: Mapping[str, ModelConfig], title: str, description: str = "") -> Picture:
-    """The blocks of several models beside each other, below the models' names. Errors as in `groups`."""
+    """A block of each kind of several models beside each other, below the models' names. Errors as in `groups`."""
     columns, bare = [], partial(dataclasses.replace, weights=())
     for name, config in configs.items():
         for of in groups(config):
-            plain = [dataclasses.replace(g, parts=tuple(map(bare, g.parts))) for g in of if g.numbers]
-            columns.append(_Column(plain, name, _states(config)).picture)
+            one = [
+                dataclasses.replace(g, parts=tuple(map(bare, g.parts)), parameters=g.parameters // g.times, times=1)
+                for g in of if g.numbers
+            ]  # fmt: skip
+            columns.append(_Column(one, name, _states(config)).picture)
     return pictures.beside(columns, title, description, columns=len(columns))
 
 
