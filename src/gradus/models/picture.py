@@ -177,17 +177,17 @@ def draw(config: ModelConfig, name: str) -> Picture:
     shares = {part: count for part, count in counts.items() if count}
     titles = [stack.blocks.rpartition(".")[0] for stack in family.stacks]
     columns = [_Column(of, title, _states(config), shares) for of, title in zip(stacks, titles)]
-    words = ""
+    words = "Arrows in a block: what each part reads."
     if len(columns) > 1:
-        words = f"Every block of the {titles[1]} also reads what the {titles[0]} returns (memory)."
-    whole = pictures.beside([column.picture for column in columns], "", words, columns=len(columns))
+        words += f" Every block of the {titles[1]} also reads what the {titles[0]} returns (memory)."
+    whole = pictures.beside([column.picture for column in columns], "", columns=len(columns))
     x, out = columns[0].picture.width, columns[0].out
     for at in columns[-1].memory:
         way = pictures.arrow(out, complex(x - GAP, out.imag), complex(x - GAP, at.imag), x + at)
         whole = dataclasses.replace(whole, body=whole.body + way)
     by_component = pictures.bars({part: {part: count} for part, count in shares.items()}, "by component")
     head = f"{name}: {parameters(total, models.trainable(config))}, family {config.family}"
-    return pictures.beside([whole, by_component], head, columns=1)
+    return pictures.beside([whole, by_component], head, words, columns=1)
 
 
 def blocks(configs: Mapping[str, ModelConfig], title: str, description: str = "") -> Picture:

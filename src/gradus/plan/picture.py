@@ -38,7 +38,7 @@ def draw(answer: Answer) -> Picture:
     head = Picture(WIDTH, 0, "", "", "\n".join(" ".join(line.split()) for line in answer.headline[1:]))
     drawn = [head, device(answer, found, memories, shown), step(fullest, shown)]
     drawn += [schedule(layout, fullest.n_micro_batches)] if layout.pipeline > 1 else []
-    return pictures.beside(drawn, answer.headline[0], columns=1)
+    return pictures.beside(drawn, answer.headline[0], "All of it is planned, nothing measured.", columns=1)
 
 
 def _unit(most: float) -> tuple[float, str]:
