@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from gradus import pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
+# thousandths of the font's size that DejaVu Sans gives the characters from the space to the tilde, and its bold ones more of it
+WIDTHS = dict(zip(map(chr, range(32, 127)), map(int, re.findall(r"\d+", (
+    "318 401 460 838 636 950 780 275 390 390 500 838 318 361 318 337 636 636 636 636 636 636 636 636 636 636 337 337 838 838 838 531 "
+    "1000 684 686 698 770 632 575 775 752 295 295 656 557 863 748 787 603 787 695 635 611 732 684 989 685 611 685 390 337 390 838 500 "
+    "500 613 635 550 635 615 352 635 634 278 278 579 278 974 634 612 635 635 411 521 392 634 592 818 592 592 525 636 337 636 838 "
+)))))  # fmt: skip
+BOLD = 1.11
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
 
@@ -24,14 +37,19 @@ def size(rectangle: ElementTree.Element, name: str) -> float:
     return float(rectangle.get(name))
 
 
+def pixels(picture: pictures.Picture) -> list[np.ndarray]:
+    """Of each image in it, (height, width, 4)."""
+    hrefs = [image.get("href") for image in elements(picture, "image")]
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(href.partition(",")[2])))) for href in hrefs]
+
+
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)))
 def test_a_heatmap_has_a_square_a_value_and_the_fullest_is_the_farthest_from_zero(values):
     picture = pictures.heatmap(values, range(len(values)), range(len(values[0])), "a <b> & c", "what is seen")
-    squares, flat = elements(picture, "rect"), [value for row in values for value in row]
-    assert len(squares) == len(flat)
-    assert [square.get("fill") for square in squares] == [pictures.COLOURS[value < 0] for value in flat]
-    most = max(abs(value) for value in flat)
-    assert all(size(square, "fill-opacity") == pytest.approx(abs(value) / (most or 1), abs=1e-3) for square, value in zip(squares, flat))
+    squares, most = pixels(picture)[0], max(abs(value) for row in values for value in row) or 1
+    colours = [[tuple(bytes.fromhex(pictures.COLOURS[value < 0][1:])) for value in row] for row in values]
+    assert np.array_equal(squares[..., :3], np.array(colours))
+    assert np.allclose(squares[..., 3] / 255, np.abs(values) / most, atol=1 / 255)
     root = ElementTree.fromstring(picture.svg())
     assert (root[0].text, root[1].text, root.get("aria-label")) == ("a <b> & c", "what is seen", "a <b> & c")
 
@@ -71,3 +89,104 @@ def test_a_saved_picture_stands_alone(tmp_path):
     text = (tmp_path / "loss.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "prefers-color-scheme:dark" in text
+
+
+def texts(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """(words, left, top, right, bottom) of each text, in the picture's pixels, drawn in DejaVu Sans."""
+    found = []
+
+    def walk(element: ElementTree.Element, x: float, y: float, turned: bool) -> None:
+        if move := re.match(r"translate\(([-\d.]+) ([-\d.]+)\)(?: rotate\((-90|0)\))?$", element.get("transform", "")):
+            x, y, turned = x + float(move[1]), y + float(move[2]), turned or move[3] == "-90"
+        if element.tag == SVG + "text":
+            words, bold = element.text or "", element.get("class") == "title"
+            long = 0.011 * sum(WIDTHS.get(c, 900) for c in words) * (BOLD if bold else 1)
+            start = float(element.get("x")) - {"start": 0, "middle": long / 2, "end": long}[element.get("text-anchor")]
+            base = float(element.get("y"))
+            box = (x + start, y + base - 8, x + start + long, y + base + 3)
+            found.append((words, *((x - 8, y - start - long, x + 3, y - start) if turned else box)))
+        for child in element:
+            walk(child, x, y, turned)
+
+    walk(ElementTree.fromstring(svg), 0, 0, False)
+    return found
+
+
+def check_texts(svg: str) -> None:
+    """None leaves the picture, and title and description are among them."""
+    root = ElementTree.fromstring(svg)
+    *_, width, height = map(float, root.get("viewBox").split())
+    found = texts(svg)
+    for words, left, top, right, bottom in found:
+        assert left >= 0 and top >= 0 and right <= width and bottom <= height, f"{words!r} leaves the picture of {width} x {height}"
+    every = " ".join(words for words, *_ in found)
+    assert root[0].text in every and all(word in every for word in (root[1].text or "").split())
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "docs" / "learn" / "pictures").glob("*.svg")), ids=lambda file: file.stem)
+def test_no_text_leaves_a_picture_of_the_pages(file):
+    check_texts(file.read_text(encoding="utf-8"))
+
+
+LONG = "a name that is much longer than what it names"
+
+
+@pytest.mark.parametrize("picture", [
+    pictures.heatmap([[1.0]], [LONG], [LONG], LONG, LONG * 9, axes=(LONG, LONG)),
+    pictures.heatmap([[-1.0, 0.5]] * 60, range(60), range(2), "t", axes=("position", "dimension"), cell=5),
+    pictures.bars({LONG: {LONG: 1e-7, "b": 2.0}, "b": {"c" * 60: 1.0}}, LONG * 3, unit="tokens", limit=("all", 0.1)),
+    pictures.lines({LONG + str(i): [(0, 1e-6), (5, 21.6)] for i in range(9)}, "t", x="ms", y="MB"),
+    pictures.area({f"{LONG} {i}": [1.0, 91.2] for i in range(9)}, [0, 1], "t", x="pieces", unit="GB", spans=[(0, 1, "forward")]),
+    pictures.gantt({LONG: [(0.0, 91.2, f"{LONG} {i}", "1") for i in range(5)]}, "t", LONG, unit="s"),
+    pictures.network([LONG, "b", "c"], [(i, j, "words") for i in range(3) for j in range(3) if i != j], "t", "d"),
+    pictures.Picture(10, 10, "", "t", "d", ("-0.000946", "1.03e-6")),
+], ids=lambda picture: "")  # fmt: skip
+def test_a_picture_is_as_wide_as_its_words(picture):
+    check_texts(picture.svg())
+    check_texts(pictures.beside([picture, picture, picture], "all", LONG).svg())
+
+
+def test_a_part_of_a_page_leaves_the_description_to_the_page():
+    picture = pictures.bars({"a": 1.0}, "t", "what is seen")
+    assert "what is seen</text>" in picture.svg() and "what is seen</text>" not in picture.svg(styled=False)
+
+
+@pytest.mark.parametrize(("low", "high", "places"), [
+    (0, 21.6, [0, 5, 10, 15, 20]), (0, 91.2, [0, 20, 40, 60, 80]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-3, 8, [0, 5]),
+    (0, 0.3, [0, 0.1, 0.2, 0.3]), (99, 1234, [500, 1000]), (0, 3e-6, [0, 1e-6, 2e-6, 3e-6]), (5, 5, [5]),
+])  # fmt: skip
+def test_ticks_are_round(low, high, places):
+    assert pictures.ticks(low, high) == pytest.approx(places)
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    (1.029e-06, "1.03e-6"), (0.0009455, "0.000946"), (-0.31415, "-0.314"), (21.6, "21.6"), (1024, "1,020"), (0, "0"),
+    (-1234567, "-1.23 million"), (1e-12, "1e-12"),
+])  # fmt: skip
+def test_a_number_has_three_digits(value, said):
+    assert pictures.number(value) == said
+
+
+def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """Of two colours, by WCAG 2.2."""
+    linear = [[c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour] for colour in (a, b)]
+    low, high = sorted(sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), colour)) for colour in linear)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", re.findall(r"--ink:(#\w+);--paper:(#\w+)", pictures.STYLE), ids=["light", "dark"])
+def test_a_number_in_a_square_can_be_read(theme):
+    """On every colour that a square can have, by the contrast that WCAG asks of large text (3) and nearly that of small text (4.5)."""
+
+    def colour(code: str) -> tuple[float, ...]:
+        return tuple(int(c[0] + c[-1], 16) / 255 for c in re.findall("." if len(code) == 4 else "..", code[1:]))
+
+    ink, paper = map(colour, theme)
+    values = [[i / 100 for i in range(-100, 101)]]
+    picture = pictures.heatmap(values, ["r"], [""] * 201, "t", numbers=True, most=1.0)
+    numbered = [e for e in elements(picture, "text") if e.text and re.fullmatch(r"-?\d\.\d\d", e.text)]
+    assert len(numbered) == 201
+    for element, value in zip(numbered, values[0]):
+        fill = {None: ink, "white": (1, 1, 1), "black": (0, 0, 0)}[element.get("class")]
+        full = colour(pictures.COLOURS[value < 0])
+        assert contrast(fill, tuple(abs(value) * f + (1 - abs(value)) * p for f, p in zip(full, paper))) > 3.6, value

@@ -1,24 +1,28 @@
-"""Pictures as SVG that stand alone: each has a title and a description, and is legible on light and dark pages.
+"""Pictures as SVG that stand alone: each has a title and a caption, and is legible on light and dark pages.
 
-A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `area`, `gantt`), or of words by `note`;
-`beside` sets several into one; `Picture.save` writes it. Values may be nested lists, NumPy arrays or tensors.
+A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `area`, `gantt`), of what goes between nodes
+by `network`; `beside` sets several into one; `Picture.save` writes it. Values may be nested lists, NumPy arrays or
+tensors.
 """
 
 from __future__ import annotations
 
 import base64
+import cmath
 import dataclasses
 import html
+import math
 import os
 import re
 import struct
 import textwrap
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gradus import errors, files
+from gradus.text import rate
 
 # the first eight of Okabe and Ito: distinct to all eyes
 COLOURS = (
@@ -26,33 +30,56 @@ COLOURS = (
 )  # fmt: skip
 STYLE = (
     "svg{--ink:#111;--paper:#fff;--line:#ccc;--quiet:#666}"
-    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}"
-    ".map{filter:brightness(1.6)}}"
-    "text{fill:var(--ink);font:11px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
-    ".title{font-weight:600}.paper{fill:var(--paper)}.line{stroke:var(--line);fill:none}"
+    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}}"
+    "text{fill:var(--ink);font:11px system-ui,sans-serif}.quiet{fill:var(--quiet)}.black{fill:#000}.white{fill:#fff}"
+    ".title{font-weight:600}.paper{fill:var(--paper)}.line{stroke:var(--line);fill:none}.head{fill:var(--quiet)}"
+    ".arrow{stroke:var(--quiet);fill:none}"
 )
-CHARACTER = 6.2  # pixels that a character of a label takes
 GAP = 14  # pixels around a picture and between two
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """width, height: in pixels. body: SVG elements. title: what it shows; description: what is to be seen in it."""
+    """width, height: of the body, in pixels. body: SVG elements. title: what it shows, written above them. description:
+    what is to be seen, written below them. scale: the values of the colours of `heatmap` at both ends, in words: from
+    "0" blue alone, else from full orange."""
 
     width: float
     height: float
     body: str
     title: str
     description: str = ""
+    scale: tuple[str, str] | None = None
+
+    def drawn(self, captioned: bool = True) -> tuple[float, float, str]:
+        """(width, height, elements) with title, scale and description."""
+        words = self.description if captioned else ""
+        width = max(self.width, width_of(self.title, bold=True) + 2 * GAP, 220 if words or self.scale else 0)
+        top = 30 if self.title else 0
+        body, y = [text(GAP, 20, self.title, kind="title")], top + self.height
+        body.append(f'<g transform="translate(0 {top})">{self.body}</g>')
+        if self.scale:
+            low, high = self.scale
+            x = GAP + width_of(low) + 4
+            strip = shades([[i / 20 for i in range(0 if low == "0" else -20, 21)]], x, y, 80, 9)
+            body += [text(GAP, y + 9, low, kind="quiet"), strip, text(x + 84, y + 9, high, kind="quiet")]
+            y += 18
+        for line in words.splitlines():
+            for row in textwrap.wrap(line, int(len(line) * (width - 2 * GAP) / width_of(line))):
+                y += 15
+                body.append(text(GAP, y, row))
+        return width, y + 8 * bool(words), "".join(body)
 
     def svg(self, styled: bool = True) -> str:
-        """The picture as a document of its own; unstyled, it is part of a page that has STYLE."""
-        size = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" height="{self.height:.0f}"'
+        """The picture as a document of its own; unstyled, it is part of a page that has STYLE and writes the
+        description itself."""
+        width, height, body = self.drawn(captioned=styled)
+        size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
         name = f"<title>{html.escape(self.title)}</title><desc>{html.escape(self.description)}</desc>"
-        paper = f'<rect class="paper" width="{self.width:.0f}" height="{self.height:.0f}"/>'
+        paper = f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{html.escape(self.title)}" {size}>'
         style = f"<style>{STYLE}</style>" if styled else ""
-        return f"{head}{name}{style}{paper}{self.body}</svg>\n"
+        return f"{head}{name}{style}{paper}{body}</svg>\n"
 
     def save(self, path: str | os.PathLike) -> None:
         files.write_text(Path(path), self.svg())
@@ -71,11 +98,36 @@ def write(picture: Picture, asked: str | bool, name: str) -> Path:
     return path
 
 
-def note(words: str, width: float = 640) -> Picture:
-    """Sentences, as lines of a picture; a new line begins where they have one."""
-    rows = [row for line in words.splitlines() for row in textwrap.wrap(line, int((width - 2 * GAP) / CHARACTER))]
-    body = "".join(text(GAP, 14 + 15 * i, row, kind="quiet") for i, row in enumerate(rows))
-    return Picture(width, 15 * len(rows) + 8, body, words.partition(". ")[0], words)
+# ---------------------------------------------------------------- words and numbers
+
+
+def width_of(words: Any, bold: bool = False) -> float:
+    """Pixels that a line takes at most: in DejaVu Sans, the widest of the usual fonts."""
+    every = (
+        4.6 if c in "fijlrtI .,:;'|!()[]/-" else 11 if c in "mwMW%@+=<>#" or c > "\x7f" else 8.5 if c.isupper() else 7
+        for c in str(words)
+    )
+    return sum(every) * (1.15 if bold else 1)
+
+
+def _label_width(words: Sequence[Any]) -> float:
+    return max(map(width_of, words), default=0)
+
+
+def number(value: float, unit: str = "") -> str:
+    """At most three digits that count: 22,700 tokens; 0.000946; 1.03e-6."""
+    return f"{'-' if value < 0 else ''}{rate(abs(value)).replace('e-0', 'e-')} {unit}".strip()
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Two to six round places from low to high: multiples of 1, 2 or 5 times a power of ten."""
+    span = (high - low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / 5))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * span / 5)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-6) + 1)]
+
+
+# ---------------------------------------------------------------- elements
 
 
 def text(x: float, y: float, words: Any, anchor: str = "start", kind: str = "") -> str:
@@ -91,38 +143,46 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str, note: 
     return f'<rect {place} fill="{fill}" fill-opacity="{opacity:.3f}">{note}</rect>'
 
 
-def image(x: float, y: float, width: float, height: float, rows: Sequence[bytes], kind: str = "map") -> str:
-    """An image of a few pixels, each drawn as a sharp square. rows: its lines, four bytes a pixel: RGB and opacity.
-    kind: "map" of `shades`, which are brighter on dark pages."""
+def frame(x: float, y: float, width: float, height: float) -> str:
+    return f'<path class="line" d="M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"/>'
+
+
+def arrow(*points: complex) -> str:
+    """A line through the points, x + y i, with a head at the last."""
+    before, end = points[-2:]
+    along = 6 * (end - before) / (abs(end - before) or 1)
+    line, head = ("L".join(f"{p.real:.1f} {p.imag:.1f}" for p in path) for path in (
+        points, (end, end - along * (1 + 0.5j), end - along * (1 - 0.5j)),
+    ))  # fmt: skip
+    return f'<path class="arrow" d="M{line}"/><path class="head" d="M{head}z"/>'
+
+
+def image(x: float, y: float, width: float, height: float, rows: Sequence[bytes]) -> str:
+    """An image of a few pixels, each drawn as a sharp square, in a frame. rows: its lines, four bytes a pixel: RGB and
+    opacity."""
     head = struct.pack(">2I5B", len(rows[0]) // 4, len(rows), 8, 6, 0, 0, 0)
     parts = (b"IHDR", head), (b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows), 9)), (b"IEND", b"")
     chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
     data = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}"'
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     drawn = 'preserveAspectRatio="none" style="image-rendering:pixelated"'
-    return f'<image {place} {drawn} href="data:image/png;base64,{data}"/>'
+    return f'<image {place} {drawn} href="data:image/png;base64,{data}"/>{frame(x, y, width, height)}'
 
 
 def photo(pixels: Any, x: float, y: float, size: float) -> str:
     """An image in a square. pixels: uint8 (1 or 3, height, width), an array or a tensor."""
     channels = pixels.tolist() if len(pixels) == 3 else pixels.tolist() * 3
     rows = [bytes(v for pixel in zip(*line) for v in (*pixel, 255)) for line in zip(*channels)]
-    return image(x, y, size, size, rows, "photo")
+    return image(x, y, size, size, rows)
 
 
-def shades(values: Any, most: float | None = None) -> list[bytes]:
-    """Rows for `image`, in the colours of `heatmap`."""
+def shades(values: Any, x: float, y: float, width: float, height: float, most: float | None = None) -> str:
+    """A table as an image, in the colours of `heatmap`."""
     table = _numbers(values)
     most = most or _farthest(table)
     blue, orange = (bytes.fromhex(colour[1:]) for colour in COLOURS[:2])
     full = [[(blue if v >= 0 else orange, round(255 * min(abs(v) / most, 1.0))) for v in row] for row in table]
-    return [b"".join(colour + bytes([opacity]) for colour, opacity in row) for row in full]
-
-
-def shaded(values: Any, x: float, y: float, width: float, height: float, most: float | None = None) -> str:
-    """`shades` as an image in a frame."""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return image(x, y, width, height, shades(values, most)) + f'<rect class="line" {place}/>'
+    return image(x, y, width, height, [b"".join(colour + bytes([opacity]) for colour, opacity in row) for row in full])
 
 
 def _numbers(values: Any) -> Any:
@@ -134,49 +194,69 @@ def _farthest(table: Sequence[Sequence[float]]) -> float:
     return max((abs(v) for row in table for v in row), default=0) or 1.0
 
 
-def _label_width(words: Sequence[Any]) -> float:
-    return CHARACTER * max((len(str(word)) for word in words), default=0)
+def _legend(names: Sequence[str], width: float) -> tuple[str, float]:
+    """(elements, height) of the names with their colours, in lines of that width."""
+    out, x, y = [], float(GAP), 9.0
+    for i, name in enumerate(names):
+        if x > GAP and x + 14 + width_of(name) > width:
+            x, y = float(GAP), y + 17
+        out.append(rectangle(x, y - 9, 10, 10, COLOURS[i % len(COLOURS)]) + text(x + 14, y, name, kind="quiet"))
+        x += 30 + width_of(name)
+    return "".join(out), y + 10 if names else 0.0
+
+
+def _levels(
+    low: float, high: float, place: Callable[[float], float], sides: tuple[float, float], unit: str = ""
+) -> Iterator[str]:
+    """Round values at the left of a plot, and a line across at each. place: value → y. sides: x of its left, right."""
+    for value in ticks(low, high):
+        yield f'<path class="line" d="M{sides[0]:.1f} {place(value):.1f}H{sides[1]:.1f}"/>'
+        yield text(sides[0] - 6, place(value) + 4, number(value, unit), "end", "quiet")
+
+
+# ---------------------------------------------------------------- pictures
 
 
 def heatmap(
     values: Any, rows: Sequence[Any], columns: Sequence[Any], title: str, description: str = "", *,
-    cell: float = 22, numbers: bool = False, most: float | None = None, as_image: bool = False,
+    axes: tuple[str, str] = ("", ""), cell: float = 22, numbers: bool = False, most: float | None = None,
 ) -> Picture:  # fmt: skip
-    """A square a value: blue above zero, orange below, the fuller the farther from zero.
+    """A square a value: blue above zero, orange below, the fuller the farther from zero; below them a scale, if
+    they are at least 90 pixels wide.
 
-    values: (rows, columns). cell: pixels. numbers: also written into the squares (three characters want cell >= 30).
-    most: the value of a full colour, None for the largest distance from zero. as_image: all squares as one image, which
-    is small however many they are, without notes of their values.
+    values: (rows, columns). Of many numbered rows or columns some are named. axes: what the rows and what the columns
+    are. cell: pixels. numbers: also written into the squares (three characters want cell >= 30). most: the value of a
+    full colour, None for the largest distance from zero.
     """
-    table = _numbers(values)
+    table, down, across = _numbers(values), _named(rows), _named(columns)
     most = most or _farthest(table)
-    tilted = any(len(str(word)) * CHARACTER > cell - 3 for word in columns)  # 3: between neighbours
-    left = GAP + _label_width(rows) + 6
-    top = 34 + (_label_width(columns) if tilted else 12)
-    body = [text(GAP, 20, title, kind="title")]
-    for j, word in enumerate(columns):
-        x = left + cell * (j + 0.5)
-        if word == "":
-            continue
-        if tilted:
-            turn = f'transform="rotate(-90 {x + 4:.1f} {top - 4:.1f})"'
-            body.append(text(x + 4, top - 4, word).replace("<text", f"<text {turn}", 1))
-        else:
-            body.append(text(x, top - 4, word, "middle"))
-    if as_image:
-        body.append(shaded(table, left, top, cell * len(columns), cell * len(rows), most))
-    for i, (word, row) in enumerate(zip(rows, table, strict=True)):
-        y = top + cell * i
-        if word != "":
-            body.append(text(left - 6, y + cell / 2 + 4, word, "end"))
-        for j, value in enumerate(() if as_image else row):
-            fill = COLOURS[0] if value >= 0 else COLOURS[1]
-            note = f"{word}, {columns[j]}: {value:.3g}"
-            body.append(rectangle(left + cell * j, y, cell - 1, cell - 1, fill, note, min(abs(value) / most, 1.0)))
-            if numbers:
-                body.append(text(left + cell * (j + 0.5), y + cell / 2 + 4, f"{value:.2f}", "middle"))
-    width = max(left + cell * len(columns), GAP + _label_width([title])) + GAP
-    return Picture(width, top + cell * len(rows) + GAP, "".join(body), title, description)
+    tilted = "" not in across and _label_width(across) > cell - 3  # 3: between neighbours
+    of_rows, of_columns = (f"{words} {sign}" if words else "" for words, sign in zip(axes, "↓→"))
+    left = GAP + max(_label_width(down), width_of(of_rows)) + 6
+    top = (18 if any(axes) else 2) + ((_label_width(across) + 6 if tilted else 14) if any(across) else 0)
+    width, height = cell * len(columns), cell * len(rows)
+    body = [text(left - 6, 10, of_rows, "end", "quiet"), text(left, 10, of_columns, kind="quiet")] if any(axes) else []
+    for j, word in enumerate(across):
+        x, label = left + cell * (j + 0.5), text(0, 0, word, "start" if tilted else "middle")
+        turn = f"translate({x + 4 * tilted:.1f} {top - 4:.1f}) rotate({-90 * tilted})"
+        body.append(f'<g transform="{turn}">{label}</g>')
+    body.append(shades(table, left, top, width, height, most))
+    for i, (word, row) in enumerate(zip(down, table, strict=True)):
+        y = top + cell * (i + 0.5) + 4
+        body.append(text(left - 6, y, word, "end"))
+        for j, value in enumerate(row if numbers else ()):
+            kind = ("black" if value < 0 else "white") if abs(value) > 0.85 * most else ""  # on light and dark pages
+            body.append(text(left + cell * (j + 0.5), y, f"{value:.2f}", "middle", kind))
+    low = "0" if all(v >= 0 for row in table for v in row) else number(-most)
+    whole = left + max(width, width_of(of_columns)) + GAP
+    key = (low, number(most)) if width >= 90 else None
+    return Picture(whole, top + height + 8, "".join(body), title, description, key)
+
+
+def _named(names: Sequence[Any]) -> list[Any]:
+    """Of many that are numbers every fifth or twentieth alone, so that they do not touch."""
+    every = 1 if len(names) <= 10 or not isinstance(names[0], int) else 5 if len(names) <= 50 else 20
+    return ["" if i % every else name for i, name in enumerate(names)]
 
 
 def bars(
@@ -184,37 +264,31 @@ def bars(
     width: float = 640, limit: tuple[str, float] | None = None,
 ) -> Picture:  # fmt: skip
     """Lying bars, a name each. A value that is a mapping is a bar of several parts: part → value. limit: (name, value),
-    a line across all bars."""
-    parts = list(dict.fromkeys(part for value in values.values() if isinstance(value, Mapping) for part in value))
+    a line across all bars. width: at least."""
     stacked = {name: value if isinstance(value, Mapping) else {"": value} for name, value in values.items()}
-    most = max([sum(parts.values()) for parts in stacked.values()] + ([limit[1]] if limit else []), default=0) or 1.0
-    left, right = GAP + _label_width(list(values)) + 6, 90
-    scale = (width - left - right) / most
-    body = [text(GAP, 20, title, kind="title"), _legend(parts, 38)]
-    y = 54.0 if parts else 32.0
+    parts = [part for part in dict.fromkeys(part for own in stacked.values() for part in own) if part]
+    totals = {name: sum(own.values()) for name, own in stacked.items()}
+    most = max([*totals.values(), *([limit[1]] if limit else [])], default=0) or 1.0
+    left = GAP + _label_width(list(values)) + 6
+    right = max(90, _label_width([number(total, unit) for total in totals.values()]) + 6 + GAP)
+    width = max(width, left + 120 + right)
+    legend, top = _legend(parts if parts != list(values) else [], width - GAP)
+    body, y, size = [legend], top + 2, (width - left - right) / most
     for name, own in stacked.items():
         x = left
         body.append(text(left - 6, y + 13, name, "end"))
         for part, value in own.items():
             fill = COLOURS[parts.index(part) % len(COLOURS)] if part else COLOURS[0]
-            body.append(rectangle(x, y, value * scale, 18, fill, f"{name} {part}: {value:.4g} {unit}".strip()))
-            x += value * scale
-        body.append(text(x + 6, y + 13, f"{sum(own.values()):,.4g} {unit}".strip()))
+            body.append(rectangle(x, y, value * size, 18, fill, f"{name} {part}: {number(value, unit)}"))
+            x += value * size
+        body.append(text(x + 6, y + 13, number(totals[name], unit)))
         y += 24
     if limit:
-        x, top = left + limit[1] * scale, 50.0 if parts else 28.0
-        body.append(f'<path class="line" style="stroke:var(--ink)" stroke-dasharray="4 3" d="M{x:.1f} {top}V{y:.1f}"/>')
-        body.append(text(x, y + 10, f"{limit[0]}: {limit[1]:,.4g} {unit}".strip(), "end", "quiet"))
+        x, words = left + limit[1] * size, f"{limit[0]}: {number(limit[1], unit)}"
+        body.append(f'<path class="arrow" stroke-dasharray="4 3" d="M{x:.1f} {top}V{y:.1f}"/>')
+        body.append(text(x, y + 10, words, "end" if x > width_of(words) else "start", "quiet"))
         y += 14
     return Picture(width, y + GAP / 2, "".join(body), title, description)
-
-
-def _legend(names: Sequence[str], y: float) -> str:
-    out, x = [], float(GAP)
-    for i, name in enumerate(names):
-        out.append(rectangle(x, y - 9, 10, 10, COLOURS[i % len(COLOURS)]) + text(x + 14, y, name, kind="quiet"))
-        x += 30 + CHARACTER * len(name)
-    return "".join(out)
 
 
 def lines(
@@ -229,18 +303,15 @@ def lines(
     every = [point for points in curves.values() for point in points]
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*every))
     y0, y1 = min(y0, 0.0), y1 if y1 > y0 else y0 + 1.0
-    left, top, right, bottom = 64.0, 50.0, width - GAP, height - 40.0
-    at = lambda p: (  # noqa: E731
-        left + (p[0] - x0) / ((x1 - x0) or 1) * (right - left), bottom - (p[1] - y0) / (y1 - y0) * (bottom - top),
-    )  # fmt: skip
-    body = [text(GAP, 20, title, kind="title"), _legend(list(curves) if len(curves) > 1 else [], 38)]
-    body.append(f'<path class="line" d="M{left} {top}V{bottom}H{right}"/>')
-    body += [text(left - 6, at((x0, v))[1] + 4, f"{v:.3g}", "end", "quiet") for v in (y0, (y0 + y1) / 2, y1)]
-    body += [text(at((v, y0))[0], bottom + 14, f"{v:.3g}", "middle", "quiet") for v in (x0, (x0 + x1) / 2, x1)]
-    body += [text((left + right) / 2, bottom + 30, x, "middle"), text(GAP, top - 2, y) if len(curves) == 1 else ""]
-    body.append(text(right, top - 12, y, "end", "quiet") if len(curves) > 1 else "")
+    legend, top = _legend(list(curves) if len(curves) > 1 else [], width - GAP)
+    left, right, top, bottom = 64.0, width - 2 * GAP, top + 20, height - 40.0
+    across = lambda v: left + (v - x0) / ((x1 - x0) or 1) * (right - left)  # noqa: E731
+    up = lambda v: bottom - (v - y0) / (y1 - y0) * (bottom - top)  # noqa: E731
+    body = [legend, text(GAP, top - 10, y, kind="quiet"), *_levels(y0, y1, up, (left, right))]
+    body += [text(across(v), bottom + 15, number(v), "middle", "quiet") for v in ticks(x0, x1)]
+    body.append(text((left + right) / 2, bottom + 32, x, "middle", "quiet"))
     for i, (name, points) in enumerate(curves.items()):
-        path = " ".join("{:.1f},{:.1f}".format(*at(point)) for point in points)
+        path = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in points)
         note, colour = f"<title>{html.escape(name)}</title>", COLOURS[i % len(COLOURS)]
         body.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}">{note}</polyline>')
     return Picture(width, height, "".join(body), title, description)
@@ -252,28 +323,24 @@ def area(
 ) -> Picture:  # fmt: skip
     """Areas on top of one another. series: name → values at the places `at`; spans: (from, to, words), a band each
     below the axis, whose words stand there where they fit. x: what the axis shows."""
-    left, top, right, bottom = 64.0, 50.0, width - GAP, height - 56.0
     most = max(map(sum, zip(*series.values())), default=0) or 1.0
+    legend, top = _legend(list(series), width - GAP)
+    left, right, top, bottom = 74.0, width - GAP, top + 8, height - 48.0
     first, extent = at[0], (at[-1] - at[0]) or 1.0
     place = lambda value: left + (value - first) / extent * (right - left)  # noqa: E731
-    body, below = [text(GAP, 20, title, kind="title"), _legend(list(series), 38)], [0.0] * len(at)
+    up = lambda value: bottom - value / most * (bottom - top)  # noqa: E731
+    body, below = [legend, *_levels(0, most, up, (left, right), unit)], [0.0] * len(at)
     for i, (name, values) in enumerate(series.items()):
         above = [a + b for a, b in zip(below, values, strict=True)]
-        up = [f"{place(p):.1f},{bottom - v / most * (bottom - top):.1f}" for p, v in zip(at, above)]
-        down = [f"{place(p):.1f},{bottom - v / most * (bottom - top):.1f}" for p, v in zip(at, below)]
-        shown = f"<title>{html.escape(f'{name}: at most {max(values):.4g} {unit}'.strip())}</title>"
-        points, fill = " ".join(up + down[::-1]), COLOURS[i % len(COLOURS)]
-        body.append(f'<polygon fill="{fill}" points="{points}">{shown}</polygon>')
+        edge = [f"{place(p):.1f},{up(v):.1f}" for p, v in [*zip(at, above), *reversed([*zip(at, below)])]]
+        shown = f"<title>{html.escape(f'{name}: at most {number(max(values), unit)}')}</title>"
+        body.append(f'<polygon fill="{COLOURS[i % len(COLOURS)]}" points="{" ".join(edge)}">{shown}</polygon>')
         below = above
-    body.append(f'<path class="line" d="M{left} {top}V{bottom}H{right}"/>')
-    ticks = (0.0, most / 2, most)
-    for v in ticks:
-        body.append(text(left - 6, bottom - v / most * (bottom - top) + 4, f"{v:.3g} {unit}".strip(), "end", "quiet"))
-    shades = {words: 0.2 + 0.2 * (i % 3) for i, words in enumerate(dict.fromkeys(words for *_, words in spans))}
+    greys = {words: 0.2 + 0.2 * (i % 3) for i, words in enumerate(dict.fromkeys(words for *_, words in spans))}
     for begin, end, words in spans:
         size = place(end) - place(begin)
-        body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, shades[words]))
-        if size > _label_width([words]):
+        body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, greys[words]))
+        if size > width_of(words):
             body.append(text(place(begin) + size / 2, bottom + 16, words, "middle"))
     body.append(text((left + right) / 2, bottom + 38, x, "middle", "quiet"))
     return Picture(width, height, "".join(body), title, description)
@@ -287,29 +354,50 @@ def gantt(
     kinds = list(dict.fromkeys(kind for own in rows.values() for _, _, kind, _ in own))
     end = max((stop for own in rows.values() for _, stop, _, _ in own), default=0) or 1.0
     left = GAP + _label_width(list(rows)) + 6
-    scale = (width - left - GAP) / end
-    body, y = [text(GAP, 20, title, kind="title"), _legend(kinds, 38)], 50.0
+    size, (legend, y) = (width - left - GAP) / end, _legend(kinds, width - GAP)
+    body = [legend]
     for name, own in rows.items():
         body.append(text(left - 6, y + 16, name, "end"))
         for start, stop, kind, label in own:
-            fill, size = COLOURS[kinds.index(kind) % len(COLOURS)], (stop - start) * scale
-            note = f"{name}: {kind} {label}, {start:.4g} to {stop:.4g} {unit}".strip()
-            body.append(rectangle(left + start * scale, y, size - 1, 22, fill, note, 0.75))
-            if size > CHARACTER * len(label) + 2:
-                body.append(text(left + start * scale + size / 2, y + 15, label, "middle"))
+            long, fill = (stop - start) * size, COLOURS[kinds.index(kind) % len(COLOURS)]
+            note = f"{name}: {kind} {label}, {number(start)} to {number(stop, unit)}"
+            body.append(rectangle(left + start * size, y, long - 1, 22, fill, note, 0.5))
+            if long > width_of(label) + 2:
+                body.append(text(left + start * size + long / 2, y + 15, label, "middle"))
         y += 26
-    body.append(text(left, y + 12, f"0 {unit}".strip(), kind="quiet"))
-    body.append(text(width - GAP, y + 12, f"{end:.4g} {unit}".strip(), "end", "quiet"))
-    return Picture(width, y + 22, "".join(body), title, description)
+    body += [text(left + v * size, y + 12, number(v), "middle", "quiet") for v in ticks(0, end)]
+    body.append(text((left + width - GAP) / 2, y + 28, unit, "middle", "quiet"))
+    return Picture(width, y + 36, "".join(body), title, description)
+
+
+def network(
+    nodes: Sequence[str], arrows: Sequence[tuple[int, int, str]], title: str, description: str = ""
+) -> Picture:
+    """Nodes on a circle, the first above, and what goes between them: (from, to, words)."""
+    box, turn = _label_width(nodes) + 12, 2j * math.pi / len(nodes)
+    radius = 60 + box / 2
+    middle = complex(GAP + radius + box / 2, 14 + radius)
+    at = [middle - radius * 1j * cmath.exp(i * turn) for i in range(len(nodes))]
+    body = [frame(p.real - box / 2, p.imag - 12, box, 24) for p in at]
+    body += [text(p.real, p.imag + 4, words, "middle") for p, words in zip(at, nodes)]
+    for begin, end, words in arrows:
+        way = at[end] - at[begin]
+        side = -5j * way / abs(way)  # to its left: outside, for a clockwise one
+        start, stop = (at[begin] + part * way + side for part in (0.3, 0.7))
+        spot = (start + stop) / 2 + 1.5 * side
+        anchor = "middle" if abs(side.real) < 2 else "start" if side.real > 0 else "end"
+        body += [arrow(start, stop), text(spot.real, spot.imag + 4, words, anchor)]
+    return Picture(2 * middle.real, max(p.imag for p in at) + 40, "".join(body), title, description)
 
 
 def beside(pictures: Sequence[Picture], title: str, description: str = "", *, columns: int = 2) -> Picture:
-    """Several pictures in one, in rows of `columns`."""
-    body, y, width = [text(GAP, 20, title, kind="title")], 28.0 if title else 0.0, GAP + _label_width([title])
+    """Several pictures in one, in rows of `columns`, each with its title and its description."""
+    body, y, width = [], 0.0, 0.0
     for start in range(0, len(pictures), columns):
-        row, x = pictures[start : start + columns], 0.0
-        for picture in row:
-            body.append(f'<g transform="translate({x:.1f} {y:.1f})">{picture.body}</g>')
-            x += picture.width
-        width, y = max(width, x), y + max(picture.height for picture in row)
+        x = tall = 0.0
+        for picture in pictures[start : start + columns]:
+            wide, high, elements = picture.drawn()
+            body.append(f'<g transform="translate({x:.1f} {y:.1f})">{elements}</g>')
+            x, tall = x + wide, max(tall, high)
+        width, y = max(width, x), y + tall
     return Picture(width, y, "".join(body), title, description)

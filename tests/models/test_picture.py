@@ -62,6 +62,64 @@ def test_the_parts_of_a_block_stand_in_the_order_in_which_they_compute():
     assert order(False) == [name for layer in sublayers for name in (layer, f"{layer}_norm")]
 
 
+X, MEMORY = picture.INPUT, picture.MEMORY
+PRE = [
+    ("attention_norm", {X}), ("attention", {0}), ("+", {X, 1}), ("feedforward_norm", {2}), ("feedforward", {3}), ("+", {2, 4}),
+]  # fmt: skip
+POST = [
+    ("attention", {X}), ("+", {X, 0}), ("attention_norm", {1}), ("feedforward", {2}), ("+", {2, 3}), ("feedforward_norm", {4}),
+]  # fmt: skip
+CROSS = {
+    True: [*PRE[:3], ("cross_norm", {2}), ("cross", {3, MEMORY}), ("+", {2, 4}), ("feedforward_norm", {5}), ("feedforward", {6}), ("+", {5, 7})],
+    False: [*POST[:3], ("cross", {2, MEMORY}), ("+", {2, 3}), ("cross_norm", {4}), ("feedforward", {5}), ("+", {5, 6}), ("feedforward_norm", {7})],
+}  # fmt: skip
+
+
+def block_of(config, stack: int = 0) -> picture.Group:
+    return next(group for group in groups(config)[stack] if group.numbers)
+
+
+def steps_of(config, stack: int = 0) -> list[tuple[str, set[int]]]:
+    return [(step.name, set(step.reads)) for step in block_of(config, stack).steps]
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    *((name, PRE) for name in ("gpt", "experts", "llama", "t5", "vit")), ("bert", POST), ("shared", POST),
+])  # fmt: skip
+def test_what_each_part_of_a_block_reads(name, expected):
+    """As the paper of each family has it: the residual past a sublayer and its norm (pre-norm), or past it alone (post-norm)."""
+    assert steps_of(CONFIGS[name]) == expected
+    causal = [step.name for step in block_of(CONFIGS[name]).steps if step.causal]
+    assert causal == (["attention"] if name in ("gpt", "experts", "llama") else [])
+    assert steps_of(CONFIGS["t5"], 1) == CROSS[True]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_norms_place_and_cross_attention_are_seen(norm_first):
+    config = Seq2SeqConfig(**SMALL, vocab_size=11, norm_first=norm_first)
+    assert steps_of(config) == (PRE if norm_first else POST) and steps_of(config, 1) == CROSS[norm_first]
+    drawn = draw(config, "x").svg()
+    reads = sum(len(step.reads) for stack in (0, 1) for step in block_of(config, stack).steps)
+    assert drawn.count('class="head"') == reads == 8 + 13  # an arrow each, that from the encoder among them
+    others = Seq2SeqConfig(**SMALL, vocab_size=11, norm_first=not norm_first), Seq2SeqConfig(**{**SMALL, "n_layers": 2}, vocab_size=11, norm_first=norm_first)
+    assert len({drawn, *(draw(other, "x").svg() for other in others)}) == 3
+
+
+def test_blocks_stand_beside_each_other():
+    drawn = picture.blocks({"BERT": CONFIGS["bert"], "T5": CONFIGS["t5"]}, "Blocks", "Two and one.").svg()
+    assert drawn.count("blocks: BertBlock<") == 1 and drawn.count("blocks: T5Block<") == 2 and "weight (" not in drawn
+    assert drawn.count('class="head"') == 8 + 8 + 12  # that from T5's encoder leads out of its block
+
+
+def test_a_block_of_another_form_is_drawn_as_it_computes(monkeypatch):
+    """Attention and feed-forward beside each other, both added to the input at the end (GPT-J, PaLM)."""
+    block = models.lookup("gpt").model(CONFIGS["gpt"]).blocks[0]
+    monkeypatch.setattr(type(block), "forward", lambda self, x, **_: x + self.attention(self.attention_norm(x)) + self.feedforward(self.attention_norm(x)))
+    names = [name for name, _ in steps_of(CONFIGS["gpt"])]
+    assert names.count("+") == 2 and names[-1] == "+" and "feedforward_norm" not in names
+    assert {part.name for part in block_of(CONFIGS["gpt"]).parts} == {"attention_norm", "attention", "feedforward_norm", "feedforward"}
+
+
 def test_blocks_of_several_kinds_stand_one_by_one(monkeypatch):
     import dataclasses
 
@@ -98,7 +156,7 @@ def test_another_ending_is_refused(file, capsys):
 def test_the_time_grows_with_the_layers_and_not_with_their_square(few, monkeypatch):
     """Of few layers mostly that of running the model, which is most of all; of many that of all else, without it."""
     if few == 60:
-        monkeypatch.setattr(picture, "_order", lambda *_: {})
+        monkeypatch.setattr(picture, "_steps", lambda *_: {})
 
     def seconds(n_layers: int) -> float:
         config = GPTConfig(**{**SMALL, "n_layers": n_layers}, vocab_size=11)

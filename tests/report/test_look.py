@@ -185,6 +185,9 @@ def test_any_text_is_text_and_pictures_have_names(made):
     assert "<script" not in page and "<b>" not in page and "&lt;b&gt;" in page
     assert len(re.findall(r'<svg [^>]*aria-label="[^"]+"', page)) == page.count("<svg ") == page.count("<figcaption>") > 10
     assert "<title>" in page and "prefers-color-scheme: dark" in page
+    assert page.count("query ↓</text>") == page.count("key →</text>") == 8 and "position ↓</text>" in page and "dimension →</text>" in page
+    captions = re.findall("<figcaption>([^<]+)</figcaption>", page)
+    assert captions and not any(f">{caption}</text>" in page for caption in captions)  # once
 
 
 def test_the_copy_task(folders, made, capsys):

@@ -19,17 +19,17 @@ def of_predictions(records: Sequence[dict[str, Any]]) -> Picture:
     (channels, height, width)."""
     columns = math.ceil(math.sqrt(len(records)))
     words = [_words(record) for record in records]
-    width = max(TILE, *(pictures.CHARACTER * len(line) for lines in words for line in lines)) + pictures.GAP
+    width = max(TILE, *(pictures.width_of(line) for lines in words for line in lines)) + pictures.GAP
     tiles = []
     for record, lines in zip(records, words):
         colour = {True: RIGHT, False: WRONG}.get(record.get("right"), "var(--ink)")
         said = pictures.text(pictures.GAP, 12, lines[0]).replace("<text", f'<text style="fill:{colour}"', 1)
         truth = pictures.text(pictures.GAP, 26, lines[1], kind="quiet")
         photo = pictures.photo(record["pixels"], pictures.GAP, BAND, TILE)
-        tiles.append(Picture(width, BAND + TILE + pictures.GAP, said + truth + photo, lines[0]))
+        tiles.append(Picture(width, BAND + TILE + pictures.GAP, said + truth + photo, ""))
     known = [record["right"] for record in records if "right" in record]
     title = f"{sum(known)} of {len(known)} right" if known else "What the model says"
-    sheet = pictures.beside(tiles, title, "; ".join(" ".join(lines).strip() for lines in words), columns=columns)
+    sheet = pictures.beside(tiles, title, "✓ right, ✗ wrong" if known else "", columns=columns)
     return dataclasses.replace(sheet, width=sheet.width + pictures.GAP)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gradus import pictures
@@ -35,11 +35,10 @@ def draw(answer: Answer) -> Picture:
     memories = [engine.memory_of([p]) for p in found]
     fullest = max(found, key=lambda p: p.peak.bytes)
     shown = [part for part in COMPONENTS if any(memory.components[part] for memory in memories)]
-    head = [pictures.note("\n".join(" ".join(line.split()) for line in answer.headline[1:]), WIDTH)]
-    below = [*device(answer, found, memories, shown), *step(fullest, shown)]
-    below += schedule(layout, fullest.n_micro_batches) if layout.pipeline > 1 else []
-    words = " ".join(picture.description for picture in [*head, *below] if picture.description)
-    return pictures.beside([*head, *below], answer.headline[0], words, columns=1)
+    head = Picture(WIDTH, 0, "", "", "\n".join(" ".join(line.split()) for line in answer.headline[1:]))
+    drawn = [head, device(answer, found, memories, shown), step(fullest, shown)]
+    drawn += [schedule(layout, fullest.n_micro_batches)] if layout.pipeline > 1 else []
+    return pictures.beside(drawn, answer.headline[0], "All of it is planned, nothing measured.", columns=1)
 
 
 def _unit(most: float) -> tuple[float, str]:
@@ -59,7 +58,7 @@ def parts(memory: Memory, shown: Sequence[str]) -> dict[str, int]:
     return {part: memory.components[part] for part in shown} | {part: n for part, n in more.items() if n}
 
 
-def device(answer: Answer, found: list[Process], memories: list[Memory], shown: Sequence[str]) -> Iterator[Picture]:
+def device(answer: Answer, found: list[Process], memories: list[Memory], shown: Sequence[str]) -> Picture:
     """A bar for each process that was looked at."""
     several = answer.recipe.layout.pipeline > 1
     names = [f"process {p.rank}" if several else "each device" for p in found]
@@ -67,16 +66,16 @@ def device(answer: Answer, found: list[Process], memories: list[Memory], shown: 
     one, unit = _unit(most)
     values = {name: {part: n / one for part, n in parts(m, shown).items()} for name, m in zip(names, memories)}
     limit = ("usable", capacity / one) if capacity and capacity < 4 * most else None
-    yield pictures.bars(values, "memory per device", unit=unit, width=WIDTH, limit=limit)
     words = f"Memory by component at the peak: {size(most)} at most{f' of {size(capacity)}' if capacity else ''}."
     if several and len(found) < answer.recipe.layout.pipeline:
         words += f" Of {answer.recipe.layout.pipeline} processes of the pipeline those that may need most are drawn."
     if any(KEPT in bar for bar in values.values()):
         words += f" {KEPT.capitalize()}: what the caching allocator holds beyond the tensors."
-    yield pictures.note(f"{words} Framework: what is no tensor.", WIDTH)
+    words += " Framework: what is no tensor."
+    return pictures.bars(values, "memory per device", words, unit=unit, width=WIDTH, limit=limit)
 
 
-def step(p: Process, shown: Sequence[str]) -> Iterator[Picture]:
+def step(p: Process, shown: Sequence[str]) -> Picture:
     """Tensors of the process that needs most, from piece to piece of its step."""
     moments, layout = peaks.over_step(p), p.recipe.layout
     every = -(-len(moments) // MOMENTS)
@@ -86,15 +85,15 @@ def step(p: Process, shown: Sequence[str]) -> Iterator[Picture]:
     series = {part: [m.of[INDEX[part]] / one for m in drawn] for part in shown}
     title = f"tensors over a step{f' of process {p.rank}' if layout.pipeline > 1 else ''}"
     axis = "pieces of the step (a block's forward or backward pass is a few), in their order; they take no equal time"
-    yield pictures.area(series, [m.at for m in drawn], title, x=axis, unit=unit, spans=_phases(moments), width=WIDTH)
-    at = PASSES.get(p.peak.at, "start of the step")
-    words = f"Tensors over a step: the peak, {size(p.peak.bytes)}, is in the {at}."
+    fullest = PASSES.get(p.peak.at, "start of the step")
+    words = f"Tensors over a step: the peak, {size(p.peak.bytes)}, is in the {fullest}."
     looked, micro = peaks.distinct(layout, p.n_micro_batches), p.n_micro_batches
     if looked < micro:
         words += f" The first {looked} of {micro:,} micro-batches are drawn: the others repeat them."
     if every > 1:
         words += f" Of every {every} moments the fullest is drawn."
-    yield pictures.note(words, WIDTH)
+    at, spans = [m.at for m in drawn], _phases(moments)
+    return pictures.area(series, at, title, words, x=axis, unit=unit, spans=spans, width=WIDTH)
 
 
 def _phases(moments: list[peaks.Moment]) -> list[tuple[float, float, str]]:
@@ -154,8 +153,8 @@ def idle(done: list[list[Action]]) -> float:
     return (len(done) * end - busy) / busy
 
 
-def schedule(layout: Layout, micro: int) -> Iterator[Picture]:
-    """micro: micro-batches of a step. Large ones are cut, and the note says so."""
+def schedule(layout: Layout, micro: int) -> Picture:
+    """micro: micro-batches of a step. Large ones are cut, and the description says so."""
     p, virtual, counted = layout.pipeline, layout.stages_per_process, micro
     while 3 * p * virtual * counted > ACTIONS and pipelines.needed(layout, counted // 2) < counted:
         counted = pipelines.needed(layout, counted // 2)
@@ -164,7 +163,6 @@ def schedule(layout: Layout, micro: int) -> Iterator[Picture]:
     ranks = list(range(p)) if p <= ROWS else [*range(ROWS // 2), *range(p - ROWS // 2, p)]
     rows = {f"process {rank}": [_box(a, layout) for a in done[rank] if a.start < UNITS] for rank in ranks}
     title = f"the pipeline's schedule: {layout.schedule}, {p} processes, {counted:,} micro-batches"
-    yield pictures.gantt(rows, title, unit="forward passes of a stage", width=WIDTH)
     share, assumed = idle(done), bubble_share(layout.schedule, p, virtual, counted)
     backward = "and so does each half of a backward pass" if layout.schedule == "zero_bubble" else "a backward pass two"
     busy = sum(a.stop - a.start for a in done[0])
@@ -179,7 +177,7 @@ def schedule(layout: Layout, micro: int) -> Iterator[Picture]:
         words.append(f"The first and the last {ROWS // 2} of {p:,} processes are drawn.")
     if end > UNITS:
         words.append(f"The first {UNITS} of {end:,.0f} units are drawn.")
-    yield pictures.note(" ".join(words), WIDTH)
+    return pictures.gantt(rows, title, " ".join(words), unit="forward passes of a stage", width=WIDTH)
 
 
 def _box(a: Action, layout: Layout) -> tuple[float, float, str, str]:

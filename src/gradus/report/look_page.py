@@ -107,11 +107,11 @@ def shown(*drawn: Picture) -> Html:
 
 
 def attention(seen: Seen) -> Iterator[Block]:
-    how = "A row is a token that looks, a column one that it looks at, and a row's weights sum to 1: full blue is 1"
+    how = "Rows are queries (the tokens that look), columns keys (those that they look at); each row sums to 1"
     if seen.pixels is not None:
         who = "the class token" if _cut(seen.layers[0].weights)[1] else "the mean of all patches"
         how = f"The image is blue where {who} looks more than an even share (full: 4 times), orange where less"
-    yield plain(f"{how}. Below each picture stands what is to be seen in it.")
+    yield plain(f"{how}. Each caption says what is to be seen.")
     kinds: dict[str, list[Layer]] = {}
     for layer in seen.layers:
         kinds.setdefault(layer.kind, []).append(layer)
@@ -141,22 +141,22 @@ def overview(seen: Seen, kind: str, layers: list[Layer], heads: list[int]) -> Pi
             if seen.pixels is not None:
                 body.append(_over_image(seen.pixels, layer.weights[head], x, y, size))
             else:
-                body.append(pictures.shaded(layer.weights[head], x, y, size, size, 1.0))
-    width, height = left + (size + 6) * len(heads) + 6, top + (size + 6) * len(layers) + 6
+                body.append(pictures.shades(layer.weights[head], x, y, size, size, 1.0))
+    width, height = left + (size + 6) * len(heads) + 6, top + (size + 6) * len(layers)
+    ends = ("0", "1") if seen.pixels is None else ("1/4", "4 × an even share")
     text = "All at once: a row a layer, a column a head. They are drawn larger below."
-    return Picture(width, height, "".join(body), f"{kind}: overview", text)
+    return Picture(width, height, "".join(body), f"{kind}: overview", text, ends)
 
 
 def head_picture(seen: Seen, layer: Layer, head: int) -> Picture:
     weights, title = layer.weights[head], f"Layer {layer.number}, head {head + 1}"
     if seen.pixels is not None:
-        body = pictures.text(14, 20, title, kind="title") + _over_image(seen.pixels, weights, 14, 30, 192)
-        return Picture(220, 236, body, title, gaze(weights))
+        return Picture(220, 206, _over_image(seen.pixels, weights, 14, 0, 192), title, gaze(weights))
     rows, columns = (seen.texts[i] for i in layer.texts)
     cell = max(12.0, min(20.0, 180 / len(columns)))
     return pictures.heatmap(
-        weights, rows, columns, title, habit(weights, rows, columns, layer), cell=cell, most=1.0, as_image=True
-    )
+        weights, rows, columns, title, habit(weights, rows, columns, layer), axes=("query", "key"), cell=cell, most=1.0,
+    )  # fmt: skip
 
 
 def habit(weights: Tensor, rows: list[str], columns: list[str], layer: Layer) -> str:
@@ -213,20 +213,20 @@ def _over_image(pixels: Tensor, weights: Tensor, x: float, y: float, size: float
     (side, before), row = _cut(weights), _look(weights)
     times = (row[before:] * len(row)).clamp_min(1e-9).log2().clamp(-2, 2).view(side, side)
     grey = pixels.float().mean(0, keepdim=True).byte().expand(3, -1, -1)
-    return pictures.photo(grey, x, y, size) + pictures.image(x, y, size, size, pictures.shades(0.8 * times, 2.0))
+    return pictures.photo(grey, x, y, size) + pictures.shades(0.8 * times, x, y, size, size, 2.0)
 
 
 def patches(pixels: Tensor, n_tokens: int) -> Picture:
     side, before = _cut(torch.empty(n_tokens))
     size, gap, (height, width) = 280, 3 if side <= 32 else 1, pixels.shape[1:]
-    body = [pictures.photo(pixels, 14, 14, size)]
+    body = [pictures.photo(pixels, 14, 0, size)]
     for i in range(1, side):
-        at = 14 + size * i / side - gap / 2
-        body.append(f'<rect class="paper" x="{at:.1f}" y="14" width="{gap}" height="{size}"/>')
+        at = size * i / side - gap / 2
+        body.append(f'<rect class="paper" x="{at + 14:.1f}" y="0" width="{gap}" height="{size}"/>')
         body.append(f'<rect class="paper" x="14" y="{at:.1f}" width="{size}" height="{gap}"/>')
     text = f"{width} × {height} pixels, as the model reads them, are {side} × {side} patches, row by row"
     text += f": {n_tokens} tokens{', the first of them the class token' if before else ''}."
-    return Picture(size + 28, size + 28, "".join(body), "The image as patches", text)
+    return Picture(size + 28, size + 14, "".join(body), "The image as patches", text)
 
 
 # ---------------------------------------------------------------- positions
@@ -249,7 +249,8 @@ def _grids(table: Tensor, alike: Tensor) -> list[Picture]:
     side, before = _cut(alike)
     grids = alike[before:, before:].view(side, side, side, side).transpose(1, 2).flatten(0, 1).flatten(1)
     text = "For each patch, at its place in the image, a small map: the cosine of its position with all others."
-    return [_framed(grids, "Positions of patches, compared", text)]
+    title, names, cell = "Positions of patches, compared", len(grids) * [""], 320 / len(grids)
+    return [pictures.heatmap(grids, names, names, title, text, cell=cell, most=1.0)]
 
 
 def _table(table: Tensor, alike: Tensor) -> list[Picture]:
@@ -261,13 +262,17 @@ def _table(table: Tensor, alike: Tensor) -> list[Picture]:
     text += f"full from {most:.2g} on."
     near = float(alike.diagonal(1).mean()) if len(table) > 1 else 1.0
     far = f"That of neighbours is {near:.2f} on average, that of the first and the last {float(alike[0, -1]):.2f}."
-    compared = _framed(alike[rows][:, rows], "Cosine of each position with each", far)
-    return [_framed(numbers, "Table of positions", text, most), compared]
-
-
-def _framed(values: Tensor, title: str, text: str, most: float | None = None) -> Picture:
-    body = pictures.text(14, 20, title, kind="title") + pictures.shaded(values, 14, 32, 320, 320, most)
-    return Picture(348, 366, body, title, text)
+    axes, every = ("position", "dimension"), range(numbers.shape[1])
+    size = 320 / max(numbers.shape)
+    return [
+        pictures.heatmap(
+            numbers, rows, every, "Table of positions", text, axes=axes, cell=size, most=most
+        ),
+        pictures.heatmap(
+            alike[rows][:, rows], rows, rows, "Cosine of each position with each", far, axes=("position", "position"),
+            cell=320 / len(rows), most=1.0,
+        ),
+    ]  # fmt: skip
 
 
 def _rotary(cos: Tensor, sin: Tensor) -> Picture:
@@ -278,8 +283,8 @@ def _rotary(cos: Tensor, sin: Tensor) -> Picture:
     text += f"cosine. Pair 1 comes round every {first:.1f} tokens, pair {half} every {last:,.0f}."
     pairs = evenly(half, 16)
     return pictures.heatmap(
-        cos[:, pairs].T, [f"pair {i + 1}" for i in pairs], list(range(len(cos))), "Rotary positions", text,
-        cell=14, most=1.0, as_image=True,
+        cos[:, pairs].T, [f"pair {i + 1}" for i in pairs], range(len(cos)), "Rotary positions", text,
+        axes=("pair", "position"), cell=14, most=1.0,
     )  # fmt: skip
 
 
@@ -294,5 +299,5 @@ def _bias(kind: str, bias: Tensor) -> Picture:
     names = [f"{o:+d}" if o % 5 == 0 else "" for o in steps]
     return pictures.heatmap(
         by_step, [f"head {h + 1}" for h in heads], names, f"Relative bias, {kind}", text,
-        cell=max(12.0, min(22.0, 560 / len(steps))), as_image=True,
+        axes=("head", "distance"), cell=max(12.0, min(22.0, 560 / len(steps))),
     )  # fmt: skip
