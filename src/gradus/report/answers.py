@@ -49,8 +49,9 @@ def confusion(pairs: Sequence[tuple[str, str]], name: str) -> Iterator[Block]:
     shown = np.sort(f1.argsort(kind="stable")[:CLASSES])
     few = f" Shown: the {len(shown)} of {len(names)} classes with the lowest F1." * (len(shown) < len(names))
     drawn = pictures.heatmap(
-        shares[shown][:, shown], *[names[shown].astype("U24")] * 2, "Confusion matrix", cell=36, numbers=True, most=1.0
-    )
+        shares[shown][:, shown], *[names[shown].astype("U24")] * 2, "Confusion matrix",
+        axes=("right class", "answer"), cell=36, numbers=True, most=1.0,
+    )  # fmt: skip
     yield figure(drawn, f"{name}: of the samples of a class (a row), the share with each answer (a column).{few}")
     body = []
     for i in shown:
