@@ -132,10 +132,11 @@ SHEET = """
 """
 
 
-def to_pdf(title: str, blocks: Sequence[Block]) -> bytes:
+def to_pdf(title: str, blocks: Sequence[Block], author: str = "") -> bytes:
     """Raises UserError without typst."""
     typst = need("typst", "report", "a PDF")
-    lines = [f"#set document(title: {_quoted(title)}, date: none)", SHEET, *map(_typst, blocks)]
+    about = f"title: {_quoted(title)}, author: {_quoted(author)}, date: none"
+    lines = [f"#set document({about})", SHEET, *map(_typst, blocks)]
     return typst.compile("\n\n".join(lines).encode(), ignore_system_fonts=True, timestamp=0)
 
 
