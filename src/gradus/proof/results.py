@@ -20,9 +20,9 @@ from gradus.text import table as columns
 LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99",
     "latency/first_token": "first token", "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s", "steps_per_s": "steps/s", "ratio": "×", "ratio/efficiency": "efficiency",
-    "speed_up": "speed-up", "efficiency": "efficiency",
-    "samples_per_s/undisturbed": "samples/s, others' time left out", "ratio/undisturbed": "×, others' time left out",
+    "samples_per_s": "samples/s", "samples_per_s/undisturbed": "undisturbed samples/s", "steps_per_s": "steps/s",
+    "ratio": "×", "ratio/undisturbed": "undisturbed ×", "speed_up": "speed-up", "ratio/efficiency": "efficiency",
+    "efficiency": "efficiency",
     "time/step": "step", "time/load": "load", "time/first_call": "first call",
     "time/run": "run", "time/epoch": "h/epoch", "cost/epoch": "USD/epoch", "memory/allocated": "tensors",
     "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache",

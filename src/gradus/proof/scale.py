@@ -38,7 +38,7 @@ from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
 
 SHOWN = (
-    "samples_per_s", "samples_per_s/undisturbed", "speed_up", "ratio/undisturbed", "efficiency", "time/step",
+    "samples_per_s", "samples_per_s/undisturbed", "ratio/undisturbed", "speed_up", "efficiency", "time/step",
     "memory/process", "memory/device", "traffic/sent", "loss",
 )  # fmt: skip
 TO_THE_END = ", to the end"

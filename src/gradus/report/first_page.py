@@ -31,7 +31,7 @@ def blocks(author: str, date: str, sections: Sequence[tuple[str, list[str]]]) ->
         names: dict[str, list[str]] = {}
         for name, of_one in zip(every, cells):
             names.setdefault(of_one or "not known", []).append(name)
-        known = (of_one + f" ({either(of, 'and')})" * (len(names) > 1) for of_one, of in names.items())
+        known = (of_one + f" for {either(of, 'and')}" * (len(names) > 1) for of_one, of in names.items())
         sentences.append(f"{subject} {'; '.join(known)}.")
     yield plain(" ".join(sentences))
     rows = [[name, *(of_one or "–" for of_one in cells)] for name, cells in sections]

@@ -127,7 +127,8 @@ SHEET = """
 #set par(justify: true)
 #set heading(numbering: none)
 #show raw.where(block: true): set text(size: 7pt)
-#show table: set text(size: 8pt)
+#show table: set text(size: 8pt, hyphenate: false)
+#show table: set par(justify: false)
 #show figure: set block(breakable: false)
 """
 

@@ -123,12 +123,8 @@ def content(
     for run in trained:
         yield from appendix(run, options.code)
     for study in studied:
-        yield Heading(3, study.name)
         yield from studies.appendix(study, options.code)
-    if not options.code:
-        yield plain("Recipes with every key, job scripts and the models' source: gradus report ... --code.")
-        return
-    for family, run in {run.config.model.family: run for run in trained}.items():
+    for family, run in {run.config.model.family: run for run in trained if options.code}.items():
         yield Code(f"The model: {family}", run.model_code)
 
 
@@ -189,7 +185,7 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
             rows.append([*[run.name] * several, label.strip(), *cells])
     if rows:
         head = [*["run"] * several, "figure", "planned", "measured", "error"]
-        caption = "Planned and measured. The plan was made before the first step; the run measured the rest."
+        caption = "Planned figures beside measured ones. The plan was made before the first step; the run measured the rest."
         yield Table(head, rows, caption)
 
 
@@ -214,12 +210,11 @@ def machines(measured: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:
         names.setdefault(tuple(body), []).append(name)
     for body, of in names.items():
         if body:
-            head = ["machine", "" if len(names) == 1 else ", ".join(of)]
-            yield Table(head, list(map(list, body)), "The machine.", words=True)
+            which = f" of {', '.join(of)}" * (len(names) > 1)
+            yield Table(["machine", ""], list(map(list, body)), f"The machine{which}.", words=True)
 
 
 def appendix(run: Run, code: bool) -> Iterator[Block]:
-    yield Heading(3, run.name)
     if command := run.environment.get("command"):
         yield Code(f"{run.name}: command", command)
     if not code:

@@ -207,7 +207,7 @@ def tables(study: Study) -> Iterator[Block]:
     for line in study.table.summary():
         yield Text([("plain", f"{line}.")], item=True)
     if line := results.conditions_line([row for row in study.records if row.get("study") != "once"]):
-        yield plain(f"{line}.")
+        yield plain(f"Conditions: {line}.")
 
 
 def _rungs(start: Trial, *trials: Trial) -> Iterator[Block]:
@@ -243,7 +243,7 @@ def _caption_notes(study: Study, names: Sequence[str]) -> str:
         pairs = [f"{c} against {f['against']}" for c, f in study.facts.items() if "against" in f]
         text = f" × is a ratio of samples/s: {', '.join(pairs[:6])}{' and so on' * (len(pairs) > 6)}."
     if any(name.endswith(results.UNDISTURBED) for name in names):
-        text += " Others' time is that in which a step was ready to run but other programs had the processor."
+        text += " Undisturbed: without the time in which a step was ready to run but other programs had the processor."
     if any("std" in study.row(c, name) for c in study.facts for name in names):
         text += " ±: the standard deviation over the seeds."
     return text
