@@ -9,7 +9,7 @@ import shlex
 import shutil
 import statistics
 import textwrap
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from gradus.proof.pairs import joined, signed
@@ -187,7 +187,8 @@ def conditions_line(rows: Sequence[Record]) -> str:
         return ""
     threads = {str(r["threads"]) for r in rows if "threads" in r}
     sets = f" ({', '.join(r['cpu_flags'])})" if r.get("cpu_flags") else ""
-    words = [f"{r['cpu']}{sets}", f"{r['cpus']} processors", f"PyTorch {r['versions']['torch']}"]
+    others = busy(share for row in rows for share in row.get("others", ()))
+    words = [f"{r['cpu']}{sets}", f"{r['cpus']} processors{others}", f"PyTorch {r['versions']['torch']}"]
     words += [f"threads per process: {', '.join(sorted(threads))}"] if threads else []
     words += [f"{r['steps']} steps per round after {r['warm_up']} of warm-up"] if "steps" in r else []
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
@@ -196,9 +197,13 @@ def conditions_line(rows: Sequence[Record]) -> str:
     if disturbed:
         samples = f"{disturbed} sample{'s' * (disturbed > 1)}"
         words.append(f"{samples} measured again: other programs used the processors")
-    others = max((share or 0.0 for r in rows for share in r.get("others", ())), default=0.0)
-    words += [f"other programs used up to {others:.1f} of the processors"] if others > BUSY else []
     return "; ".join(words)
+
+
+def busy(shares: Iterable[float | None]) -> str:
+    """What other programs took at most of the processors, to stand behind what these are; empty for little."""
+    most = max((share or 0.0 for share in shares), default=0.0)
+    return f", of which other programs used up to {most:.1f}" * (most > BUSY)
 
 
 def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:

@@ -73,7 +73,9 @@ def of_runs(group: Sequence[Run]) -> list[str]:
         best = max(fair, key=lambda run: run.speed_up)
         speed = speed_text(best.speed_up, cell(best.speed_up), best.name, compared[0].name)
     machines, pairs = (machine(run.environment) for run in group), (pair for run in group for pair in run.proved)
-    return cells_of(machines, speed, pairs, (metric for run in group for metric in run.summary.metrics.items()))
+    busy = results.busy(run.summary.load.during for run in group)
+    metrics = (metric for run in group for metric in run.summary.metrics.items())
+    return cells_of([f"{name}{busy}" for name in machines], speed, pairs, metrics)
 
 
 def speed_text(ratio: float, text: str, best: str, base: str) -> str:
@@ -95,4 +97,5 @@ def of_study(study: Study) -> list[str]:
             speed = ladder.against_first(whole, trials[0]) if whole.kept else whole.verdict
         pairs = [("memory/allocated", trial.planned, trial.tensors) for trial in trials]
     metrics = ((name, row["value"]) for (_, name), row in study.table.measured.items() if name.startswith(QUALITY))
-    return cells_of([machine(study.machine)], speed, pairs, metrics)
+    busy = results.busy(share for row in study.records for share in row.get("others", ()))
+    return cells_of([f"{machine(study.machine)}{busy}"], speed, pairs, metrics)

@@ -11,7 +11,7 @@ from gradus.errors import need
 from gradus.report.blocks import Block, Code, Figure, Heading, Html, Inline, Key, Text
 from gradus.report.plots import INK
 
-ROWS = 40  # of a table that stays on one sheet
+ROWS = 16  # of a table that stays on one sheet
 SHORT = 12  # characters of a cell that stays on one line: a number with its unit
 BREAK, TOGETHER = "\N{ZERO WIDTH SPACE}", "\N{NO-BREAK SPACE}"
 STYLE = """

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradus.errors import either, need
-from gradus.proof.pairs import figure_name
+from gradus.proof.pairs import PEAK, figure_name
 from gradus.report.blocks import Figure, Key
 from gradus.report.runs import X_AXES, Run, words
 from gradus.text import count
@@ -49,7 +49,7 @@ def bars(names: Sequence[str], height: float, width: float = BARS) -> Any:
     """Axes for lying bars: their names, in as many lines as they take, from top to bottom at 0, 1, ... height: of one,
     in inches, at least."""
     labels = [textwrap.wrap(name, LONG, break_on_hyphens=False, max_lines=LINES, placeholder=" …") for name in names]
-    height = max([height, *(0.06 + 0.14 * len(lines) for lines in labels)])
+    height = max([height, *(0.1 + 0.16 * len(lines) for lines in labels)])
     (axes,) = panels(1, 0.8 + height * len(names), width)
     axes.set_yticks(range(len(names)), ["\n".join(lines) for lines in labels])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -156,10 +156,12 @@ def of_runs(runs: Sequence[Run], x: str = "step") -> Iterator[Plot]:
     speeds = {"samples_per_s": "samples/s", "mfu": "MFU"}
     yield from _of_training(curves, " Each point is the mean since the point before.", speeds, x)
     memory = [(run, *pair) for run in runs for pair in run.proved if pair[0].startswith("memory/") and pair[2]]
-    memory = [bar for bar in memory if bar[1] != "memory/process"]  # which is much more than its tensors
+    several = len(runs) > 1
+    # a process has much more than its tensors
+    memory = [bar for bar in memory if bar[1] == PEAK or not (several or bar[1] == "memory/process")]
     if len(memory) >= LEAST:
-        caption = "The memory of tensors by component. Upper bars were planned before the first step, lower measured."
-        yield caption, [_memory(memory, len(runs) > 1)]
+        caption = f"The memory of tensors {'at the peak' if several else 'by component'}. Upper bars were planned before"
+        yield f"{caption} the first step, lower ones measured.", [_memory(memory, several)]
     compared = [run for run in runs if run.speed_up]
     if len(compared) >= LEAST:
         caption = f"The speed-up against {compared[0].name}. Dashed lines show the ideal, the ratio of the numbers of "
@@ -209,7 +211,7 @@ def bytes_in(most: float) -> tuple[float, str]:
 
 
 def _memory(rows: list[tuple[Run, str, float, float]], several: bool) -> Any:
-    axes = bars([f"{run.name}: " * several + figure_name(component) for run, component, *_ in rows], 0.28)
+    axes = bars([run.name if several else figure_name(component) for run, component, *_ in rows], 0.28)
     unit, name = bytes_in(max(max(planned, measured) for *_, planned, measured in rows))
     for label, side, alpha, shift in (("planned", 2, 0.4, -0.18), ("measured", 3, 1.0, 0.18)):
         widths = [bar[side] / unit for bar in rows]

@@ -145,8 +145,11 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
     for run in group:
         s, ratio = run.summary, run.speed_up
         time = None if s.train_runtime is None else duration(s.train_runtime)
-        both = [ratio, ratio and ratio * base.processes / run.processes] if base else []
-        cells = [s.steps, time, run.speed, *(["not comparable"] * 2 if both and run.name in wrong else both)]
+        cells = [s.steps, time, run.speed]
+        if base:  # as many processes have no efficiency of their own
+            scaled = ratio and (run is base or run.processes != base.processes)
+            both = [ratio, ratio * base.processes / run.processes if scaled else None]
+            cells += ["not comparable"] * 2 if run.name in wrong else both
         processes = cell(run.processes if run.finished else None)  # its end says how many
         speed.append([run.name, s.layout or "–", run.config.layout.precision, processes, *map(cell, cells)])
         losses = [s.train_loss, run.last("train/loss"), *(s.metrics.get(name) for name in metrics)]
@@ -159,6 +162,7 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
         caption += f" Speed-up and efficiency are against {base.name}"
         caption += "; a run of another model, or not finished, has none." if not all(r.speed_up for r in group) else "."
     caption += "".join(f" {name}: {reason}." for name, reason in wrong.items())
+    caption += "".join(f" {run.name} has {run.differs}." for run in group if run.differs)
     yield Table(head, speed, caption)
     head = ["run", "state", "epochs", "samples", "training loss, mean", "training loss, last", *map(words, metrics)]
     yield Table(head, quality, "The losses and metrics of each run. The metrics are those of the last evaluation.")
@@ -185,7 +189,7 @@ def planned(group: Sequence[Run]) -> Iterator[Table]:
             rows.append([*[run.name] * several, label.strip(), *cells])
     if rows:
         head = [*["run"] * several, "figure", "planned", "measured", "error"]
-        caption = "Planned figures beside measured ones. The plan was made before the first step; the run measured the rest."
+        caption = "Planned figures beside measured ones. The plan was made before the first step, the rest in the run."
         yield Table(head, rows, caption)
 
 
@@ -211,7 +215,8 @@ def machines(measured: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Table]:
     for body, of in names.items():
         if body:
             which = f" of {', '.join(of)}" * (len(names) > 1)
-            yield Table(["machine", ""], list(map(list, body)), f"The machine{which}.", words=True)
+            first, *rest = map(list, body)
+            yield Table(first, rest, f"The machine{which}.", words=True)
 
 
 def appendix(run: Run, code: bool) -> Iterator[Block]:

@@ -146,11 +146,12 @@ def words(name: str) -> str:
 @dataclasses.dataclass
 class Run:
     """`name` tells it from the others of the report. speed_up: against the first finished run of its recipe and model,
-    where there are several."""
+    where there are several. differs: from these, where the name does not say it."""
 
     name: str
     folder: Path
     speed_up: float | None = None
+    differs: str = ""
 
     @functools.cached_property
     def finished(self) -> bool:
@@ -304,15 +305,17 @@ def uneven_load(group: Sequence[Run]) -> dict[str, str]:
 
 
 def name_by_difference(group: Sequence[Run]) -> None:
-    """Each of several runs of a recipe is called by what differs among them, with its folder's name."""
+    """Each of several runs of a recipe knows what differs among them, and is called by that, with its folder's name,
+    where that name is a time."""
     keys = [flat(limits.parse_yaml(run.recipe, run.folder / "recipe.yaml")) for run in group]
     for run, own in zip(group, keys):
         own["processes"] = run.processes if run.finished else None  # its end says how many
     differ = [key for key in dict.fromkeys(itertools.chain(*keys)) if len({repr(own.get(key)) for own in keys}) > 1]
     differ = sorted((key for key in differ if not key.startswith(("name", "log."))), key=lambda k: "layout" not in k)
     for run, own in zip(group, keys):
-        parts = [f"{key.rpartition('.')[2]}={value_word(own.get(key))}" for key in differ[:DIFFERENCES]]
-        run.name = f"{', '.join(parts)} ({run.name})" if parts else run.name
+        run.differs = ", ".join(f"{key.rpartition('.')[2]}={value_word(own.get(key))}" for key in differ[:DIFFERENCES])
+        if run.differs and re.fullmatch(r"[\d-]+", run.name):
+            run.name, run.differs = f"{run.differs} ({run.name})", ""
 
 
 def flat(value: Any, at: str = "") -> dict[str, Any]:
