@@ -39,7 +39,7 @@ def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
     for quoted in ("#SBATCH --time=1", "class Seq2Seq", "<strong>second</strong>", "&lt;script&gt;", "n_train: 64", json.loads((folders / "long/environment.json").read_text())["cpu"]):
         assert quoted in text, quoted
     metrics = json.loads((folders / "long/summary.json").read_text())["metrics"]
-    assert text.count("<figure>") == -(-len(metrics) // plots.SIDE) + 3  # metrics, the loss one; rate and norm, throughput, memory
+    assert text.count("<figure>") == -(-len(metrics) // plots.SIDE) + 2  # metrics, the loss one; rate and norm, throughput
 
 
 def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
     said = list(report([str(tmp_path / "pair"), str(folders / "short")], str(tmp_path / "out"), str(tmp_path / "notes.md")))
     text = (tmp_path / "out" / "report.html").read_text()
     assert said[0].endswith("1 run, 1 study; it needs no other file") and not Tags(text).open and not Tags(text).loads
-    order = ("<h2>Recipe: copy-task</h2>", "<h2>Study: pair</h2>", "My words.", "<h2>Appendix: how it was measured</h2>", "short: command")
+    order = ("<h2>Recipe: copy-task</h2>", "<h2>Study: pair</h2>", "My words.", "<h2>Appendix: how it was measured</h2>", "cpus allowed")
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order) and "n_train: 64" not in text and "class Seq2Seq" not in text
 
 
@@ -210,7 +210,7 @@ def test_wrong_folders(folders, tmp_path, monkeypatch, runs, wrong):
 
 def test_runs_of_different_recipes_share_no_axis_and_no_speed_up(folders, tmp_path, monkeypatch):
     other, drawn = variant(folders / "long", tmp_path / "other", {"name": "another-task"}), []
-    rows = [row for kind in ("train", "valid") for row in rows_of(f"{kind}/loss", [(1, 3.0), (2, 2.0), (3, 1.0)])]
+    rows = [row for name in ("train/loss", "valid/loss", "train/lr") for row in rows_of(name, [(1, 3.0), (2, 2.0), (3, 1.0)])]
     variant(folders / "short", tmp_path / "short", rows=rows)
     monkeypatch.setattr(plots, "drawn", lambda made: drawn.append([[line.get_label() for line in axes[0].lines] for _, axes in made]) or [])
     blocks = list(content("t", read([str(tmp_path / "short"), str(other)]), ""))
@@ -294,7 +294,7 @@ def test_efficiency_is_against_all_processes_of_the_first_run():
     def run(processes: int, speed_up: float) -> SimpleNamespace:
         summary = SimpleNamespace(steps=9, train_runtime=1.0, layout="", train_loss=1.0, metrics={}, epoch=1.0, samples=9, load=SimpleNamespace(during=None))
         config = SimpleNamespace(layout=SimpleNamespace(precision="fp32"), train=SimpleNamespace(steps=9))
-        return SimpleNamespace(name=str(processes), summary=summary, config=config, processes=processes, speed_up=speed_up, speed=1.0, finished=True, last=lambda name: 1.0)
+        return SimpleNamespace(name=str(processes), summary=summary, config=config, processes=processes, speed_up=speed_up, speed=1.0, finished=True, differs="", last=lambda name: 1.0)
 
     speed = next(compared([run(2, 1.0), run(4, 1.6), run(8, 2.0)]))
     assert [row[-2:] for row in speed.rows] == [["1", "1"], ["1.6", "0.8"], ["2", "0.5"]]

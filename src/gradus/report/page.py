@@ -175,7 +175,7 @@ def _typst_figure(block: Figure) -> str:
     width = ", width: 100%" if len(block.panels) > 1 else ""
     images = ", ".join(f'image(bytes({_quoted(svg)}), format: "svg"{width})' for svg in block.panels)
     marks = [f"fill: rgb({_quoted(key.colour)}), font: {_quoted(MONO)}, {_quoted(key.mark)}" for key in block.legend]
-    keys = " #h(1em) ".join(f"#text({mark}) #text({_quoted(key.text)})" for mark, key in zip(marks, block.legend))
+    keys = " #h(1em) ".join(f"#box[#text({mark}) #text({_quoted(key.text)})]" for mark, key in zip(marks, block.legend))
     body = f"grid(columns: {len(block.panels)}, gutter: 6pt, {images})"
     body = f"stack(spacing: 6pt, {body}, text(size: 8pt)[{keys}])" if keys else body
     return f"#figure({body}, caption: text({_quoted(block.caption)}), numbering: none)"

@@ -160,8 +160,8 @@ def of_runs(runs: Sequence[Run], x: str = "step") -> Iterator[Plot]:
     # a process has much more than its tensors
     memory = [bar for bar in memory if bar[1] == PEAK or not (several or bar[1] == "memory/process")]
     if len(memory) >= LEAST:
-        caption = f"The memory of tensors {'at the peak' if several else 'by component'}. Upper bars were planned before"
-        yield f"{caption} the first step, lower ones measured.", [_memory(memory, several)]
+        caption = f"The memory of tensors {'at the peak' if several else 'by component'}. Upper bars were planned, "
+        yield f"{caption}lower ones measured.", [_memory(memory, several)]
     compared = [run for run in runs if run.speed_up]
     if len(compared) >= LEAST:
         caption = f"The speed-up against {compared[0].name}. Dashed lines show the ideal, the ratio of the numbers of "

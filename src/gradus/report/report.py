@@ -15,6 +15,7 @@ from gradus.errors import UserError, not_written
 from gradus.limits import read_text
 from gradus.proof.pairs import Pair
 from gradus.proof.study import unit_of
+from gradus.proof.timing import TAKEN
 from gradus.report import first_page, plots, runs, studies, study_plots
 from gradus.report.blocks import Block, Code, Heading, Table, from_markdown, narrow, numbered, plain
 from gradus.report.page import to_html, to_pdf
@@ -163,6 +164,10 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
         caption += "; a run of another model, or not finished, has none." if not all(r.speed_up for r in group) else "."
     caption += "".join(f" {name}: {reason}." for name, reason in wrong.items())
     caption += "".join(f" {run.name} has {run.differs}." for run in group if run.differs)
+    loads = {run.name: run.summary.load.during or 0 for run in group}
+    if max(loads.values()) > TAKEN:
+        used = ", ".join(f"{load:.1f} processors during {name}" for name, load in loads.items())
+        caption += f" Other programs used {used}."
     yield Table(head, speed, caption)
     head = ["run", "state", "epochs", "samples", "training loss, mean", "training loss, last", *map(words, metrics)]
     yield Table(head, quality, "The losses and metrics of each run. The metrics are those of the last evaluation.")

@@ -24,6 +24,7 @@ from gradus.rows import read_rows
 
 # what a loss and a metric can stand above: its key in their rows → in words
 X_AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
+COLUMNS = ("layout.precision", "processes", "train.steps")  # that a table of runs has
 DIFFERENCES = 3  # keys in the name of a run
 LARGEST = 1e39  # what fp32 holds is below
 WORDS = {"train": "training", "valid": "validation", "lr": "learning rate", "grad_norm": "norm of the gradient"}
@@ -313,8 +314,10 @@ def name_by_difference(group: Sequence[Run]) -> None:
     differ = [key for key in dict.fromkeys(itertools.chain(*keys)) if len({repr(own.get(key)) for own in keys}) > 1]
     differ = sorted((key for key in differ if not key.startswith(("name", "log."))), key=lambda k: "layout" not in k)
     for run, own in zip(group, keys):
-        run.differs = ", ".join(f"{key.rpartition('.')[2]}={value_word(own.get(key))}" for key in differ[:DIFFERENCES])
-        if run.differs and re.fullmatch(r"[\d-]+", run.name):
+        is_time = re.fullmatch(r"[\d-]+", run.name)
+        keys_of_run = [key for key in differ if is_time or key not in COLUMNS][:DIFFERENCES]
+        run.differs = ", ".join(f"{key.rpartition('.')[2]}={value_word(own.get(key))}" for key in keys_of_run)
+        if run.differs and is_time:
             run.name, run.differs = f"{run.differs} ({run.name})", ""
 
 
