@@ -42,6 +42,7 @@ WORDS = {"source": "source says", "planned": "planned there", "predicted": "plan
 COMPARED = (("planned", "source"), ("predicted", "measured"))
 UNDISTURBED = "/undisturbed"  # without the time in which a step was ready but other programs had the processor
 MOST = 1.05  # an efficiency above it has another cause than the processes
+INCOMPARABLE = "not comparable"
 MORE = f"more than {MOST} times as fast per process"
 Record = dict[str, Any]
 
@@ -149,9 +150,9 @@ class Table:
         """Configuration → why its speed-up is none of its processes."""
         reasons = {}
         for (c, name), row in self.measured.items():
-            if name in ("efficiency", "ratio/efficiency") and not isinstance(row["value"], str) and row["value"] > MOST:
+            if shown(name, row) == INCOMPARABLE:
                 load = f" (load {row['load']:g} on {row['cpus']} cores)" if "load" in row else ""
-                reasons[c] = f"not comparable: other programs ran{load}, or other things differ too: {MORE}"
+                reasons[c] = f"{INCOMPARABLE}: other programs ran{load}, or other things differ too: {MORE}"
         return reasons
 
 
@@ -167,6 +168,8 @@ def shown(name: str, row: Record | None) -> str:
         return size(value)
     if unit == "s":
         return duration(value)
+    if name.endswith("efficiency") and value > MOST:
+        return INCOMPARABLE
     if name.startswith("deviation/"):
         return f"{value:.1e}"
     if name in ("data_wait", "roof"):
