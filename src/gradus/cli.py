@@ -249,12 +249,17 @@ def _planning(verb: Verb) -> None:
     add("runs", nargs="+", metavar="RUN", help="run folders; several: each figure's error by run, and their median")
     add("--json", **FLAG, help="the figures as JSON lines")
     text = "runs and studies as one HTML file and one PDF, to hand in"
-    run = lambda a: room("report.report").report(a.runs, a.to, a.notes)  # noqa: E731
+    shown = ("title", "author", "x", "code")
+    run = lambda a: room("report.report").report(a.runs, a.to, a.notes, **{k: getattr(a, k) for k in shown})  # noqa: E731
     add = verb("report", run, text, "runs").add_argument
     text = "folders of runs and of studies; runs of one recipe are compared with the first of them that is finished"
     add("runs", nargs="+", metavar="RUN|STUDY", help=text)
     add("--to", required=True, metavar="DIR", help="folder for report.html and report.pdf")
     add("--notes", metavar="FILE.md", help="your own discussion")
+    add("--title", default="", metavar="TEXT", help="of the first page (default: the names of what is reported)")
+    add("--author", default="", metavar="TEXT", help="beside the date of the newest measurement")
+    add("--x", default="step", choices=["step", "tokens", "seconds"], help="what curves stand above (default: step)")
+    add("--code", **FLAG, help="also recipes with every key, job scripts and the models' source")
 
 
 def _looking(verb: Verb) -> None:

@@ -21,6 +21,7 @@ from gradus.proof.ladder_search import Climbed, Trial
 from gradus.proof.optimizations import OPTIMIZATIONS
 from gradus.proof.timing import Timed
 from gradus.report import studies
+from gradus.report.blocks import Table, Text
 from gradus.text import visible
 from gradus.train.session import open_for
 
@@ -98,9 +99,12 @@ def test_what_is_not_faster_at_the_end_is_not_recommended_and_the_report_has_the
     assert "keys: " not in out and "gradus train" not in out and "helped" not in out
     assert "1.33× [1.33, 1.33] the samples/s (0.67× by the wall clock" in out and "note: one round has no spread" in out
     [study] = studies.read([str(tmp_path / "ladder")])
-    (c,) = (c for c in study.values("ratio") if c.startswith("first-and-last"))
-    assert study.values("ratio")[c] == pytest.approx(4 / 3) and study.values("ratio/wall_clock")[c] == pytest.approx(2 / 3)
-    assert study.row(c, "verdict")["kept"] is False
+    blocks = list(studies.tables(study))
+    assert any("1.33× [1.33, 1.33] the samples/s (0.67× by the wall clock" in text for block in blocks if isinstance(block, Text) for _, text in block.parts)
+    assert study.trials[-1].rung == "first-and-last" and study.trials[-1].kept is False
+    (table,) = (block for block in blocks if isinstance(block, Table))
+    for _, tried, *cells in table.rows:
+        assert f"{tried} {' '.join(filter(None, cells))}" in out, "a line of the report's table is one of the screen's"
 
 
 @pytest.mark.parametrize(

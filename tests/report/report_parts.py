@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import shutil
 from html.parser import HTMLParser
@@ -22,7 +24,9 @@ def folders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, more in (("short", "train.steps=4"), ("long", "train.steps=8 layout.precision=bf16")):
             words = ["copy-task", *TINY.split(), *more.split(), "schedule.warmup_steps=2", "log.every=2", "evaluate.every=3"]
-            assert cli.run(["train", *words, f"log.dir={folder / name}"]) == 0
+            with contextlib.redirect_stdout(io.StringIO()) as screen:
+                assert cli.run(["train", *words, f"log.dir={folder / name}"]) == 0
+            (folder / f"{name}.txt").write_text(screen.getvalue())
             patch.setattr("gradus.proof.prove.Planner", None)  # one of them has a plan
     shutil.copytree(folder / "long", folder / "stopped")
     (folder / "stopped" / "summary.json").unlink()

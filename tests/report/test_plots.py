@@ -12,20 +12,21 @@ from gradus.report import plots
 from gradus.report.runs import read
 
 
-def test_what_was_measured_once_is_in_the_table_alone(folders, tmp_path):
-    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.5)], unit="nats"), *rows_of("valid/loss", [(2, 1.6)]), *rows_of("valid/exact_match", [(2, 0.5)])]
+def test_what_was_measured_once_or_twice_is_in_the_table_alone(folders, tmp_path):
+    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.5), (3, 1.2)], unit="nats"), *rows_of("valid/loss", [(2, 1.6)]), *rows_of("valid/exact_match", [(1, 0.4), (2, 0.5)])]
     run = variant(folders / "short", tmp_path / "once", rows=rows)
     found = read([str(run)])
     captions = [caption for caption, _ in plots.of_runs(found)]
-    assert captions[0].startswith("The panels show the loss by step, by tokens and by seconds of training; solid lines")
+    assert captions[0].startswith("The loss by step. Solid lines")
+    assert next(plots.of_runs(found, "seconds"))[0].startswith("The loss by seconds of training. Solid lines")
     assert not any("exact match" in caption for caption in captions) and not any("learning rate" in caption for caption in captions)
-    assert plots.not_drawn(found) == "The report has no plot of exact match, measured once only."
+    assert plots.not_drawn(found) == "The report has no plot of exact match, measured fewer than 3 times."
 
 
 def test_a_report_of_many_metrics_draws_some_and_says_so(folders, tmp_path):
-    rows = [row for i in range(300) for row in rows_of(f"valid/m{i}", [(1, i), (2, i + 1)])]
+    rows = [row for i in range(300) for row in rows_of(f"valid/m{i}", [(1, i), (2, i + 1), (3, i)])]
     found = read([str(variant(folders / "short", tmp_path / "many", rows=rows))])
-    assert sum("by step" in caption for caption, _ in plots.of_runs(found)) == plots.METRICS
+    assert sum(len(axes) for caption, axes in plots.of_runs(found) if "by step" in caption) == plots.METRICS
     assert plots.not_drawn(found) == f"The report has plots of the first {plots.METRICS} metrics only, {300 - plots.METRICS} more are in the table."
 
 

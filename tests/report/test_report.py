@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,18 +14,24 @@ import pytest
 from report_parts import Tags, rows_of, variant
 
 from gradus.errors import FAULT, UserError, exit_code
-from gradus.report import plots
+from gradus.report import first_page, plots
 from gradus.report.blocks import Figure, Heading, Table
 from gradus.report.report import SHOWN, compared, content, energy, planned, predictions, report
 from gradus.report.runs import by_recipe, read
+from gradus.text import duration
 
 pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    monkeypatch.setattr(plots, "drawn", lambda made: [])
 
 
 def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
     (tmp_path / "notes.md").write_text("# Why\n\nThe **second** is <script>alert(1)</script> longer.\n")
     runs = [str(folders / name) for name in ("short", "long")]
-    said = list(report(runs, str(tmp_path / "out"), str(tmp_path / "notes.md")))
+    said = list(report(runs, str(tmp_path / "out"), str(tmp_path / "notes.md"), code=True))
     text = (tmp_path / "out" / "report.html").read_text()
     tags = Tags(text)
     assert not tags.open and not tags.loads and "url(http" not in text and "@import" not in text
@@ -32,7 +39,7 @@ def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
     for quoted in ("#SBATCH --time=1", "class Seq2Seq", "<strong>second</strong>", "&lt;script&gt;", "n_train: 64", json.loads((folders / "long/environment.json").read_text())["cpu"]):
         assert quoted in text, quoted
     metrics = json.loads((folders / "long/summary.json").read_text())["metrics"]
-    assert text.count("<figure>") == len(metrics) + 4  # each metric, the loss one; rate and norm, throughput, memory, speed-up
+    assert text.count("<figure>") == -(-len(metrics) // plots.SIDE) + 2  # metrics, the loss one; rate and norm, throughput
 
 
 def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
@@ -45,8 +52,24 @@ def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
     said = list(report([str(tmp_path / "pair"), str(folders / "short")], str(tmp_path / "out"), str(tmp_path / "notes.md")))
     text = (tmp_path / "out" / "report.html").read_text()
     assert said[0].endswith("1 run, 1 study; it needs no other file") and not Tags(text).open and not Tags(text).loads
-    order = ("<h2>Recipe: copy-task</h2>", "<h2>Study: pair</h2>", "My words.", "<h2>Appendix: machine, recipe, code</h2>", "n_train: 64")
-    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
+    order = ("<h2>Recipe: copy-task</h2>", "<h2>Study: pair</h2>", "My words.", "<h2>Appendix: how it was measured</h2>", "cpus allowed")
+    assert [text.index(part) for part in order] == sorted(text.index(part) for part in order) and "n_train: 64" not in text and "class Seq2Seq" not in text
+
+
+def test_a_report_to_hand_in(folders, tmp_path, no_plots):
+    """Title, author and date, five sentences and one table; every table has a number, and the text refers to it."""
+    pytest.importorskip("typst")
+    runs = [variant(folders / name, tmp_path / f"20261128-18102{i}") for i, name in enumerate(("short", "long"))]
+    said = list(report([str(run) for run in runs], str(tmp_path / "out"), title="Copying <2>", author="A. Student"))
+    text, date = (tmp_path / "out" / "report.html").read_text(), json.loads((runs[0] / "summary.json").read_text())["finished"][:10]
+    assert len(said) == 2 and "<h1>Copying &lt;2&gt;</h1>" in text and f"<p>A. Student · {date}</p>" in text
+    first = text[: text.index("<h2>")]
+    for part in ("This report shows 2 runs of copy-task (Table 1), measured on", "The best speed-up is", "The peak memory is", "The quality is", "The error of the plan is"):
+        assert part in first, part
+    numbers = [int(n) for n in re.findall(r'<p class="caption">Table (\d+)\. ', text)]
+    assert numbers == list(range(1, len(numbers) + 1)) and all(f"Table {n} shows " in text for n in numbers[1:]) and len(numbers) > 3
+    assert "precision=bf16, steps=8 (20261128-181021)" in text, "a run's name says what differs"
+    assert (tmp_path / "out" / "report.pdf").is_file()
 
 
 def test_the_table_is_what_the_summaries_say(folders):
@@ -62,12 +85,29 @@ def test_the_table_is_what_the_summaries_say(folders):
     assert [float(value) for value in quality.rows[0][6:]] == pytest.approx(list(summaries[0]["metrics"].values()), rel=1e-3)
 
 
+def test_a_run_has_the_figures_that_it_printed_at_its_end(folders):
+    """Each of its last lines, and its plan beside what it measured."""
+    (run,) = read([str(folders / "short")])
+    screen = (folders / "short.txt").read_text().splitlines()
+    printed = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in screen if re.search(r"\S  +\S", line))
+    (speed, quality), metrics = compared([run]), list(run.summary.metrics)
+    shown = {"train_samples_per_second": speed.rows[0][6], "train_loss": quality.rows[0][4], "epoch": quality.rows[0][2], **dict(zip(metrics, quality.rows[0][6:]))}
+    for name, text in shown.items():
+        assert float(text.replace(",", "")) == pytest.approx(float(printed[name]), rel=1e-3, abs=1e-4), name
+    assert speed.rows[0][5] == duration(float(printed["train_runtime"]))
+    (table,) = planned([run])
+    assert len(table.rows) > 5
+    for name, *cells in table.rows:
+        assert re.split(r"  +", printed[name]) == cells, name
+
+
 @pytest.mark.parametrize(
     ("loads", "processes", "said"),
     [
-        ((0.1, 1.9), 1, "Not comparable: other programs used unequally many processors (0.1 during short, 1.9 during long)."),
+        ((0.1, 1.9), 1, "long: not comparable: other programs ran (load 1.9 on 2 cores, 0.1 during short)."),
         ((0.1, 0.2), 1, ""),
-        ((None, None), 2, "An efficiency above 1.05 has another cause"),
+        ((0.1, 0.2), 2, "long: not comparable: other programs ran (load 0.2 on 2 cores, 0.1 during short), or other things differ too: more than 1.05 times"),
+        ((None, None), 2, "long: not comparable: other programs ran, or other things differ too: more than 1.05 times as fast per process."),
     ],
 )
 def test_speeds_of_a_busy_machine_are_not_comparable(folders, tmp_path, loads, processes, said):
@@ -80,11 +120,8 @@ def test_speeds_of_a_busy_machine_are_not_comparable(folders, tmp_path, loads, p
     (found,) = by_recipe(read([str(tmp_path / "short"), str(tmp_path / "long")]))
     speed, _ = compared(found)
     assert said in speed.caption if said else speed.caption.endswith("against short.")
-
-
-@pytest.fixture
-def no_plots(monkeypatch):
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
+    assert speed.rows[1][7:] == (["not comparable"] * 2 if said else ["10", "–"])
+    assert first_page.of_runs(found)[1].startswith("not comparable: other programs ran" if said else "10 × the samples/s of short, by long")
 
 
 def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path, no_plots):
@@ -118,7 +155,7 @@ def test_the_promise_of_the_largest_batch_is_reported_beside_the_step(folders, t
     summary["proof"] = {"memory/allocated": step, "memory/largest": {"predicted": 68e6, "batch": "16 × 48 tokens"}}
     (place / "summary.json").write_text(json.dumps(summary))
     (made,) = planned(read([str(place)]))
-    assert made.rows[1][1:] == ["68 MB", "–", "–"] and [row[0].partition(" (")[2] for row in made.rows] == ["step 3: 16 × 24 tokens)", "16 × 48 tokens)"]
+    assert made.rows[1][1:] == ["68 MB", "-", "-"] and [row[0].partition(" (")[2] for row in made.rows] == ["step 3: 16 × 24 tokens)", "16 × 48 tokens)"]
     list(content("title", read([str(place)]), ""))
 
 
@@ -140,7 +177,7 @@ def test_an_unfinished_run_shows_where_it_stands_under_its_recipe(folders, monke
 
 def test_equal_rows_give_equal_bytes(folders, tmp_path):
     pytest.importorskip("typst")
-    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.0)]), *rows_of("valid/loss", [(1, 2.1), (2, 1.1)])]
+    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.0), (3, 0.5)]), *rows_of("valid/loss", [(1, 2.1), (2, 1.1)])]
     runs = [str(variant(folders / name, tmp_path / name, rows=rows)) for name in ("short", "stopped")]
     for name in ("a", "b"):
         list(report(runs, str(tmp_path / name)))
@@ -172,10 +209,11 @@ def test_wrong_folders(folders, tmp_path, monkeypatch, runs, wrong):
 
 
 def test_runs_of_different_recipes_share_no_axis_and_no_speed_up(folders, tmp_path, monkeypatch):
-    other = variant(folders / "long", tmp_path / "other", {"name": "another-task"})
-    drawn = []
+    other, drawn = variant(folders / "long", tmp_path / "other", {"name": "another-task"}), []
+    rows = [row for name in ("train/loss", "valid/loss", "train/lr") for row in rows_of(name, [(1, 3.0), (2, 2.0), (3, 1.0)])]
+    variant(folders / "short", tmp_path / "short", rows=rows)
     monkeypatch.setattr(plots, "drawn", lambda made: drawn.append([[line.get_label() for line in axes[0].lines] for _, axes in made]) or [])
-    blocks = list(content("t", read([str(folders / "short"), str(other)]), ""))
+    blocks = list(content("t", read([str(tmp_path / "short"), str(other)]), ""))
     assert [b.text for b in blocks if isinstance(b, Heading)][1:3] == ["Recipe: copy-task", "Recipe: another-task"]
     assert not any("speed-up" in [*b.head, *(row[0] for row in b.rows), b.caption] for b in blocks if isinstance(b, Table))
     assert [of_recipe[0] for of_recipe in drawn] == [["training", "validation"]] * 2
@@ -208,24 +246,24 @@ def test_a_damaged_file_is_one_line(folders, tmp_path, monkeypatch, file):
 
 
 def test_what_is_not_a_number_of_a_plot_is_left_out(folders, tmp_path):
-    values = [(1, 1e308), (2, -1e308), (3, float("inf")), (4, 10**400), (5, True), (6, 2.0), (7, 1.0)]
+    values = [(1, 1e308), (2, -1e308), (3, float("inf")), (4, 10**400), (5, True), (6, 2.0), (7, 1.0), (8, 0.5)]
     memory = {"gpu": {"memory_bytes": [1]}}
     run = variant(folders / "short", tmp_path / "run", rows=rows_of("train/loss", values, unit=5), train_samples_per_second=0, proof={"memory/a": {"predicted": 0, "measured": 1}})
     (run / "environment.json").write_text(json.dumps(memory))
     found = read([str(run)])
-    assert found[0].points("train/loss", "step") == [(6, 2.0), (7, 1.0)]
-    assert sum(isinstance(block, Figure) for block in content("t", found, "")) == 2  # the loss, the memory
+    assert found[0].points("train/loss", "step") == [(6, 2.0), (7, 1.0), (8, 0.5)]
+    assert sum(isinstance(block, Figure) for block in content("t", found, "")) == 1  # the loss
 
 
 def test_names_are_text_wherever_they_stand(folders, tmp_path):
     """Of a run, a metric, a unit, a layout, a machine and a figure."""
     pytest.importorskip("typst")
     evil = '<script>alert(1)</script>"><img src=x onerror=a()> | # $x$ `y` *z* #panic("x") \\ </svg></title>--><b>'
-    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.0)], unit=evil), *rows_of(f"valid/{evil}", [(1, 2.0), (2, 1.0)], unit=evil)]
+    rows = [*rows_of("train/loss", [(1, 2.0), (2, 1.0), (3, 0.5)], unit=evil), *rows_of(f"valid/{evil}", [(1, 2.0), (2, 1.0), (3, 0.5)], unit=evil)]
     proof = {f"memory/{evil}": {"predicted": 1.0, "measured": 2.0}, evil: {"predicted": 1.0, "measured": 2.0}}
     run = variant(folders / "short", tmp_path / evil.replace("/", ""), rows=rows, layout=evil, metrics={evil: 1.0}, proof=proof)
     (run / "environment.json").write_text(json.dumps({"cpu": evil, "versions": {evil: evil}, "command": evil}))
-    said = list(report([str(run)], str(tmp_path / "out")))
+    said = list(report([str(run)], str(tmp_path / "out"), title=evil, author=evil, code=True))
     tags = Tags((tmp_path / "out" / "report.html").read_text())
     assert not tags.open and not tags.loads and (tmp_path / "out" / "report.pdf").read_bytes().startswith(b"%PDF-")
     assert len(said) == 2 and "no PDF" not in said[1]
@@ -256,7 +294,7 @@ def test_efficiency_is_against_all_processes_of_the_first_run():
     def run(processes: int, speed_up: float) -> SimpleNamespace:
         summary = SimpleNamespace(steps=9, train_runtime=1.0, layout="", train_loss=1.0, metrics={}, epoch=1.0, samples=9, load=SimpleNamespace(during=None))
         config = SimpleNamespace(layout=SimpleNamespace(precision="fp32"), train=SimpleNamespace(steps=9))
-        return SimpleNamespace(name=str(processes), summary=summary, config=config, processes=processes, speed_up=speed_up, speed=1.0, finished=True, last=lambda name: 1.0)
+        return SimpleNamespace(name=str(processes), summary=summary, config=config, processes=processes, speed_up=speed_up, speed=1.0, finished=True, differs="", last=lambda name: 1.0)
 
     speed = next(compared([run(2, 1.0), run(4, 1.6), run(8, 2.0)]))
     assert [row[-2:] for row in speed.rows] == [["1", "1"], ["1.6", "0.8"], ["2", "0.5"]]

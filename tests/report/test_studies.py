@@ -11,9 +11,10 @@ import pytest
 from study_parts import captions, folder_of, row
 
 from gradus.errors import UserError
-from gradus.proof import results
+from gradus.proof import bench, ladder, results, scale
+from gradus.proof.ladder_search import Climbed, Trial
 from gradus.proof.study_store import claimed
-from gradus.report import studies
+from gradus.report import first_page, studies
 from gradus.report.blocks import Code, Table, Text
 from gradus.report.report import report
 
@@ -22,7 +23,7 @@ pytest.importorskip("matplotlib")
 
 def blocks_of(folder, kind):
     study = studies.read([str(folder)])[0]
-    return [block for block in (*studies.tables(study), *studies.appendix(study)) if isinstance(block, kind)]
+    return [block for block in (*studies.tables(study), *studies.appendix(study, code=True)) if isinstance(block, kind)]
 
 
 def test_the_folder_of_the_harness_keeps_how_it_was_done(harness):
@@ -79,48 +80,96 @@ def test_what_was_lost_on_several_processes(tmp_path):
     folder = folder_of(tmp_path / "scale", rows)
     found = blocks_of(folder, Table)
     assert found[0].head == ["configuration", "samples/s", "speed-up", "efficiency", "step"]  # which is the ratio
-    lost = next(t for t in found if "what was lost" in t.caption)
+    lost = next(t for t in found if "What was lost" in t.caption)
     assert lost.rows[1] == ["2 processes", "+20.0", "noise", "-", "+25.0", "+12.0", "-"]  # as on the screen
-    assert "noise: less than the rounds differ among themselves (1 processes ±10.0, 2 processes ±10.0" in lost.caption
-    assert next(t for t in found if "collective" in t.head).rows[0] == ["2 processes", "all_reduce", "3", "20 ms", "1 MB"]
+    assert "Noise: less than the rounds differ among themselves (1 processes ±10.0, 2 processes ±10.0" in lost.caption
+    assert next(t for t in found if "collective" in t.head).rows[0] == ["2 processes", "all_reduce", "3", "20.00", "977 KiB"]  # as on the screen
     assert captions(folder)[-1].endswith("Bars show a step by its parts, and what was lost by name.")
 
 
-def test_a_ladder_of_one_round_has_the_speed_of_its_timed_steps(tmp_path):
-    """Not that of the first steps, which are taken once for losses and memory, the compilation with them."""
-    rows = []
-    for c, first, timed in (("before", 5.0, 10.0), ("compile", 0.1, 12.0)):
-        rows.append(row("samples_per_s", first, c, "samples/s", samples=[first], rung="00-first", study="once", steps=3, warm_up=0))
-        rows.append(row("samples_per_s/undisturbed", first + 1, c, "samples/s", samples=[first + 1], rung="00-first", study="once", steps=3, warm_up=0))
-        rows.append(row("samples_per_s", timed, c, "samples/s", samples=[timed], rung="00-first", study="ladder", steps=8, warm_up=2))
-        rows.append(row("memory/allocated", 1e6, c, "bytes", rung="00-first", study="once", steps=3, warm_up=0))
-    folder = folder_of(tmp_path / "ladder", rows)
-    assert studies.read([str(folder)])[0].values("samples_per_s") == {"00-first · before": 10.0, "00-first · compile": 12.0}
-    text = " ".join(text for block in blocks_of(folder, Text) for _, text in block.parts)
-    assert "8 steps" in text and "3 steps" not in text
+# ---------------------------------------------------------------- what the screen says, number by number
 
 
-def test_a_ladder_rung_by_rung(tmp_path):
-    """A configuration that is there on several rungs is one on each; memory is that of the whole batch, speed that of all rounds."""
+def numbers(text: str) -> list[str]:
+    return re.findall(r"(?<![\w.])[+-]?\d[\d,.]*(?:e-?\d+)?", text)
+
+
+def said_by(folder):
+    """All that the report's tables and texts say of a study."""
+    study = studies.read([str(folder)])[0]
+    blocks = [*studies.tables(study), *studies.appendix(study)]
+    cells = [cell for block in blocks if isinstance(block, Table) for row in (block.head, *block.rows, [block.caption]) for cell in row]
+    return " ".join([*cells, *(text for block in blocks if isinstance(block, Text) for _, text in block.parts)])
+
+
+def trial(rung, keys, **more):
+    figures = {"speed": 9.5, "ratio": 1.25, "low": 1.2, "high": 1.31, "tensors": 2e6, "planned": 2.1e6, "saved": 0.33, "process": 5e8, "first_call": 0.7, "loss": 1.5e-5}
+    about = {"rung": rung, "keys": keys, "verdict": "faster and smaller", "kept": True, "wall_clock": [0.91, 0.92]}
+    return Trial(**{**figures, **about, **more})
+
+
+def test_a_ladder_is_one_table_as_on_the_screen(tmp_path):
+    """With all that was kept beside the first rung, and the time of other programs with and without."""
+    start = Trial("00-first", {}, tensors=3e6, planned=3.1e6, process=6e8, verdict="the first rung")
+    long = {"layout.checkpointing": "selective", "layout.micro_batch": 12}
+    tried = [trial("01-attention-kernel", {"layout.attention": "sdpa"}), trial("07-checkpointing", long, kept=False, speed=None, failed="no room", verdict="not possible: no room"),
+             trial("07-checkpointing", {"layout.checkpointing": "full"}, ratio=0.83, loss=float("nan"), kept=False), Trial("08-loader", {}, verdict="left out: no wait")]  # fmt: skip
+    whole = trial(ladder.LAST, {"layout.attention": "sdpa"}, ratio=1.41)
+    records = [r.known() for t in (start, *tried, whole) for r in ladder.verdict_rows(t)]
+    screen = "\n".join([*ladder.table(start, tried), *ladder.summary(whole, start, Climbed(None, {}, tried), whole.keys, ["gradus", "train"])])
+    folder = folder_of(tmp_path / "digits", [json.loads(json.dumps(r)) for r in records], study=None)
+    (tmp_path / "digits" / "study.json").rename(tmp_path / "digits" / "ladder.json")
+    table, *others = blocks_of(folder, Table)
+    assert not others and table.head == ["rung", *ladder.HEAD] and [r[1:] for r in table.rows] == ladder.body_of(start, tried)
+    assert table.rows[2][:2] == ["07-checkpointing", "layout.checkpointing=selective layout.micro_batch=12"]
+    report_says = said_by(folder)
+    missing = [n for n in numbers(screen) if n not in numbers(report_says)]
+    assert not missing and "0.92" in numbers(screen) and "by the wall clock: other programs" in report_says, missing
+    assert [caption.partition(".")[0] for caption in captions(folder)] == ["The speed of each rung against the best before"]
+    study = studies.read([str(folder)])[0]
+    assert study.name == "ladder digits" and first_page.of_study(study)[1].startswith("first against last, side by side: 1.41×")
+
+
+def scaling(ratio):
+    """Rows of one and two processes as gradus scale leaves them; others ran during the second."""
+    for n, speed, quiet in ((1, 100.0, 100.0), (2, 100 * ratio, 110 * ratio)):
+        c, more = f"{n} process{'es' * (n > 1)}", {"processes": n, "against": "1 process", "load": 14.0, "others": [0.0, 3.1 * (n - 1)]}
+        values = {"samples_per_s": speed, "samples_per_s/undisturbed": quiet}
+        values |= {"ratio": ratio, "ratio/undisturbed": 1.1 * ratio} if n > 1 else {}
+        yield from (row(name, value, c, samples=[0.9 * value, value, 1.2 * value], **more) for name, value in values.items())
+        figures = {"speed_up": ratio ** (n - 1), "efficiency": (ratio / 2) ** (n - 1), "memory/process": 3e8, "loss": 2.0, "traffic/sent": 1e6}
+        yield from (row(name, value, c, "bytes" if "m" in name[:2] or "sent" in name else "", **more) for name, value in figures.items())
+        yield row("time/step", 8 / speed, c, "s", samples=[7 / speed, 8 / speed, 9 / speed], **more)
+        yield from (row(f"time/step/{part}", 0.01, c, "s", **more) for part in ("computing", "data"))
+        if n > 1:
+            yield from (row(f"lost/{part}", share, c, **more) for part, share in (("computing", 0.005), ("waiting", 0.37)))
+            yield row("collective/all_reduce", 0.0123, c, "s", calls=3, bytes=1.3e6, **more)
+
+
+@pytest.mark.parametrize("ratio", [1.6, 2.4])
+def test_a_scaling_says_what_the_screen_says(tmp_path, ratio):
+    rows = list(scaling(ratio))
+    folder = folder_of(tmp_path / "scale", rows)
+    screen, told = "\n".join(scale.lines(rows)), said_by(folder)
+    missing = [n for n in numbers(screen) if n not in numbers(told)]
+    assert not missing and "noise" in screen and "noise" in told, missing
+    assert all("undisturbed samples/s" in text.lower() and "8 processors, of which other programs used up to 3.1; PyTorch" in text for text in (screen, told))
+    wrong = "2 processes: not comparable: other programs ran (load 14 on 8 cores), or other things differ too"
+    assert (wrong in screen, wrong in told) == (ratio > 2, ratio > 2)
+    assert ("not comparable" in first_page.of_study(studies.read([folder])[0])[1]) == (ratio > 2)
+
+
+def test_a_bench_and_a_study_say_what_the_screen_says(tmp_path, harness):
     rows = []
-    for rung, option, kept in (("01-attention", "sdpa", True), ("02-precision", "bf16", False)):
-        for c in ("before", option):
-            rows.append(row("samples_per_s", 10.0, c, "samples/s", samples=[9.0, 10.0, 11.0], rung=rung, study="ladder"))
-            rows.append(row("memory/allocated", 1e6, c, "bytes", rung=rung, study="ladder"))
-            for name in (c, f"{c}, without dropout"):
-                rows.append(row("samples_per_s", 3.0, name, "samples/s", samples=[3.0], rung=rung, study="once"))
-                rows.append(row("memory/allocated", 2e6, name, "bytes", rung=rung, study="once"))
-        rows.append(row("verdict", "as it is", option, rung=rung, kept=kept))
-    folder = folder_of(tmp_path / "ladder", rows)
-    speed, memory, *_ = blocks_of(folder, Table)
-    assert [r[0] for r in speed.rows] == ["01-attention · before", "01-attention · sdpa", "02-precision · bf16"]
-    assert {r[1] for r in speed.rows} == {"10 [9, 11]"} and {r[1] for r in memory.rows} == {"2 MB"}
-    assert ["".join(text for _, text in block.parts) for block in blocks_of(folder, Text)][:2] == [
-        "01-attention · sdpa: kept: as it is", "02-precision · bf16: not kept: as it is",
-    ]  # fmt: skip
-    (tmp_path / "ladder" / "study.json").rename(tmp_path / "ladder" / "ladder.json")
-    (caption,) = captions(folder)
-    assert studies.is_study(tmp_path / "ladder") and "a faint bar was not kept" in caption
+    for i, c in enumerate(("torch fp32 · batch 1", "onnx fp32 · batch 1")):
+        figures = {"latency/median": 0.0123 + i, "latency/p90": 0.0145, "decode/tokens_per_s": 4321.0 + i, "memory/process": 4e8, "size/weights": 1e8, "time/load": 0.3, "roof": 0.417}
+        unit = {"size/weights": "bytes", "memory/process": "bytes"}
+        rows += [row(name, value, c, unit.get(name, "s" if name.startswith(("lat", "time")) else ""), steps=7, warm_up=2) for name, value in figures.items()]
+        rows += [row(name, value, c, samples=[0.9 * value, value], steps=7, warm_up=2) for name, value in (("samples_per_s", 81.3 + i), ("ratio", 1 + 1.4 * i))]
+    for folder, columns in ((folder_of(tmp_path / "bench", rows), bench.COLUMNS), (harness, ())):
+        screen, told = "\n".join(results.lines(studies.read([str(folder)])[0].rows, columns)), said_by(folder)
+        missing = [n for n in numbers(screen) if n not in numbers(told)]
+        assert len(numbers(screen)) > 20 and not missing, missing
 
 
 @pytest.mark.parametrize(
@@ -165,10 +214,10 @@ def test_a_damaged_study_is_one_line(tmp_path, text):
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("more", [{"configuration": [1]}, {"kind": [1]}, {"unit": 5}, {"processes": 0}, {"at": [1]}, {"samples": 5}, {"std": "x"}, {"low": "x"}, {"versions": 5}])
+@pytest.mark.parametrize("more", [{"configuration": [1]}, {"kind": [1]}, {"unit": 5}, {"processes": 0}, {"at": [1]}, {"samples": 5}, {"std": "x"}, {"low": "x"}, {"versions": 5}, {"trial": {"rung": 1}}, {"others": 5}])
 def test_a_damaged_row_is_one_line(tmp_path, more):
     folder = folder_of(tmp_path / "s", [row("samples_per_s", 1.0, "a"), row("samples_per_s", 1.0, "b") | more])
-    with pytest.raises(UserError, match=r"rows.jsonl: a row of 'samples_per_s': .* Delete the line, or measure again") as caught:
+    with pytest.raises(UserError, match=r"rows.jsonl: (a row of 'samples_per_s'|an option of the ladder): .* Delete the line, or measure again") as caught:
         list(report([folder], str(tmp_path / "out")))
     assert "\n" not in str(caught.value)
 
@@ -176,11 +225,11 @@ def test_a_damaged_row_is_one_line(tmp_path, more):
 def test_numbers_that_no_plot_holds(tmp_path):
     values = (1.0, float("nan"), float("inf"), 10**400, 1e308, True)
     folder = folder_of(tmp_path / "s", [row("samples_per_s", value, f"c{i}") for i, value in enumerate(values)])
-    assert studies.read([folder])[0].values("samples_per_s") == {"c0": 1.0} and len(captions(folder)) == 1
+    assert studies.read([folder])[0].values("samples_per_s") == {"c0": 1.0} and not captions(folder)
     assert blocks_of(folder, Table)[0].rows[3][1].startswith("1000")
     words = [row(name, "nan", "c", **more) for name in ("memory/allocated", "collective/all_reduce", "time/step") for more in ({}, {"kind": "predicted"})]
     folder = folder_of(tmp_path / "words", [row("samples_per_s", 1.0, "c"), *words, row("memory/allocated", 5.0, "c", kind="predicted")])
-    assert blocks_of(folder, Table)[1].rows[0][1:] == ["5", "nan"] and len(captions(folder)) == 1
+    assert blocks_of(folder, Table)[0].rows[0][1:] == ["1", "nan", "nan", "5", "nan"] and not captions(folder)
 
 
 def test_names_are_text_in_markdown():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import os
@@ -71,6 +72,7 @@ def env(args) -> int:
 def conditions() -> dict[str, Any]:
     """Of every row that is measured here."""
     return {
+        "date": f"{datetime.date.today()}",
         "host": socket.gethostname(),
         "cpu": cpu_name(),
         "cpu_flags": cpu_flags(),

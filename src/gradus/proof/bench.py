@@ -42,8 +42,8 @@ POINT = 0.01  # of accuracy that weights of 8 and 4 bits may lose
 QUALITY = {"valid/accuracy": 1.0, "valid/bleu": 0.01}  # metric → factor to a share of it
 COLUMNS = (
     "best", "latency/median", "latency/p90", "latency/p99", "latency/first_token", "latency/per_token",
-    "decode/tokens_per_s", "samples_per_s", "ratio", "memory/process", "memory/allocated", "size/weights", "time/load",
-    "time/first_call", "roof", "energy/sample", *QUALITY,
+    "decode/tokens_per_s", "samples_per_s", "samples_per_s/undisturbed", "ratio", "ratio/undisturbed", "memory/process",
+    "memory/allocated", "size/weights", "time/load", "time/first_call", "roof", "energy/sample", *QUALITY,
 )  # fmt: skip
 
 

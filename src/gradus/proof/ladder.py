@@ -126,12 +126,12 @@ def without_dropout(recipe: Recipe) -> Recipe:
 def add_times(trial: Trial, rows: dict[str, Row]) -> None:
     """Speed of a configuration of a study, with its ratio to the best before. rows: name → row; none where its memory
     could not be measured."""
-    rows = results.undisturbed(rows)
     values = {name: row.value for name, row in rows.items()}
-    trial.speed, trial.first_call = values.get("samples_per_s"), values.get("time/first_call")
+    trial.speed = values.get("samples_per_s/undisturbed", values.get("samples_per_s"))
+    trial.first_call = values.get("time/first_call")
     trial.data_wait, trial.failed = values.get("data_wait"), trial.failed or values.get("failed")
-    if "ratio" in rows:
-        ratio, wall_clock = rows["ratio"], rows["ratio/wall_clock"]
+    if wall_clock := rows.get("ratio"):
+        ratio = rows.get("ratio/undisturbed", wall_clock)
         trial.ratio, trial.low, trial.high = ratio.value, ratio.conditions["low"], ratio.conditions["high"]
         trial.wall_clock = wall_clock.conditions["samples"]
         trial.busy = any((share or 0) > BUSY for share in wall_clock.conditions.get("others", ()))
@@ -173,7 +173,8 @@ def ladder(recipe: Recipe, args: Any) -> Iterator[str]:
             (whole,) = bench(LAST, lowest, [climbed.keys], climbed.keys.get("data.pad") != "bucket")
             judge_whole(whole, args.goal)
         ends = list(train_to_end(bench, lowest, climbed.best)) if args.to_the_end else []
-        bench.rows += [row for t in (*climbed.trials, *([whole] if whole else [])) for row in verdict_rows(t)]
+        start.verdict = "the first rung"
+        bench.rows += [row for t in (start, *climbed.trials, *([whole] if whole else [])) for row in verdict_rows(t)]
         keep(bench.folder / "rows.jsonl", as_lines(bench.rows))
     if args.json:
         yield from (row.json() for row in bench.rows)
@@ -230,9 +231,11 @@ def train_to_end(bench: LadderBench, lowest: Recipe, best: Recipe) -> Iterator[s
 
 
 def verdict_rows(trial: Trial) -> Iterator[Row]:
+    """The verdict, with all that a table has of the trial."""
     about = {"rung": trial.rung, "keys": trial.keys, "kept": trial.kept, "kind": "measured"}
     about["configuration"] = words(trial.keys)
-    yield Row("verdict", trial.verdict, "", None, about)
+    figures = {k: v for k, v in dataclasses.asdict(trial).items() if v == v}  # JSON has no NaN
+    yield Row("verdict", trial.verdict, "", None, {**about, "trial": figures})
     if trial.loss is not None:
         how = {"steps": LOSSES, "dropout": 0}
         yield Row("deviation/loss", trial.loss, "of the farthest step", None, {**about, **how})
@@ -249,8 +252,8 @@ HEAD = [
 
 def table(start: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     """A line for each option that was tried, × and saved against the best before it; then what each comes to."""
-    first = ["", n_bytes(start.tensors), n_bytes(start.planned), "", n_bytes(start.process), "", ""]
-    body = [["the first rung", "", "", "", *first]] + [trial_cells(trial) for trial in trials if trial.keys]
+    coloured = {"yes": colour("yes", "green"), "no": colour("no", "red"), "": ""}
+    body = [[name, coloured[kept], *rest] for name, kept, *rest in body_of(start, trials)]
     yield from columns(HEAD, body, set(range(2, len(HEAD))), results.width())
     rung = None
     for trial in trials:
@@ -260,11 +263,17 @@ def table(start: Trial, trials: Sequence[Trial]) -> Iterator[str]:
         yield f"  {decision}{trial.verdict}"
 
 
+def body_of(start: Trial, trials: Sequence[Trial]) -> list[list[str]]:
+    """Cells of HEAD, for the screen and for reports: the first rung, then each option that was tried."""
+    first = ["", n_bytes(start.tensors), n_bytes(start.planned), "", n_bytes(start.process), "", ""]
+    return [["the first rung", "", "", "", *first], *(trial_cells(trial) for trial in trials if trial.keys)]
+
+
 def trial_cells(trial: Trial) -> list[str]:
     timed = trial.speed is not None and not trial.failed
     return [
         words(trial.keys),
-        colour("yes", "green") if trial.kept else colour("no", "red"),
+        "yes" if trial.kept else "no",
         cell(trial.speed) if timed else "-",
         f"{trial.ratio:.2f} [{trial.low:.2f}, {trial.high:.2f}]" if timed else "-",
         f"{trial.by_wall_clock:.2f}" if timed else "-",
@@ -273,7 +282,7 @@ def trial_cells(trial: Trial) -> list[str]:
         f"{trial.saved:+.1%}" if trial.tensors else "-",
         n_bytes(trial.process),
         duration(trial.first_call) if trial.first_call else "-",
-        "-" if trial.loss is None else f"{trial.loss:.1e}" if trial.loss else "0",
+        "-" if trial.loss is None or math.isnan(trial.loss) else f"{trial.loss:.1e}" if trial.loss else "0",
     ]
 
 
@@ -294,17 +303,22 @@ def summary(whole: Trial | None, start: Trial, climbed: Climbed, winning: Keys, 
         yield from results.pasted([*command, *words(winning).split()])
     else:
         yield whole.verdict
-    speed = f"{whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s"
-    if abs(whole.by_wall_clock / whole.ratio - 1) > MARGIN:
-        speed += f" ({whole.by_wall_clock:.2f}× by the wall clock: other programs used the processors)"
-    tensors = f"{n_bytes(start.tensors)} → {n_bytes(whole.tensors)} ({difference(whole)})"
-    off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
-    yield f"first against last, side by side: {speed}; tensors {tensors}{off}"
+    yield against_first(whole, start)
     if not whole.kept:
         return
     kept = (trial for trial in climbed.trials if trial.kept)
     why = ", ".join(f"{words(t.keys)} ({t.ratio:.2f}×, tensors {difference(t)})" for t in kept)
     yield f"why: {why} helped when measured beside the rung before"
+
+
+def against_first(whole: Trial, start: Trial) -> str:
+    """What all kept options come to, for the screen and for reports."""
+    speed = f"{whole.ratio:.2f}× [{whole.low:.2f}, {whole.high:.2f}] the samples/s"
+    if abs(whole.by_wall_clock / whole.ratio - 1) > MARGIN:
+        speed += f" ({whole.by_wall_clock:.2f}× by the wall clock: other programs used the processors)"
+    tensors = f"{n_bytes(start.tensors)} → {n_bytes(whole.tensors)} ({difference(whole)})"
+    off = "" if whole.loss is None else f"; a loss off by {whole.loss:.1e}"
+    return f"first against last, side by side: {speed}; tensors {tensors}{off}"
 
 
 def difference(trial: Trial) -> str:

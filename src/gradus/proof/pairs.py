@@ -53,11 +53,16 @@ class Pair:
 
     def cells(self) -> list[str]:
         """Figure, predicted, measured, error."""
-        label = LABELS[self.name] + (f" ({self.batch})" if self.batch else "")
+        label = figure_name(self.name) + (f" ({self.batch})" if self.batch else "")
         sides = (self.predicted, self.measured)
         like = self.measured if self.error is not None else None  # both in one unit
         texts = ("-" if value is None else value_text(Row(self.name, value, self.unit), like) for value in sides)
         return [f"  {label}", *texts, signed(self.error)]
+
+
+def figure_name(name: str) -> str:
+    """Of what is planned and measured."""
+    return LABELS.get(name, name.replace("/", ": ").replace("_", " "))
 
 
 def joined(predicted: Mapping[Any, Record], measured: Mapping[Any, Record]) -> dict[Any, Pair]:

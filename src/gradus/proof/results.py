@@ -9,19 +9,20 @@ import shlex
 import shutil
 import statistics
 import textwrap
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from gradus.proof.pairs import joined, signed
+from gradus.proof.timing import BUSY
 from gradus.text import cell, duration, fold, size
 from gradus.text import table as columns
 
 LABELS = {  # of rows, in the order of the columns
     "best": "best", "latency/median": "latency", "latency/p90": "p90", "latency/p99": "p99",
     "latency/first_token": "first token", "latency/per_token": "per token", "decode/tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s", "steps_per_s": "steps/s", "ratio": "×", "ratio/efficiency": "efficiency",
-    "speed_up": "speed-up", "efficiency": "efficiency",
-    "samples_per_s/wall_clock": "samples/s, wall clock", "ratio/wall_clock": "×, wall clock",
+    "samples_per_s": "samples/s", "samples_per_s/undisturbed": "undisturbed samples/s", "steps_per_s": "steps/s",
+    "ratio": "×", "ratio/undisturbed": "undisturbed ×", "speed_up": "speed-up", "ratio/efficiency": "efficiency",
+    "efficiency": "efficiency",
     "time/step": "step", "time/load": "load", "time/first_call": "first call",
     "time/run": "run", "time/epoch": "h/epoch", "cost/epoch": "USD/epoch", "memory/allocated": "tensors",
     "ratio/memory": "of tensors", "memory/device": "device", "memory/process": "process", "memory/cache": "cache",
@@ -33,24 +34,17 @@ LABELS = {  # of rows, in the order of the columns
 }  # fmt: skip
 HIDDEN = (
     "time/warm_up", "parameters", "energy/run", "memory/weights", "memory/gradients", "memory/optimizer", "memory/rest",
-    "memory/reserved", "samples_per_s/undisturbed", "ratio/undisturbed", "roof/bandwidth", "roof/rate", "check/largest",
-    "tokens_per_s", "co2/run", "loss/first", "lr/first", "lr", "ratio/efficiency",
+    "memory/reserved", "roof/bandwidth", "roof/rate", "check/largest", "tokens_per_s", "co2/run", "loss/first",
+    "lr/first", "lr", "ratio/efficiency",
 )  # fmt: skip
 # kinds of rows
 WORDS = {"source": "source says", "planned": "planned there", "predicted": "planned", "measured": "measured"}
 COMPARED = (("planned", "source"), ("predicted", "measured"))
+UNDISTURBED = "/undisturbed"  # without the time in which a step was ready but other programs had the processor
+MOST = 1.05  # an efficiency above it has another cause than the processes
+INCOMPARABLE = "not comparable"
+MORE = f"more than {MOST} times as fast per process"
 Record = dict[str, Any]
-
-
-def undisturbed(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ladder compares: speed and × without the time in which a step was ready to run but other programs had the
-    processor, where that is known; those by the wall clock then stand under `NAME/wall_clock`. by_name: rows of one
-    configuration."""
-    of_all = {name: row for name, row in by_name.items() if not name.endswith("/undisturbed")}
-    for name in ("samples_per_s", "ratio"):
-        if name in of_all:
-            of_all[f"{name}/wall_clock"], of_all[name] = of_all[name], by_name.get(f"{name}/undisturbed", of_all[name])
-    return of_all
 
 
 def width() -> float:
@@ -101,10 +95,15 @@ class Table:
         self.failed = {c: r["value"] for (c, name), r in self.measured.items() if name == "failed"}
         self.pairs = {(planned, kind): joined(by_kind[planned], by_kind[kind]) for planned, kind in COMPARED}
         known = dict.fromkeys(r["name"] for r in rows if r["kind"] != "predicted" and r["name"] != "failed")
-        shown = sorted(known.keys() - HIDDEN, key=list(LABELS | known).index)
+        for name in [name for name in known if name.endswith(UNDISTURBED)]:
+            as_measured = name.removesuffix(UNDISTURBED)
+            cells = {c: [shown(n, self.measured.get((c, n))) for n in (name, as_measured)] for c in self.names}
+            if all(own in ("-", other) for own, other in cells.values()):
+                del known[name]
+        order = sorted(known.keys() - HIDDEN, key=list(LABELS | known).index)
         parts = ("traffic/", "time/step/")
-        shown = [name for name in shown if not name.startswith(parts) or name == "traffic/sent"]
-        self.columns = [name for name in wanted if name in known] if wanted else shown
+        order = [name for name in order if not name.startswith(parts) or name == "traffic/sent"]
+        self.columns = [name for name in wanted if name in known] if wanted else order
 
     def kinds(self, name: str) -> list[str]:
         """The kinds of a figure, in the order of the columns."""
@@ -137,7 +136,7 @@ class Table:
         return list(lines.values())
 
     def summary(self) -> Iterator[str]:
-        """The sizes of the plan's errors, over all configurations."""
+        """The sizes of the plan's errors, over all configurations; and what cannot be compared."""
         for name in self.columns:
             for kinds, errors in self.errors(name).items():
                 sizes = [abs(error) for error in errors.values()]
@@ -145,6 +144,16 @@ class Table:
                 middle = f"a median error of {statistics.median(sizes):.1%}, at most {max(sizes):.1%} ({len(sizes)})"
                 if len(sizes) > 1:
                     yield f"{LABELS.get(name, name)}: planned{where} with {middle}"
+        yield from (f"{c}: {why}" for c, why in self.incomparable().items())
+
+    def incomparable(self) -> dict[str, str]:
+        """Configuration → why its speed-up is none of its processes."""
+        reasons = {}
+        for (c, name), row in self.measured.items():
+            if shown(name, row) == INCOMPARABLE:
+                load = f" (load {row['load']:g} on {row['cpus']} cores)" if "load" in row else ""
+                reasons[c] = f"{INCOMPARABLE}: other programs ran{load}, or other things differ too: {MORE}"
+        return reasons
 
 
 def shown(name: str, row: Record | None) -> str:
@@ -159,6 +168,8 @@ def shown(name: str, row: Record | None) -> str:
         return size(value)
     if unit == "s":
         return duration(value)
+    if name.endswith("efficiency") and value > MOST:
+        return INCOMPARABLE
     if name.startswith("deviation/"):
         return f"{value:.1e}"
     if name in ("data_wait", "roof"):
@@ -167,7 +178,7 @@ def shown(name: str, row: Record | None) -> str:
     if row.get("std") is not None:
         two_digits = float(f"{row['std']:.2g}")
         return f"{text} ± {cell(two_digits)}"
-    if name.removesuffix("/wall_clock") in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
+    if name.removesuffix(UNDISTURBED) in ("samples_per_s", "ratio") and len(row.get("samples", ())) > 1:
         text += f" [{cell(row['low'])}, {cell(row['high'])}]"
     return text
 
@@ -179,7 +190,8 @@ def conditions_line(rows: Sequence[Record]) -> str:
         return ""
     threads = {str(r["threads"]) for r in rows if "threads" in r}
     sets = f" ({', '.join(r['cpu_flags'])})" if r.get("cpu_flags") else ""
-    words = [f"{r['cpu']}{sets}", f"{r['cpus']} processors", f"PyTorch {r['versions']['torch']}"]
+    others = busy(share for row in rows for share in row.get("others", ()))
+    words = [f"{r['cpu']}{sets}", f"{r['cpus']} processors{others}", f"PyTorch {r['versions']['torch']}"]
     words += [f"threads per process: {', '.join(sorted(threads))}"] if threads else []
     words += [f"{r['steps']} steps per round after {r['warm_up']} of warm-up"] if "steps" in r else []
     rounds = max((len(r.get("samples", ())) for r in rows), default=0)
@@ -189,6 +201,12 @@ def conditions_line(rows: Sequence[Record]) -> str:
         samples = f"{disturbed} sample{'s' * (disturbed > 1)}"
         words.append(f"{samples} measured again: other programs used the processors")
     return "; ".join(words)
+
+
+def busy(shares: Iterable[float | None]) -> str:
+    """What other programs took at most of the processors, to stand behind what these are; empty for little."""
+    most = max((share or 0.0 for share in shares), default=0.0)
+    return f", of which other programs used up to {most:.1f}" * (most > BUSY)
 
 
 def lines(rows: Sequence[Record], wanted: Sequence[str] = ()) -> Iterator[str]:

@@ -38,10 +38,12 @@ from gradus.text import table as columns
 from gradus.train.metrics import COUNTED_STEP
 
 SHOWN = (
-    "samples_per_s", "speed_up", "efficiency", "time/step", "memory/process", "memory/device", "traffic/sent", "loss",
+    "samples_per_s", "samples_per_s/undisturbed", "ratio/undisturbed", "speed_up", "efficiency", "time/step",
+    "memory/process", "memory/device", "traffic/sent", "loss",
 )  # fmt: skip
 TO_THE_END = ", to the end"
 RIGHT = set(range(1, 7))  # columns aligned to the right
+COLLECTIVES = ["configuration", "collective", "calls", "ms", "sent"]
 
 
 def recipe_for(recipe: Recipe, n: int, *, weak: bool = False, scale_lr: bool = False) -> Recipe:
@@ -196,18 +198,17 @@ def lines(rows: Sequence[results.Record]) -> Iterator[str]:
     """The figures of all numbers of processes, for a terminal."""
     steps = [r for r in rows if TO_THE_END not in r["configuration"]]
     yield from results.lines(steps, SHOWN)
-    values: dict[str, dict[str, Any]] = {}  # configuration → name → value
-    for r in steps:
-        if r["kind"] == "measured":
-            values.setdefault(r["configuration"], {})[r["name"]] = r["value"]
-    timed = {c: of_c for c, of_c in values.items() if "time/step" in of_c}
-    if timed and "time/step/data" in next(iter(timed.values())):
-        yield from step_lines(timed)
-        yield f"\nlost against {next(iter(timed))}, in % of the step:"
+    if parts := steps_by_part(rows):
+        yield "\na step in ms, mean over the processes; the parts add up to it:"
+        yield from columns(["configuration", "step", *PARTS], parts, RIGHT)
+        yield f"\nlost against {parts[0][0]}, in % of the step:"
         yield from columns(["configuration", "in total", *PARTS], lost(rows), RIGHT)
-    elif timed:
+    elif any(r["name"] == "time/step" for r in measured(rows)):
         yield "\nno parts of a step: this device has no clocks for them"
-    yield from collective_lines([r for r in steps if r["name"].startswith("collective/")])
+    if calls := collectives(rows):
+        yield "\ncollectives per step, profiled separately: ms from start to end, the wait for others included;"
+        yield "some may overlap with computing:"
+        yield from columns(COLLECTIVES, calls, {2, 3, 4})
     yield from noise_lines(rows)
     if whole := [r for r in rows if TO_THE_END in r["configuration"]]:
         yield "\ntrained to the end, once; seconds without evaluation and checkpoints:"
@@ -220,20 +221,27 @@ def cells(values: dict[str, float], names: Sequence[str], text: Callable[[float]
     return [text(values[name]) if name in values else "-" for name in names]
 
 
-def step_lines(values: dict[str, dict[str, float]]) -> Iterator[str]:
-    """The parts of a step. values: configuration → name → value."""
-    yield "\na step in ms, mean over the processes; the parts add up to it:"
+def by_configuration(rows: Sequence[results.Record]) -> dict[str, dict[str, Any]]:
+    """Configuration → name → value, of what was measured."""
+    values: dict[str, dict[str, Any]] = {}
+    for r in measured(rows):
+        values.setdefault(r["configuration"], {})[r["name"]] = r["value"]
+    return values
+
+
+# The cells of these three are those of the screen and of reports.
+
+
+def steps_by_part(rows: Sequence[results.Record]) -> list[list[str]]:
+    """Configuration, ms of a step, and of its PARTS."""
     names = ["time/step", *(f"time/step/{part}" for part in PARTS)]
-    body = [[c, *cells(of_c, names, milliseconds)] for c, of_c in values.items()]
-    yield from columns(["configuration", "step", *PARTS], body, RIGHT)
+    values = by_configuration(rows).items()
+    return [[c, *cells(of_c, names, milliseconds)] for c, of_c in values if "time/step/data" in of_c]
 
 
 def lost(rows: Sequence[results.Record]) -> list[list[str]]:
-    """Cells, for the screen and for reports: configuration, what it lost against the first one in total and by PARTS,
-    in % of the step, or "noise"."""
-    noise, values = noise_of(rows), {}
-    for r in measured(rows):
-        values.setdefault(r["configuration"], {})[r["name"]] = r["value"]
+    """Configuration, what it lost against the first one in total and by PARTS, in % of the step, or "noise"."""
+    noise, values = noise_of(rows), by_configuration(rows)
     names, body = ["total", *(f"lost/{part}" for part in PARTS)], []
     for c, of_c in values.items():
         if "efficiency" in of_c and "time/step" in of_c:
@@ -255,17 +263,15 @@ def noise_lines(rows: Sequence[results.Record]) -> Iterator[str]:
             yield f"{r['configuration']} against {r.get('against')}: {speed}: noise, no difference"
 
 
-def collective_lines(rows: Sequence[results.Record]) -> Iterator[str]:
-    if not rows:
-        return
-    yield "\ncollectives per step, profiled separately: ms from start to end, the wait for others included;"
-    yield "some may overlap with computing:"
+def collectives(rows: Sequence[results.Record]) -> list[list[str]]:
+    """Cells of COLLECTIVES."""
     body = []
-    for r in rows:
-        sent = in_unit(r["bytes"], "binary") if "bytes" in r else "-"
-        name = r["name"].removeprefix("collective/")
-        body.append([r["configuration"], name, f"{r['calls']:g}", milliseconds(r["value"]), sent])
-    yield from columns(["configuration", "collective", "calls", "ms", "sent"], body, {2, 3, 4})
+    for r in measured(rows):
+        kind, _, name = r["name"].partition("/")
+        if kind == "collective":
+            sent = in_unit(r["bytes"], "binary") if r.get("bytes") is not None else "-"
+            body.append([r["configuration"], name, f"{r.get('calls', 0):g}", milliseconds(r["value"]), sent])
+    return body
 
 
 # ------------------------------------------------------------ the verb

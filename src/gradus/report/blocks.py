@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gradus.errors import need
@@ -28,7 +30,8 @@ class Text:
 
 @dataclasses.dataclass
 class Table:
-    """rows: the first cell of each names it. words: no column holds numbers."""
+    """rows: the first cell of each names it. words: no column holds numbers. The first sentence of a caption names what
+    is shown, so that the text can refer to it: "The speed of each run. Times are without evaluations."."""
 
     head: list[str]
     rows: list[list[str]]
@@ -54,7 +57,7 @@ class Key:
 
 @dataclasses.dataclass
 class Figure:
-    """Panels (SVG), side by side where there is room, and the legend that they share."""
+    """Panels (SVG), side by side where there is room, and the legend that they share. caption: as of a table."""
 
     panels: list[str]
     caption: str
@@ -75,6 +78,23 @@ class Html:
 
 
 Block = Heading | Text | Table | Figure | Code | Html
+
+
+def numbered(blocks: Iterable[Block]) -> list[Block]:
+    """Tables and figures with their numbers in the captions; a section begins with sentences that refer to each."""
+    shown, references = [], []
+    numbers = {Table: itertools.count(1), Figure: itertools.count(1)}
+    for block in blocks:
+        if isinstance(block, Table | Figure) and block.caption:
+            number = f"{type(block).__name__} {next(numbers[type(block)])}"
+            what = re.split(r"[.:;](?= |$)", block.caption)[0]
+            references.append(("plain", f"{number} shows {what[0].lower()}{what[1:]}. "))
+            block = dataclasses.replace(block, caption=f"{number}. {block.caption}")
+        shown.append(block)
+        if isinstance(block, Heading) and block.level == 2:
+            references = []
+            shown.append(Text(references))  # filled by what follows
+    return [block for block in shown if not isinstance(block, Text) or block.parts]
 
 
 def narrow(table: Table) -> Table:

@@ -11,7 +11,7 @@ from gradus.errors import need
 from gradus.report.blocks import Block, Code, Figure, Heading, Html, Inline, Key, Text
 from gradus.report.plots import INK
 
-ROWS = 40  # of a table that stays on one sheet
+ROWS = 16  # of a table that stays on one sheet
 SHORT = 12  # characters of a cell that stays on one line: a number with its unit
 BREAK, TOGETHER = "\N{ZERO WIDTH SPACE}", "\N{NO-BREAK SPACE}"
 STYLE = """
@@ -127,15 +127,17 @@ SHEET = """
 #set par(justify: true)
 #set heading(numbering: none)
 #show raw.where(block: true): set text(size: 7pt)
-#show table: set text(size: 8pt)
+#show table: set text(size: 8pt, hyphenate: false)
+#show table: set par(justify: false)
 #show figure: set block(breakable: false)
 """
 
 
-def to_pdf(title: str, blocks: Sequence[Block]) -> bytes:
+def to_pdf(title: str, blocks: Sequence[Block], author: str = "") -> bytes:
     """Raises UserError without typst."""
     typst = need("typst", "report", "a PDF")
-    lines = [f"#set document(title: {_quoted(title)}, date: none)", SHEET, *map(_typst, blocks)]
+    about = f"title: {_quoted(title)}, author: {_quoted(author)}, date: none"
+    lines = [f"#set document({about})", SHEET, *map(_typst, blocks)]
     return typst.compile("\n\n".join(lines).encode(), ignore_system_fonts=True, timestamp=0)
 
 
@@ -173,7 +175,7 @@ def _typst_figure(block: Figure) -> str:
     width = ", width: 100%" if len(block.panels) > 1 else ""
     images = ", ".join(f'image(bytes({_quoted(svg)}), format: "svg"{width})' for svg in block.panels)
     marks = [f"fill: rgb({_quoted(key.colour)}), font: {_quoted(MONO)}, {_quoted(key.mark)}" for key in block.legend]
-    keys = " #h(1em) ".join(f"#text({mark}) #text({_quoted(key.text)})" for mark, key in zip(marks, block.legend))
+    keys = " #h(1em) ".join(f"#box[#text({mark}) #text({_quoted(key.text)})]" for mark, key in zip(marks, block.legend))
     body = f"grid(columns: {len(block.panels)}, gutter: 6pt, {images})"
     body = f"stack(spacing: 6pt, {body}, text(size: 8pt)[{keys}])" if keys else body
     return f"#figure({body}, caption: text({_quoted(block.caption)}), numbering: none)"

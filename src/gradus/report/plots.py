@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradus.errors import either, need
-from gradus.proof.pairs import LABELS
+from gradus.proof.pairs import PEAK, figure_name
 from gradus.report.blocks import Figure, Key
 from gradus.report.runs import X_AXES, Run, words
 from gradus.text import count
@@ -29,6 +30,8 @@ STYLE = {
 }
 SHAPES = dict(zip("os^DvP*X", "●■▲◆▼✚★✖"))  # markers, and the characters that look like them
 CURVES = len(COLOURS)  # runs in one plot at most
+LEAST = 3  # points of a curve, or bars: fewer are read faster in a table
+SIDE = 3  # panels of metrics in one figure
 METRICS = 12  # that are drawn at most; the table has all
 BARS, LONG, LINES = 4.8, 32, 8  # inches of a plot of bars; characters of a line of their names, and lines
 DOTS = 60  # evaluations that are still marked one by one
@@ -46,7 +49,7 @@ def bars(names: Sequence[str], height: float, width: float = BARS) -> Any:
     """Axes for lying bars: their names, in as many lines as they take, from top to bottom at 0, 1, ... height: of one,
     in inches, at least."""
     labels = [textwrap.wrap(name, LONG, break_on_hyphens=False, max_lines=LINES, placeholder=" …") for name in names]
-    height = max([height, *(0.06 + 0.14 * len(lines) for lines in labels)])
+    height = max([height, *(0.1 + 0.16 * len(lines) for lines in labels)])
     (axes,) = panels(1, 0.8 + height * len(names), width)
     axes.set_yticks(range(len(names)), ["\n".join(lines) for lines in labels])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -119,16 +122,14 @@ def numbered(axis: Any) -> None:
 # ---------------------------------------------------------------- runs of one recipe
 
 
-def not_drawn(runs: Sequence[Run]) -> str:
+def not_drawn(runs: Sequence[Run], x: str = "step") -> str:
     """One sentence on metrics that have no plot, if any."""
     names = metrics(runs)
-    once = [name for name in names if not _several(runs, name)]
-    over = [name for name in names if name not in once][METRICS:]
-    omissions = (
-        [f"no plot of {', '.join(map(words, once[:6]))}{' and more' * (len(once) > 6)}, measured once only"]
-        if once
-        else []
-    )
+    few = [name for name in names if not _several(runs, name, x)]
+    over = [name for name in names if name not in few][METRICS:]
+    listed = f"{', '.join(map(words, few[:6]))}{' and more' * (len(few) > 6)}"
+    by = f" by {X_AXES[x]}" * (x != "step")
+    omissions = [f"no plot of {listed}, measured{by} fewer than {LEAST} times"] if few else []
     omissions += [f"plots of the first {METRICS} metrics only, {len(over)} more are in the table"] if over else []
     omissions += [f"the curves of the first {CURVES} runs only, of {len(runs)}"] if len(runs) > CURVES else []
     return f"The report has {'; '.join(omissions)}." if omissions else ""
@@ -140,56 +141,49 @@ def metrics(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys([*["loss"] * any("train/loss" in run.names for run in runs), *names]))
 
 
-def _several(runs: Sequence[Run], name: str) -> bool:
-    return any(len(run.points(f"{kind}/{name}", "step")) > 1 for run in runs for kind in ("train", "valid"))
+def _several(runs: Sequence[Run], name: str, x: str) -> bool:
+    return any(len(run.points(f"{kind}/{name}", x)) >= LEAST for run in runs for kind in ("train", "valid"))
 
 
-def of_runs(runs: Sequence[Run]) -> Iterator[Plot]:
-    """What the runs of one recipe have rows for."""
+def of_runs(runs: Sequence[Run], x: str = "step") -> Iterator[Plot]:
+    """What the runs of one recipe have rows for. x: of X_AXES."""
     curves = runs[:CURVES]
-    for name in [name for name in metrics(runs) if _several(curves, name)][:METRICS]:
-        yield _curves(curves, name)
+    names = [name for name in metrics(runs) if _several(curves, name, x)][:METRICS]
+    for i in range(0, len(names), SIDE):
+        yield _curves(curves, names[i : i + SIDE], x)
     rates = {"lr": "learning rate", "grad_norm": "norm of the gradient"}
-    yield from _by_step(curves, "The panels show the learning rate and the norm of the gradient by step.", rates)
+    yield from _of_training(curves, "", rates, x)
     speeds = {"samples_per_s": "samples/s", "mfu": "MFU"}
-    caption = "The plot shows the speed of training by step, each point the mean since the point before."
-    yield from _by_step(curves, caption, speeds)
+    yield from _of_training(curves, " Each point is the mean since the point before.", speeds, x)
     memory = [(run, *pair) for run in runs for pair in run.proved if pair[0].startswith("memory/") and pair[2]]
-    if memory := [bar for bar in memory if bar[1] != "memory/process"]:  # which is much more than its tensors
-        caption = "Bars show the memory of tensors by component: planned before the first step, and measured."
-        yield caption, [_memory(memory, len(runs) > 1)]
+    several = len(runs) > 1
+    # a process has much more than its tensors
+    memory = [bar for bar in memory if bar[1] == PEAK or not (several or bar[1] == "memory/process")]
+    if len(memory) >= LEAST:
+        caption = f"The memory of tensors {'at the peak' if several else 'by component'}. Upper bars were planned, "
+        yield f"{caption}lower ones measured.", [_memory(memory, several)]
     compared = [run for run in runs if run.speed_up]
-    if len(compared) > 1:
-        caption = f"Bars show the speed-up against {compared[0].name}; dashed lines show the ideal, the ratio of "
-        yield f"{caption}the numbers of processes.", [_speed_up(compared)]
+    if len(compared) >= LEAST:
+        caption = f"The speed-up against {compared[0].name}. Dashed lines show the ideal, the ratio of the numbers of "
+        yield f"{caption}processes.", [_speed_up(compared)]
 
 
-def _curves(runs: Sequence[Run], name: str) -> Plot:
-    """A metric by all that a run went through."""
-    series = [(kind, i, run) for i, run in enumerate(runs) for kind in ("train", "valid")]
-    series = [(kind, i, run) for kind, i, run in series if run.points(f"{kind}/{name}", "step")]
-    shown = [x for x in X_AXES if any(len(run.points(f"{kind}/{name}", x)) > 1 for kind, _, run in series)]
-    all_axes = panels(len(shown))
-    for axes, x in zip(all_axes, shown):
-        for kind, i, run in series:
-            points = run.points(f"{kind}/{name}", x)
-            line = {"ls": "-", "lw": 1.0} if kind == "train" else {"ls": "--", "lw": 1.2, "ms": 3}
-            line |= {"marker": "o"} if kind == "valid" and len(points) <= DOTS else {}
-            label = f"{run.name}: " * (len(runs) > 1) + words(kind)
-            if points:
+def _curves(runs: Sequence[Run], names: Sequence[str], x: str) -> Plot:
+    """A panel for each metric, of training and validation."""
+    all_axes, kinds = panels(len(names)), set()
+    for axes, name in zip(all_axes, names):
+        for (i, run), kind in itertools.product(enumerate(runs), ("train", "valid")):
+            if points := run.points(f"{kind}/{name}", x):
+                kinds.add(kind)
+                line = {"ls": "-", "lw": 1.0} if kind == "train" else {"ls": "--", "lw": 1.2, "ms": 3}
+                line |= {"marker": "o"} if kind == "valid" and len(points) <= DOTS else {}
+                label, unit = f"{run.name}: " * (len(runs) > 1) + words(kind), run.unit(f"{kind}/{name}")
                 axes.plot(*zip(*points), color=COLOURS[i], label=label, **line)
-        axes.set_xlabel(X_AXES[x])
+        more = f", {unit}" * (unit not in ("", words(name).replace(" per ", "/")))
+        axes.set(xlabel=X_AXES[x], ylabel=words(name) + more)
         _lay_out(axes)
-    unit = next(run.unit(f"{kind}/{name}") for kind, _, run in series)
-    for axes in all_axes:
-        axes.set_ylabel(
-            f"{words(name)}, {unit}" if unit not in ("", words(name).replace(" per ", "/")) else words(name)
-        )
-    kinds = {kind for kind, *_ in series}
-    what = {"train": "training", "valid": "validation"}
-    lines = "solid lines are training, dashed lines validation" if len(kinds) > 1 else f"all of {what[kinds.pop()]}"
-    by = either((f"by {X_AXES[x]}" for x in shown), "and")
-    return f"The {'panels show' if len(shown) > 1 else 'plot shows'} the {words(name)} {by}; {lines}.", all_axes
+    lines = "Solid lines are training, dashed lines validation." if len(kinds) > 1 else f"All of {words(kinds.pop())}."
+    return f"The {either(map(words, names), 'and')} by {X_AXES[x]}. {lines}", all_axes
 
 
 def _lay_out(axes: Any) -> None:
@@ -198,18 +192,18 @@ def _lay_out(axes: Any) -> None:
     axes.grid(alpha=0.25)
 
 
-def _by_step(runs: Sequence[Run], caption: str, wanted: dict[str, str]) -> Iterator[Plot]:
-    points = {name: [run.points(f"train/{name}", "step") for run in runs] for name in wanted}
-    known = [name for name, curves in points.items() if any(len(of_run) > 1 for of_run in curves)]
+def _of_training(runs: Sequence[Run], more: str, wanted: dict[str, str], x: str) -> Iterator[Plot]:
+    points = {name: [run.points(f"train/{name}", x) for run in runs] for name in wanted}
+    known = [name for name, curves in points.items() if any(len(of_run) >= LEAST for of_run in curves)]
     all_axes = panels(len(known))
     for axes, name in zip(all_axes, known):
         for run, colour, of_run in zip(runs, COLOURS, points[name]):
             if of_run:
                 axes.plot(*zip(*of_run), color=colour, lw=1.0, label=run.name)
-        axes.set(xlabel="step", ylabel=wanted[name])
+        axes.set(xlabel=X_AXES[x], ylabel=wanted[name])
         _lay_out(axes)
     if known:
-        yield caption, all_axes
+        yield f"The {either((wanted[name] for name in known), 'and')} of training by {X_AXES[x]}.{more}", all_axes
 
 
 def bytes_in(most: float) -> tuple[float, str]:
@@ -217,7 +211,7 @@ def bytes_in(most: float) -> tuple[float, str]:
 
 
 def _memory(rows: list[tuple[Run, str, float, float]], several: bool) -> Any:
-    axes = bars([f"{run.name}: " * several + figure_name(component) for run, component, *_ in rows], 0.28)
+    axes = bars([run.name if several else figure_name(component) for run, component, *_ in rows], 0.28)
     unit, name = bytes_in(max(max(planned, measured) for *_, planned, measured in rows))
     for label, side, alpha, shift in (("planned", 2, 0.4, -0.18), ("measured", 3, 1.0, 0.18)):
         widths = [bar[side] / unit for bar in rows]
@@ -225,11 +219,6 @@ def _memory(rows: list[tuple[Run, str, float, float]], several: bool) -> Any:
     axes.set_xlabel(name)
     numbered(axes.xaxis)
     return axes
-
-
-def figure_name(name: str) -> str:
-    """Of what is planned and measured."""
-    return LABELS.get(name, name.replace("/", ": ").replace("_", " "))
 
 
 def _speed_up(runs: Sequence[Run]) -> Any:

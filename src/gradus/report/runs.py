@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,11 +18,15 @@ from gradus import limits, models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.limits import CONFIG_FILE, RECIPE_FILE
+from gradus.proof.results import MORE, MOST
+from gradus.proof.timing import TAKEN
 from gradus.rows import read_rows
 from gradus.text import cell, short
 
 # what a loss and a metric can stand above: its key in their rows → in words
 X_AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
+COLUMNS = ("layout.precision", "processes", "train.steps")  # that a table of runs has
+DIFFERENCES = 3  # keys in the name of a run
 LARGEST = 1e39  # what fp32 holds is below
 WORDS = {"train": "training", "valid": "validation", "lr": "learning rate", "grad_norm": "norm of the gradient"}
 Amount = Annotated[float, Field(ge=0)]
@@ -42,8 +47,9 @@ class Pair(Content):
 
 
 class Load(Content):
-    """Processors that other programs used while a run trained."""
+    """Processors, and how many of them other programs used while a run trained."""
 
+    processors: int | None = None
     during: Amount | None = None
 
 
@@ -88,6 +94,7 @@ class Summary(Content):
     metrics: dict[str, float | str] = {}
     proof: dict[str, Pair] = {}
     load: Load = Load()
+    finished: str = ""
     energy: Energy | None = None
 
 
@@ -151,11 +158,12 @@ def words(name: str) -> str:
 @dataclasses.dataclass
 class Run:
     """`name` tells it from the others of the report. speed_up: against the first finished run of its recipe and model,
-    where there are several."""
+    where there are several. differs: from these, where the name does not say it."""
 
     name: str
     folder: Path
     speed_up: float | None = None
+    differs: str = ""
 
     @functools.cached_property
     def finished(self) -> bool:
@@ -291,6 +299,50 @@ def by_recipe(runs: Iterable[Run]) -> list[list[Run]]:
         for run in alike if len(alike) > 1 else ():
             run.speed_up = run.speed / alike[0].speed
     return list(groups.values())
+
+
+def uneven_load(group: Sequence[Run]) -> dict[str, str]:
+    """Names of runs that cannot be compared with the first that can → why: other programs used more, or less, of the
+    processors meanwhile, or n times as many processes are more than n times as fast."""
+    compared, wrong = [run for run in group if run.speed_up], {}
+    for run in compared[1:]:
+        base, load = compared[0], run.summary.load
+        loads = [load.during, base.summary.load.during]
+        other = "not comparable: other programs ran"
+        if None not in loads:
+            other += f" (load {loads[0]:.1f} on {load.processors} cores, {loads[1]:.1f} during {base.name})"
+        if None not in loads and abs(loads[0] - loads[1]) > TAKEN:
+            wrong[run.name] = other
+        elif run.processes > base.processes and run.speed_up * base.processes > MOST * run.processes:
+            wrong[run.name] = f"{other}, or other things differ too: {MORE}"
+    return wrong
+
+
+def name_by_difference(group: Sequence[Run]) -> None:
+    """Each of several runs of a recipe knows what differs among them, and is called by that, with its folder's name,
+    where that name is a time."""
+    keys = [flat(limits.parse_yaml(run.recipe, run.folder / "recipe.yaml")) for run in group]
+    for run, own in zip(group, keys):
+        own["processes"] = run.processes if run.finished else None  # its end says how many
+    differ = [key for key in dict.fromkeys(itertools.chain(*keys)) if len({repr(own.get(key)) for own in keys}) > 1]
+    differ = sorted((key for key in differ if not key.startswith(("name", "log."))), key=lambda k: "layout" not in k)
+    for run, own in zip(group, keys):
+        is_time = re.fullmatch(r"[\d-]+", run.name)
+        keys_of_run = [key for key in differ if is_time or key not in COLUMNS][:DIFFERENCES]
+        run.differs = ", ".join(f"{key.rpartition('.')[2]}={value_word(own.get(key))}" for key in keys_of_run)
+        if run.differs and is_time:
+            run.name, run.differs = f"{run.differs} ({run.name})", ""
+
+
+def flat(value: Any, at: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {at: value}
+    return {k: v for key, inner in value.items() for k, v in flat(inner, f"{at}.{key}".lstrip(".")).items()}
+
+
+def value_word(value: Any) -> str:
+    """As a recipe has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def with_distinct_names(entries: list[Any]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,25 +11,29 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gradus import limits
-from gradus.errors import UserError
-from gradus.proof import results, scale
+from gradus.errors import UserError, either
+from gradus.proof import ladder, results, scale
+from gradus.proof.ladder_search import Trial
+from gradus.proof.optimizations import words
 from gradus.proof.timing import PARTS
 from gradus.report.blocks import Block, Code, Table, Text, plain
-from gradus.report.runs import Amount, Content, Machine, checked, is_number, read_json, with_distinct_names
+from gradus.report.runs import (
+    Amount,
+    Content,
+    Machine,
+    checked,
+    flat,
+    is_number,
+    read_json,
+    value_word,
+    with_distinct_names,
+)
 from gradus.rows import read_rows
-from gradus.text import cell, duration, size
 
 WIDE = 120  # characters of a table's line at most
-MANY = 80  # samples that are still shown one by one
-GROUPS = (  # what the tables are of: names, caption
-    (r"best|samples_per_s.*|ratio(/wall_clock)?|speed_up|efficiency|roof|(time|latency|decode)/.*",
-     "The table shows speed."),
-    (r"(memory|ratio|size)/.*", "The table shows the peak memory of tensors and of the whole process."),
-    (r"traffic/.*|energy/.*|data_wait", "The table shows what a process sends per step, and its wait for data."),
-    (r".*", "The table shows losses and metrics."),
-)
 AGAIN = "Delete the file, or measure again."
-LAST = "first-and-last"  # the rung of a ladder that compares its ends
+DELETE = "Delete the line, or measure again."
+FILES = ("study.json", "ladder.json")  # that say of what the folder is
 ELSEWHERE = ("lost/", "collective/", "time/step/", "verdict")  # are not columns
 
 
@@ -65,6 +68,15 @@ class Conditions(Machine):
     high: float | None = None
     calls: float = 0
     bytes: float | None = None
+    others: list[Amount | None] = []
+    load: Amount | None = None
+    date: str = ""
+
+
+class Tried(Content, strict=False):
+    """A row with an option of a ladder."""
+
+    trial: Trial
 
 
 @dataclasses.dataclass
@@ -76,20 +88,32 @@ class Study:
 
     @functools.cached_property
     def about(self) -> About:
-        return read_json(self.folder / "study.json", About, AGAIN) or About()
+        found = (read_json(self.folder / name, About, AGAIN) for name in FILES)
+        return next(filter(None, found), About())
 
     @functools.cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """Of a ladder, whose configurations come again on other rungs, with the rung in the name."""
+    def records(self) -> list[dict[str, Any]]:
+        """All rows."""
         file = self.folder / "rows.jsonl"
         rows = read_rows(file)
         if any("configuration" not in row for row in rows):
             raise UserError(f"{file}: has rows without a configuration. Give the folder that gradus study wrote.")
         for row in rows:
-            checked(row, Conditions, f"{file}: a row of {row['name'][:40]!r}", "Delete the line, or measure again.")
+            checked(row, Conditions, f"{file}: a row of {row['name'][:40]!r}", DELETE)
             if not (isinstance(row["value"], str) or is_number(row["value"])):
                 row["value"] = str(row["value"])[:40]  # no plot and no ratio can hold it
-        return _of_ladder(rows) if any("rung" in row for row in rows) else rows
+        return rows
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a ladder those of whole trainings alone: `trials` has the rungs."""
+        return [row for row in self.records if row.get("rung") in (None, "to-the-end")]
+
+    @functools.cached_property
+    def trials(self) -> list[Trial]:
+        """Of a ladder: the first rung, every option that was tried, and all that was kept beside the first rung."""
+        what = f"{self.folder / 'rows.jsonl'}: an option of the ladder"
+        return [checked(row, Tried, what, DELETE).trial for row in self.records if "trial" in row]
 
     @functools.cached_property
     def table(self) -> results.Table:
@@ -97,9 +121,9 @@ class Study:
 
     @functools.cached_property
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Configuration → the conditions of all its measured rows: processes, at, runner, rung, kept and more."""
+        """Configuration → the conditions of all its measured rows: processes, at, runner and more."""
         facts: dict[str, dict[str, Any]] = {}
-        for row in self.rows:
+        for row in self.records:
             if row.get("kind") == "measured":
                 mine = facts.setdefault(row["configuration"], {})
                 mine.update((k, v) for k, v in row.items() if k not in ("name", "value", "unit"))
@@ -131,37 +155,8 @@ class Study:
         return {**facts, "cpus_allowed": facts.get("cpus")}
 
 
-def _of_ladder(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a ladder, each configuration named with its rung, with the speed and × that it compares. Of what was
-    measured more than once it keeps speed from the timed rounds and most samples, and memory of the largest batch of
-    all data; "before" of the first rung alone."""
-    best: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:
-        if row.get("study") == "once" and row["name"].endswith("/undisturbed"):
-            continue  # steps too short to tell have no such row, and this one is of others
-        name = " · ".join(str(row[k]) for k in ("rung", "configuration") if k in row)
-        if row.get("rung") == LAST and row["configuration"] != "before":
-            name = f"{LAST} · all that was kept"
-        key = (name, row["name"], row.get("kind"), row.get("step"))
-        known = best.get(key)
-        if known and row["name"].startswith(("memory/", "ratio/memory", "ratio/process")):
-            row = known if known.get("study") == "once" else row
-        elif known:
-            row = max(known, row, key=lambda r: (r.get("study") != "once", len(r.get("samples", ()))))
-        best[key] = {**row, "configuration": name}
-    timed = ((c, row) for (c, *_), row in best.items() if row.get("study") != "once")  # for memory and losses
-    wanted = [c for c, row in timed if row["name"] in ("samples_per_s", "failed", "verdict")]
-    again = [c for c in dict.fromkeys(wanted) if c.endswith(" · before")][1:]
-    kept: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}  # (configuration, kind, step) → name → row
-    for (c, name, *of), row in best.items():
-        if c in wanted and c not in again:
-            kept.setdefault((c, *of), {})[name] = row
-    named = (results.undisturbed(by_name).items() for by_name in kept.values())
-    return [{**row, "name": name} for pairs in named for name, row in pairs]
-
-
 def is_study(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("study.json", "ladder.json"))
+    return any((folder / name).is_file() for name in FILES)
 
 
 def read(folders: Iterable[str], left_out: list[str] | None = None) -> list[Study]:
@@ -169,7 +164,7 @@ def read(folders: Iterable[str], left_out: list[str] | None = None) -> list[Stud
     the reason instead."""
     studies = [Study(Path(folder).resolve().name, Path(folder)) for folder in folders]
     for study in studies:
-        study.name = study.about.study or study.name
+        study.name = study.about.study or "ladder " * (study.folder / FILES[1]).is_file() + study.name
     wrong = {study.folder: _unmeasured(study) for study in with_distinct_names(studies)}
     reasons = [reason for reason in wrong.values() if reason]
     if reasons and left_out is None:
@@ -185,7 +180,7 @@ def _unmeasured(study: Study) -> str | None:
     again = f"Start it again: {command}" if command else "Start it again, with the same --to."
     if not (study.folder / "rows.jsonl").is_file():
         return f"{study.folder}: this study is not finished. {again}"
-    if not study.names:
+    if not study.names and not study.trials:
         why = "".join(f" {c}: {reason}" for c, reason in [*study.table.failed.items()][:1])
         return f"{study.folder}: nothing was measured in this study.{why} {again}"
     return None
@@ -198,23 +193,37 @@ def tables(study: Study) -> Iterator[Block]:
     left = [name for name in study.table.columns if not name.startswith(ELSEWHERE)]
     better = {"ratio": "speed_up", "ratio/process": "ratio/memory"}  # that say as much
     left = [name for name in left if better.get(name) not in left]
-    for pattern, caption in GROUPS:
-        mine = [name for name in left if re.fullmatch(pattern, name)]
-        left = [name for name in left if name not in mine]
-        while mine:
-            n = next(n for n in range(len(mine), 0, -1) if n == 1 or _width(*_cells(study, mine[:n])) <= WIDE)
-            yield Table(*_cells(study, mine[:n]), caption + _caption_notes(study, mine[:n]))
-            mine = mine[n:]
+    if study.trials:
+        yield from _rungs(*study.trials)
+    while left:
+        n = next(n for n in range(len(left), 0, -1) if n == 1 or _width(*_cells(study, left[:n])) <= WIDE)
+        what = either((results.LABELS.get(name, name) for name in left[:n]), "and")
+        caption = f"{what[0].upper()}{what[1:]} of each configuration.{_caption_notes(study, left[:n])}"
+        yield Table(*_cells(study, left[:n]), caption)
+        left = left[n:]
     yield from _parts(study)
-    for c, facts in study.facts.items():
-        if verdict := study.row(c, "verdict").get("value"):
-            yield Text([("strong", c), ("plain", f": {'' if facts.get('kept') else 'not '}kept: {verdict}")], item=True)
-        elif why := study.table.failed.get(c):
-            yield Text([("strong", c), ("plain", f": failed: {why}")], item=True)
+    for c, why in study.table.failed.items():
+        yield Text([("strong", c), ("plain", f": failed: {why}")], item=True)
     for line in study.table.summary():
         yield Text([("plain", f"{line}.")], item=True)
-    if line := results.conditions_line([row for row in study.rows if row.get("study") != "once"]):
-        yield plain(f"{line}.")
+    if line := results.conditions_line([row for row in study.records if row.get("study") != "once"]):
+        yield plain(f"Conditions: {line}.")
+
+
+def _rungs(start: Trial, *trials: Trial) -> Iterator[Block]:
+    """A ladder as the screen has it."""
+    tried = [trial for trial in trials if trial.rung != ladder.LAST]
+    rungs = [start.rung, *(trial.rung for trial in tried if trial.keys)]
+    body = [[rung, *cells] for rung, cells in zip(rungs, ladder.body_of(start, tried))]
+    caption = "The ladder, rung by rung. × and saved are against the best before, measured in the same rounds. "
+    caption += "Samples/s and × are without the time in which other programs had the processor, the wall clock has it. "
+    caption += "Tensors and process are of the largest batch of all data; loss off is the farthest of a few steps."
+    yield Table(["rung", *ladder.HEAD], body, caption)
+    for trial in tried:
+        decision = f" {words(trial.keys)}: {'' if trial.kept else 'not '}kept," if trial.keys else ""
+        yield Text([("strong", trial.rung), ("plain", f":{decision} {trial.verdict}")], item=True)
+    for whole in trials[len(tried) :]:
+        yield plain(f"{whole.verdict if whole.failed else ladder.against_first(whole, start)}.")
 
 
 def _cells(study: Study, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -228,15 +237,13 @@ def _width(head: list[str], body: list[list[str]]) -> int:
 
 def _caption_notes(study: Study, names: Sequence[str]) -> str:
     text, bases = "", [f["against"] for f in study.facts.values() if "against" in f]
-    if "ratio" in names and any("rung" in f for f in study.facts.values()):
-        text = " × is against the best of the rungs before, measured in the same rounds."
-        if "ratio/wall_clock" in names:
-            text += " Time in which other programs had the processor counts in the wall clock alone."
-    elif "ratio" in names and len(set(bases)) == 1:
+    if "ratio" in names and len(set(bases)) == 1:
         text = f" × is as many times the samples/s of {bases[0]}."
     elif "ratio" in names:
         pairs = [f"{c} against {f['against']}" for c, f in study.facts.items() if "against" in f]
         text = f" × is a ratio of samples/s: {', '.join(pairs[:6])}{' and so on' * (len(pairs) > 6)}."
+    if any(name.endswith(results.UNDISTURBED) for name in names):
+        text += " Undisturbed: without the time in which a step was ready to run but other programs had the processor."
     if any("std" in study.row(c, name) for c in study.facts for name in names):
         text += " ±: the standard deviation over the seeds."
     return text
@@ -244,67 +251,40 @@ def _caption_notes(study: Study, names: Sequence[str]) -> str:
 
 def _parts(study: Study) -> Iterator[Table]:
     """A step by its parts, what was lost by name, and collectives."""
-    by_part = {part: study.values(f"time/step/{part}") for part in PARTS}
-    names = [c for c in study.facts if any(c in values for values in by_part.values())]
-    if body := [[c, *(duration(v[c]) if c in v else "–" for v in by_part.values())] for c in names]:
-        caption = "The table shows a step by its parts, the mean over the processes."
-        yield Table(["configuration", *PARTS], body, caption)
     whole = (r for r in study.rows if "samples" not in r or all(is_number(r.get(end)) for end in ("low", "high")))
     rows = [r for r in whole if is_number(r["value"])]
+    if body := scale.steps_by_part(rows):
+        caption = "A step by its parts, in ms. Means over the processes; the parts add up to the step."
+        yield Table(["configuration", "step", *PARTS], body, caption)
     if any(r["name"].startswith("lost/") for r in rows):
         noise = "; ".join(scale.noise_lines(rows))
-        caption = f"The table shows what was lost against the first configuration, in % of the step; {noise}."
+        caption = f"What was lost against the first configuration, in % of the step. {noise[0].upper()}{noise[1:]}."
         yield Table(["configuration", "in total", *PARTS], scale.lost(rows), caption)
-    calls = [
-        [c, name.removeprefix("collective/"), f"{r.get('calls', 0):g}", duration(r["value"]), size(r.get("bytes") or 0)]
-        for (c, name), r in study.table.measured.items()
-        if name.startswith("collective/") and is_number(r["value"])
-    ]
-    if calls:
-        caption = "The table shows the collectives of a step, profiled separately. Times include the wait for others; "
+    if calls := scale.collectives(rows):
+        caption = "The collectives of a step. They were profiled separately; times include the wait for others; "
         caption += "some collectives overlap with computing."
-        yield Table(["configuration", "collective", "calls", "time", "sent"], calls, caption)
+        yield Table(scale.COLLECTIVES, calls, caption)
 
 
 # ---------------------------------------------------------------- how it was done
 
 
-def appendix(study: Study) -> Iterator[Block]:
+def appendix(study: Study, code: bool = False) -> Iterator[Block]:
+    """code: also the recipe."""
     if study.about.command:
         yield Code(f"{study.name}: command", study.about.command)
     configurations = study.about.configurations
     recipes = {c: t.recipe for c, t in configurations.items() if t.recipe}
     first = next(iter(recipes), "")
-    keys = {c: _flat(limits.parse_yaml(text, study.folder / "study.json")) for c, text in recipes.items()}
+    keys = {c: flat(limits.parse_yaml(text, study.folder / "study.json")) for c, text in recipes.items()}
     body = []
     for c, t in configurations.items():
         mine, its = keys.get(c, {}), keys.get(first, {})
         changed = {k: mine.get(k) for k in dict.fromkeys((*its, *mine)) if mine and mine.get(k) != its.get(k)}
-        words = [f"{k}={_word(v)}" for k, v in {**changed, **t.options}.items()]
-        body.append([c, t.runner or "–", str(t.processes or "–"), ", ".join(words) or "–"])
+        pairs = [f"{k}={value_word(v)}" for k, v in {**changed, **t.options}.items()]
+        body.append([c, t.runner or "–", str(t.processes or "–"), ", ".join(pairs) or "–"])
     if body:
         head = ["configuration", "measured by", "processes", f"other than in {first}" if first else "options"]
-        yield Table(head, body, words=True)
-    if first:
+        yield Table(head, body, f"The configurations of {study.name}.", words=True)
+    if first and code:
         yield Code(f"{study.name}: recipe of {first}", recipes[first])
-    samples = {c: study.row(c, "samples_per_s").get("samples", []) for c in study.values("samples_per_s")}
-    rounds = max(map(len, samples.values()), default=0)
-    if 1 < rounds <= 10 and rounds * len(samples) <= MANY:
-        cells = [[cell(value) for value in values] for values in samples.values()]
-        body = [[c, *row, *["–"] * (rounds - len(row))] for c, row in zip(samples, cells)]
-        head = ["configuration", *(f"{n}." for n in range(1, rounds + 1))]
-        yield Table(head, body, "The table shows every sample of samples/s.")
-
-
-def _flat(value: Any, at: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {at: value}
-    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{at}.{key}".lstrip(".")).items()}
-
-
-def _word(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if not isinstance(value, list)
-        else str(value)
-    )

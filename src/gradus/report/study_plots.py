@@ -2,127 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+from gradus.proof.ladder import LAST
+from gradus.proof.ladder_search import Trial
+from gradus.proof.optimizations import words
 from gradus.proof.timing import PARTS
-from gradus.report.plots import BARS, COLOURS, INK, SHAPES, Plot, bars, bytes_in, numbered, panels
+from gradus.report.plots import BARS, COLOURS, INK, LEAST, SHAPES, Plot, bars, numbered, panels
 from gradus.report.studies import Study
 
 MOST = 30  # configurations in one plot
 MARKS = "".join(SHAPES)
-STATE = {"memory/weights": "weights", "memory/gradients": "gradients", "memory/optimizer": "optimizer"}
 # a step's parts, in colours of their own
 OF_PARTS = dict(zip(PARTS, (COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[2], COLOURS[6])))
 
 
 def of_study(study: Study) -> Iterator[Plot]:
     """What the study has rows for."""
-    speeds, ladder = study.values("samples_per_s"), any("rung" in facts for facts in study.facts.values())
-    if speeds:
-        yield _speed(study, speeds, ladder)
-    if not ladder and (memory := _components(study)):
-        yield _memory(memory)
+    speeds = study.values("samples_per_s")
+    rungs = {f"{t.rung}: {words(t.keys)}": t for t in study.trials if t.keys and t.speed and not t.failed}
+    if len(rungs) >= LEAST:
+        yield _ladder(rungs)
+    if len(speeds) >= LEAST:
+        yield _speed(study, speeds)
     runners = dict.fromkeys(study.facts[c].get("runner") for c in speeds)
     lines: dict[str, list[str]] = {}
     for runner in runners:
         of_runner = _lines(study, {c: v for c, v in speeds.items() if study.facts[c].get("runner") == runner})
         whole = "whole trainings" if runner == "train" and len(runners) > 1 else ""
         lines |= {", ".join(word for word in (name, whole) if word): own for name, own in of_runner.items()}
-    if lines and not ladder:
+    if any(len(line) >= LEAST for line in lines.values()):
         yield _scaling(study, lines, speeds)
     if plot := _by_batch(study):
         yield plot
     yield from _quality(study)
 
 
-def _few(values: dict[str, float]) -> tuple[list[str], str]:
-    """Names of the configurations that are drawn, and what the caption says of it."""
-    best = sorted(values, key=values.get)[-MOST:]
-    less = f" The plot shows the {MOST} largest of {len(values)}." if len(values) > MOST else ""
-    return [c for c in values if c in best], less
+def _ladder(rungs: dict[str, Trial]) -> Plot:
+    """× of each option as a bar, faint where it was not kept, with the lowest and highest of the rounds."""
+    axes = bars(list(rungs), 0.3)
+    for place, trial in enumerate(rungs.values()):
+        axes.barh(place, trial.ratio, 0.62, color=COLOURS[0], alpha=0.85 if trial.kept else 0.3)
+        axes.plot([trial.low, trial.high], [place, place], color=INK, lw=1)
+    axes.axvline(1, color=INK, lw=1, ls="--")
+    axes.set_xlabel("times the samples/s of the best before")
+    numbered(axes.xaxis)
+    caption = "The speed of each rung against the best before. A faint bar was not kept; lines go from lowest to "
+    return f"{caption}highest of the rounds. {LAST} has all that was kept, against the first rung.", [axes]
 
 
-def _bars(study: Study, axes: Any, names: Sequence[str], name: str, unit: float = 1) -> None:
-    """Lying bars, faint where a rung was not kept, with every sample as a dot, or the deviation over the seeds."""
-    values, colour = study.values(name), COLOURS[0]
+def _speed(study: Study, speeds: dict[str, float]) -> Plot:
+    """Lying bars, with every sample as a dot, or the deviation over the seeds."""
+    best = sorted(speeds, key=speeds.get)[-MOST:]
+    names = [c for c in speeds if c in best]
+    axes = bars(names, 0.3)
     for place, c in enumerate(names):
-        if c not in values:
-            continue
-        row, value = study.row(c, name), values[c] / unit
-        samples = [s / unit for s in row.get("samples", ()) if isinstance(s, int | float)]
-        faint = not study.facts[c].get("kept", True)
-        axes.barh(place, value, 0.62, color=colour, alpha=0.3 if faint else 0.85)
-        if row.get("std"):
-            axes.errorbar(value, place, xerr=row["std"] / unit, color=INK, capsize=3, lw=1)
+        row, value = study.row(c, "samples_per_s"), speeds[c]
+        samples, std = [s for s in row.get("samples", ()) if isinstance(s, int | float)], row.get("std") or 0
+        axes.barh(place, value, 0.62, color=COLOURS[0], alpha=0.85)
+        if std:
+            axes.errorbar(value, place, xerr=std, color=INK, capsize=3, lw=1)
         elif len(samples) > 1:
             axes.plot(samples, [place] * len(samples), "o", color=INK, ms=3.5, mew=0)
-        far = max([value + row.get("std", 0) / unit, *samples])
-        of = ("speed_up", "ratio") if name == "samples_per_s" else ("ratio/memory",)
-        ratio = next((compared["value"] for compared in (study.row(c, kind) for kind in of) if compared), None)
-        if isinstance(ratio, int | float):
+        ratios = (study.values(kind).get(c) for kind in ("speed_up", "ratio"))
+        if ratio := next(filter(None, ratios), None):
+            far = max([value + std, *samples])
             axes.annotate(f"{ratio:.2f} ×", (far, place), (5, 0), textcoords="offset points", va="center")
     axes.margins(x=0.25)
     axes.set_xlim(left=0)
+    axes.set_xlabel("samples/s")
     numbered(axes.xaxis)
-
-
-def _speed(study: Study, speeds: dict[str, float], ladder: bool) -> Plot:
-    names, less = (list(speeds), "") if ladder else _few(speeds)
-    memory = next((n for n in ("memory/allocated", "memory/process") if ladder and study.values(n)), None)
-    all_axes = [bars(names, 0.3, 4.0 if memory else BARS)]
-    _bars(study, all_axes[0], names, "samples_per_s")
-    all_axes[0].set_xlabel("samples/s")
-    if memory:
-        unit, word = bytes_in(max(study.values(memory).values()))
-        all_axes.append(bars(names, 0.3, 4.0))
-        _bars(study, all_axes[1], names, memory, unit)
-        all_axes[1].set_xlabel(f"{word} of {'tensors' if memory == 'memory/allocated' else 'the process'}")
     rows = [study.row(c, "samples_per_s") for c in names]
-    caption = "Bars show the speed of each configuration."
-    if ladder:
-        caption = "Bars show the speed and memory of each rung; a faint bar was not kept."
+    caption = "The speed of each configuration."
+    caption += f" The plot shows the {MOST} largest of {len(speeds)}." * (len(speeds) > MOST)
     if any("std" in row for row in rows):
         caption += " Lines show the standard deviation over the seeds."
     elif any(len(row.get("samples", ())) > 1 for row in rows):
         caption += " Dots show every sample."
-    return caption + " Numbers beside bars are the ratio." * any(study.row(c, "ratio") for c in names) + less, all_axes
-
-
-def _components(study: Study) -> dict[str, list[dict[str, float]]]:
-    """Configuration → bytes by component: planned (empty where it was not), measured. Of the process as a whole where
-    tensors are not known of any."""
-    tensors = bool(study.values("memory/allocated"))
-    whole, rest = ("memory/allocated", "activations and the rest") if tensors else ("memory/process", "the process")
-    sides: dict[str, list[dict[str, float]]] = {}
-    for c in study.values(whole):
-        for planned, rows in ((True, study.table.planned), (False, study.table.measured)):
-            total = rows.get((c, whole), {}).get("value", "")  # planned: of the largest batch; a word where not finite
-            known = {label: study.values(name, planned).get(c) for name, label in STATE.items() if tensors}
-            parts = {label: value for label, value in known.items() if value is not None}
-            side = {} if isinstance(total, str) else {**parts, rest: max(0.0, total - sum(parts.values()))}
-            sides.setdefault(c, []).append(side)
-    return sides
-
-
-def _memory(memory: dict[str, list[dict[str, float]]]) -> Plot:
-    names, less = _few({c: sum(measured.values()) for c, (_, measured) in memory.items()})
-    labels = dict.fromkeys(label for c in names for side in memory[c] for label in side)
-    both = any(memory[c][0] for c in names)
-    axes = bars(names, 0.42 if both else 0.3)
-    unit, word = bytes_in(max(sum(side.values()) for c in names for side in memory[c]))
-    ends = [[0.0] * len(names), [0.0] * len(names)]
-    for label, colour in zip(labels, COLOURS):
-        for side, alpha, shift in ((0, 0.45, -0.19), (1, 1.0, 0.19 * both)):
-            widths = [memory[c][side].get(label, 0.0) / unit for c in names]
-            places, style = [i + shift for i in range(len(names))], {"color": colour, "alpha": alpha}
-            axes.barh(places, widths, 0.34 if both else 0.62, ends[side], label=label if side else None, **style)
-            ends[side] = [end + width for end, width in zip(ends[side], widths)]
-    axes.set_xlabel(word)
-    numbered(axes.xaxis)
-    what = "Bars show the peak memory of the process that takes most"
-    how = ": upper, faint bars are planned, lower bars measured" if both else ", measured"
-    return f"{what}{how}.{less}", [axes]
+    return caption + " Numbers beside bars are the ratio." * any(study.row(c, "ratio") for c in names), [axes]
 
 
 # ---------------------------------------------------------------- several numbers of processes
@@ -168,7 +126,7 @@ def _scaling(study: Study, lines: dict[str, list[str]], speeds: dict[str, float]
     for panel, (label, by_count) in zip(more, stacks):
         _stacked(panel, by_count)
         panel.set(xlabel="processes", ylabel=label)
-    caption = "Lines show the speed-up, from the lowest to the highest of the rounds; the dashed line is the ideal."
+    caption = "The speed-up. Lines go from the lowest to the highest of the rounds; the dashed line is the ideal."
     return caption + " Bars show a step by its parts, and what was lost by name." * bool(stacks), [axes, *more]
 
 
@@ -205,7 +163,7 @@ def _by_batch(study: Study) -> Plot | None:
             batch = float(at.pop("batch"))
             name = at.pop("engine", "") + "".join(f" · {n} {axis}" for axis, n in at.items())
             lines.setdefault(name, []).append((batch, latency))
-    if all(len(line) < 2 for line in lines.values()):
+    if all(len(line) < LEAST for line in lines.values()):
         return None
     (axes,) = panels(1, 3.2, BARS)
     for i, (name, line) in enumerate([*lines.items()][:MOST]):
@@ -216,7 +174,7 @@ def _by_batch(study: Study) -> Plot | None:
     axes.set_xticks(batches, [f"{n:g}" for n in batches])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    return "Lines show the median latency by the number of samples at a time; both axes are logarithmic.", [axes]
+    return "The median latency by the number of samples at a time. Both axes are logarithmic.", [axes]
 
 
 # ---------------------------------------------------------------- accuracy against speed
@@ -227,7 +185,7 @@ def _quality(study: Study) -> Iterator[Plot]:
     known = [name for name in study.names if name.startswith(("valid/", "test/", "accuracy"))]
     known.sort(key=lambda name: name.endswith(("/loss", "/perplexity")))  # after what is better
     pairs = {name: [c for c in study.values(name) if c in study.values(x)] for name in known}
-    metrics = [name for name, configurations in pairs.items() if len(configurations) > 1][:3]
+    metrics = [name for name, configurations in pairs.items() if len(configurations) >= LEAST][:3]
     if not metrics:
         return
     all_axes = panels(len(metrics), 2.8)
@@ -249,5 +207,5 @@ def _quality(study: Study) -> Iterator[Plot]:
         axes.grid(alpha=0.25)
     std = any("std" in study.row(c, name) for name in metrics for c in names)
     against = "speed" if x == "samples_per_s" else "latency"
-    caption = f"Markers show the quality and the {against} of each configuration."
+    caption = f"The quality and the {against} of each configuration."
     yield caption + " Lines show the standard deviation over the seeds." * std, all_axes
