@@ -33,7 +33,7 @@ from gradus.proof.timing import BUSY
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, as_lines, read_rows
-from gradus.text import cell, duration, size
+from gradus.text import cell, duration, size, width
 from gradus.text import table as columns
 from gradus.train.session import open_for
 
@@ -254,7 +254,7 @@ def table(start: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     """A line for each option that was tried, × and saved against the best before it; then what each comes to."""
     coloured = {"yes": colour("yes", "green"), "no": colour("no", "red"), "": ""}
     body = [[name, coloured[kept], *rest] for name, kept, *rest in body_of(start, trials)]
-    yield from columns(HEAD, body, set(range(2, len(HEAD))), results.width())
+    yield from columns(HEAD, body, set(range(2, len(HEAD))), width())
     rung = None
     for trial in trials:
         yield from ["", trial.rung] if trial.rung != rung else []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import shlex
-import shutil
 import statistics
 import textwrap
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 
 from gradus.proof.pairs import joined, signed
 from gradus.proof.timing import BUSY
-from gradus.text import cell, duration, fold, size
+from gradus.text import cell, duration, fold, size, width
 from gradus.text import table as columns
 
 LABELS = {  # of rows, in the order of the columns
@@ -45,11 +43,6 @@ MOST = 1.05  # an efficiency above it has another cause than the processes
 INCOMPARABLE = "not comparable"
 MORE = f"more than {MOST} times as fast per process"
 Record = dict[str, Any]
-
-
-def width() -> float:
-    """Columns of the terminal, where standard output is one (COLUMNS says otherwise): lines of a file may be long."""
-    return shutil.get_terminal_size((0, 0)).columns or math.inf
 
 
 def pasted(command: Sequence[str]) -> Iterator[str]:
