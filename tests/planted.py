@@ -360,7 +360,7 @@ LIST = (
       "infer/test_quantize.py::test_points_lost_are_those_that_only_the_model_before_had", of="quantize"),
     M("infer/engines.py", 'known.get(precision or "any")', 'known.get("any")',
       "proof/test_bench.py::test_auto_takes_what_was_remembered", of="bench"),
-    M("report/report.py", "ratio and ratio * base.processes / run.processes", "ratio and ratio / run.processes",
+    M("report/report.py", "ratio * base.processes / run.processes if scaled", "ratio / run.processes if scaled",
       "report/test_report.py::test_efficiency_is_against_all_processes_of_the_first_run", "ddp", of="report"),
     M("report/plots.py", '("planned", 2, 0.4, -0.18), ("measured", 3, 1.0, 0.18)', '("planned", 3, 0.4, -0.18), ("measured", 2, 1.0, 0.18)',
       "report/test_plots.py::test_the_bars_of_memory_are_those_of_their_names", of="report"),

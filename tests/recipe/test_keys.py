@@ -18,7 +18,8 @@ def test_every_key_of_every_section_and_kind_has_a_meaning():
     assert len(sections) > 25 and silent == []
 
 
-def test_every_key_is_listed_with_type_default_and_meaning():
+def test_every_key_is_listed_with_type_default_and_meaning(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # no terminal
     lines = keys.keys()
     named = {line.split()[0] for line in lines if line and line[0] not in "# "}
     expected = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,9 +39,8 @@ def test_a_confusion_matrix_is_scikit_learns(n_classes):
         others = [0 if j == i else k for j, k in enumerate(matrix[i])]
         most = int(np.argmax(others))
         assert row[5] == (f"{names[most]} ({others[most]})" if others[most] else "–")
-    for i in chosen:
-        for j in chosen:
-            assert f"{names[i]}, {names[j]}: {matrix[i, j] / n[i]:.3g}<" in figure.panels[0]
+    shares = [f"{matrix[i, j] / n[i]:.2f}" for i in chosen for j in chosen]
+    assert re.findall(r">(\d\.\d\d)</text>", figure.panels[0]) == shares
     assert (f"the 20 of {n_classes} classes" in table.caption) == (n_classes > 20)
 
 
@@ -58,10 +58,11 @@ def test_the_section_of_a_run(tmp_path):
     run = Run("run", tmp_path)
     blocks = list(predictions([run]))
     assert [type(block) for block in blocks] == [Figure, Table, Figure, Table]
-    assert blocks[2].caption == f"{run.name}: the 3 images with the largest loss." and blocks[3].caption == f"{run.name}, the largest losses first: 6 of 9 right."
+    assert blocks[2].caption == f"{run.name}: the 3 images with the largest loss." and blocks[3].caption == f"Answers of {run.name}, the largest losses first: 6 of 9 right."
     assert blocks[3].rows[0] == ["valid 0", "<b>", "cat", "wrong", "9.5"]
     page = to_html("x", blocks)
-    assert page.count("data:image/png") == 3 and "✗ &lt;b&gt; (90%)" in page and "<b>" not in page
+    assert page.count("data:image/png") == 1 + 3, "the matrix, and the images"
+    assert "✗ &lt;b&gt; (90%)" in page and "<b>" not in page
     assert not any("var(--" in block.panels[0] for block in blocks if isinstance(block, Figure))
 
 

@@ -308,7 +308,7 @@ def test_predictions_that_lie_in_a_runs_folder_are_a_table(folders, tmp_path):
     *_, table = predictions([run])  # after the confusion matrix of those with a class
     assert table.head == ["input", "answer", "it is", ""] and len(table.rows) == SHOWN
     assert table.rows[:2] == [["1 2", "2 1", "1 2", "wrong"], ["0 <", "good", "good", "right"]]
-    assert table.caption == f"{run.name}: 40 of 41 right; the first 32 of 41."
+    assert table.caption == f"Answers of {run.name}: 40 of 41 right; the first 32 of 41."
     (tmp_path / "run/predictions.jsonl").write_text('{"input": "a text", "loss": 2.5}\n')
     (table,) = predictions(read([str(tmp_path / "run")]))
     assert (table.head, table.rows) == (["input", "loss"], [["a text", "2.5"]])
