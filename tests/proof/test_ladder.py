@@ -82,6 +82,7 @@ def test_a_ladder_that_was_stopped_goes_on_and_measures_nothing_twice(taken, tmp
 
 def test_what_is_not_faster_at_the_end_is_not_recommended_and_the_report_has_the_same_ratio(taken, tmp_path, monkeypatch, capsys):
     """Other programs take half of the time of the last rung, which is no faster than the first; of one round."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # no terminal: a table is not divided
     taken.pop()
     quiet = harness.measure
 
