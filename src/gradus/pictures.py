@@ -64,7 +64,7 @@ class Picture:
             strip = shades([[i / 20 for i in range(0 if low == "0" else -20, 21)]], x, y, 80, 9)
             body += [text(GAP, y + 9, low, kind="quiet"), strip, text(x + 84, y + 9, high, kind="quiet")]
             y += 18
-        for line in words.splitlines():
+        for line in filter(str.strip, words.splitlines()):
             for row in textwrap.wrap(line, int(len(line) * (width - 2 * GAP) / width_of(line))):
                 y += 15
                 body.append(text(GAP, y, row))
@@ -122,6 +122,8 @@ def number(value: float, unit: str = "") -> str:
 def ticks(low: float, high: float) -> list[float]:
     """Two to six round places from low to high: multiples of 1, 2 or 5 times a power of ten."""
     span = (high - low) or 1.0
+    if not math.isfinite(span):
+        return []
     power = 10.0 ** math.floor(math.log10(span / 5))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * span / 5)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-6) + 1)]

@@ -155,7 +155,7 @@ def fold(line: str, indent: int | None = None, width: float = WIDTH) -> list[str
 def width(stream: TextIO | None = None) -> float:
     """Columns of the terminal that a stream is; without a stream what COLUMNS says, else those of standard output.
     Infinity where there is none: lines of a file may be long."""
-    with contextlib.suppress(OSError, ValueError):  # no terminal
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no terminal, or no file
         stated = None if stream else os.environ.get("COLUMNS")
         columns = int(stated or os.get_terminal_size((stream or sys.stdout).fileno()).columns)
         return columns if columns > 2 else math.inf

@@ -58,7 +58,7 @@ def test_the_section_of_a_run(tmp_path):
     run = Run("run", tmp_path)
     blocks = list(predictions([run]))
     assert [type(block) for block in blocks] == [Figure, Table, Figure, Table]
-    assert blocks[2].caption == f"{run.name}: the 3 images with the largest loss." and blocks[3].caption == f"Answers of {run.name}, the largest losses first: 6 of 9 right."
+    assert blocks[2].caption == f"The 3 images of {run.name} with the largest loss." and blocks[3].caption == f"Answers of {run.name}, the largest losses first: 6 of 9 right."
     assert blocks[3].rows[0] == ["valid 0", "<b>", "cat", "wrong", "9.5"]
     page = to_html("x", blocks)
     assert page.count("data:image/png") == 1 + 3, "the matrix, and the images"

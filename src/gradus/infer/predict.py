@@ -413,8 +413,8 @@ def prepared(source: ModelSource, images: list[np.ndarray], device: torch.device
 
 
 def label_images(source: ModelSource, files: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
-    read = functools.partial(read_images, source)
-    return labels(source, files, files, lambda part: model(prepared(source, read(part), model.device)), top)
+    images = read_images(source, files)
+    return labels(source, files, images, lambda part: model(prepared(source, part, model.device)), top)
 
 
 # ---------------------------------------------------------------- the run's own data
@@ -517,10 +517,11 @@ def evaluate(
             raise instead.not_finite(lambda steps: run(instead=steps))
         raise not_finite(source.name, source.path, first_not_finite(model, run))
     if keep:
+        engine = instead or LazyEngine(source)
         if plain and not session.recipe.layout.precision.startswith("pure_"):
-            source.model = parallel.bare
+            source.model, engine.device = parallel.bare, session.device
         with precision.autocast():
-            write_records(Path(name) / PREDICTIONS, by_loss(source, task, split, sums, instead or LazyEngine(source)))
+            write_records(Path(name) / PREDICTIONS, by_loss(source, task, split, sums, engine))
     return {f"{split}/{key}": value for key, value in metrics.items()}
 
 

@@ -208,7 +208,8 @@ def recipe_for(
         config, more, usable, kind = read_hf(model)
         if kind and kind not in weights.model_types():
             notes.append(others.not_trained(kind))
-        name, notes[len(notes) :] = Path(tokenizer).name, more
+        folder = Path(tokenizer)
+        name, notes[len(notes) :] = (folder.resolve() if folder.is_dir() else folder).name, more
     else:
         config = presets.config_of(model)
     run = published(config) | (FINE_TUNING if adapter and config.reads == "text" else {})

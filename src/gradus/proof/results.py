@@ -144,7 +144,8 @@ class Table:
         reasons = {}
         for (c, name), row in self.measured.items():
             if shown(name, row) == INCOMPARABLE:
-                load = f" (load {row['load']:g} on {row['cpus']} cores)" if "load" in row else ""
+                known = row.get("load") is not None and "cpus" in row
+                load = f" (load {row['load']:g} on {row['cpus']} cores)" if known else ""
                 reasons[c] = f"{INCOMPARABLE}: other programs ran{load}, or other things differ too: {MORE}"
         return reasons
 
@@ -161,7 +162,7 @@ def shown(name: str, row: Record | None) -> str:
         return size(value)
     if unit == "s":
         return duration(value)
-    if name.endswith("efficiency") and value > MOST:
+    if name.endswith("efficiency") and value > MOST and row.get("processes", 2) > row.get("against_processes", 1):
         return INCOMPARABLE
     if name.startswith("deviation/"):
         return f"{value:.1e}"

@@ -99,7 +99,7 @@ def comparison_rows(study: Study, store: StudyStore, c: Configuration, samples: 
     pairs = [(s, base_samples[s.round]) for s in samples if s.round in base_samples]
     if base is c or not pairs:
         return
-    common = {**conditions_of(study, store, c), "against": base.name}
+    common = {**conditions_of(study, store, c), "against": base.name, "against_processes": base.processes}
     for name, ratio in RATIOS.items():
         both = [(s.values[name][0], b.values.get(name, (0,))[0]) for s, b in pairs if name in s.values]
         ratios = [value / of_base for value, of_base in both if of_base]

@@ -29,13 +29,15 @@ def answered(run: Run, rows: Sequence[Prediction]) -> Iterator[Block]:
     """Answers at the evaluations of a run, the classes that predictions confuse, and their images."""
     at_steps = itertools.groupby(run.answers, operator.itemgetter("step"))
     if body := [[str(step), *(short(row["value"], 120) for row in own)] for step, own in at_steps]:
-        head = ["step", *[""] * (len(body[0]) - 1)]
+        most = max(map(len, body))  # evaluate.answers may change when a run goes on
+        body = [row + [""] * (most - len(row)) for row in body]
+        head = ["step", *[""] * (most - 1)]
         some = body[:: -len(body) // STEPS][::-1]  # the last among them
-        yield Table(head, some, f"{run.name}: a few validation samples at the evaluations of its training.", words=True)
+        yield Table(head, some, f"Validation samples of {run.name} at the evaluations of its training.", words=True)
     if pairs := [(row.truth, row.label) for row in rows if row.truth and row.label]:
         yield from confusion(pairs, run.name)
     if seen := [row.model_dump(exclude_none=True) | {"pixels": np.array(row.pixels)} for row in rows if row.pixels]:
-        yield figure(grid.of_predictions(seen), f"{run.name}: the {len(seen)} images with the largest loss.")
+        yield figure(grid.of_predictions(seen), f"The {len(seen)} images of {run.name} with the largest loss.")
 
 
 def confusion(pairs: Sequence[tuple[str, str]], name: str) -> Iterator[Block]:
@@ -52,11 +54,11 @@ def confusion(pairs: Sequence[tuple[str, str]], name: str) -> Iterator[Block]:
         shares[shown][:, shown], *[names[shown].astype("U24")] * 2, "Confusion matrix",
         axes=("right class", "answer"), cell=36, numbers=True, most=1.0,
     )  # fmt: skip
-    yield figure(drawn, f"{name}: of the samples of a class (a row), the share with each answer (a column).{few}")
+    yield figure(drawn, f"The share of each answer (a column) among the samples of a class (a row), {name}.{few}")
     body = []
     for i in shown:
         others = matrix[i] * (names != names[i])
         most = f"{names[others.argmax()]} ({others.max():.0f})" if others.any() else "–"
         body.append([names[i], *map(cell, (true[i], right[i] / max(1, said[i]), shares[i, i], f1[i])), most])
     head = ["class", "samples", "precision", "recall", "F1", "most often taken for"]
-    yield Table(head, body, f"{name}: samples, figures and confusion of each class.{few}")
+    yield Table(head, body, f"Samples, figures and confusion of each class, {name}.{few}")

@@ -88,7 +88,8 @@ def numbered(blocks: Iterable[Block]) -> list[Block]:
         if isinstance(block, Table | Figure) and block.caption:
             number = f"{type(block).__name__} {next(numbers[type(block)])}"
             what = re.split(r"[.:;](?= |$)", block.caption)[0]
-            references.append(("plain", f"{number} shows {what[0].lower()}{what[1:]}. "))
+            what = what[0].lower() + what[1:] if what[1:2].islower() else what
+            references.append(("plain", f"{number} shows {what}. "))
             block = dataclasses.replace(block, caption=f"{number}. {block.caption}")
         shown.append(block)
         if isinstance(block, Heading) and block.level == 2:

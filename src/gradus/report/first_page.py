@@ -62,7 +62,7 @@ def cells_of(
         memory += ranged((m for n, _, m in both if n == name and n in MEMORY), size, f"of {text}")
         off += ranged((p / m - 1 for n, p, m in both if n == name and is_number(p)), signed, f"({text})")
     reached = ranged((v for n, v in known if n == known[0][0]), cell, f"({words(known[0][0])})") if known else ()
-    where = either(dict.fromkeys(machines), "and") or "an unknown machine"
+    where = either(dict.fromkeys(filter(None, machines)) or ["an unknown machine"], "and")
     return [where, speed, "".join(memory[:1]), "".join(reached), ", ".join(off)]
 
 
@@ -75,7 +75,7 @@ def of_runs(group: Sequence[Run]) -> list[str]:
     machines, pairs = (machine(run.environment) for run in group), (pair for run in group for pair in run.proved)
     busy = results.busy(run.summary.load.during for run in group)
     metrics = (metric for run in group for metric in run.summary.metrics.items())
-    return cells_of([f"{name}{busy}" for name in machines], speed, pairs, metrics)
+    return cells_of([f"{name}{busy}" for name in machines if name], speed, pairs, metrics)
 
 
 def speed_text(ratio: float, text: str, best: str, base: str) -> str:
@@ -98,4 +98,5 @@ def of_study(study: Study) -> list[str]:
         pairs = [("memory/allocated", trial.planned, trial.tensors) for trial in trials]
     metrics = ((name, row["value"]) for (_, name), row in study.table.measured.items() if name.startswith(QUALITY))
     busy = results.busy(share for row in study.records for share in row.get("others", ()))
-    return cells_of([f"{machine(study.machine)}{busy}"], speed, pairs, metrics)
+    name = machine(study.machine)
+    return cells_of([f"{name}{busy}"] if name else [], speed, pairs, metrics)

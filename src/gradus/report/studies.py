@@ -181,6 +181,8 @@ def _unmeasured(study: Study) -> str | None:
     if not (study.folder / "rows.jsonl").is_file():
         return f"{study.folder}: this study is not finished. {again}"
     if not study.names and not study.trials:
+        if any("rung" in row for row in study.records):
+            return f"{study.folder}: a ladder of an earlier version, whose rows a report does not read. {again}"
         why = "".join(f" {c}: {reason}" for c, reason in [*study.table.failed.items()][:1])
         return f"{study.folder}: nothing was measured in this study.{why} {again}"
     return None

@@ -54,6 +54,7 @@ class UserHooks(Hook):
 
     def __init__(self, hooks: Sequence[Hook]):
         self.hooks = hooks
+        self.trainer: Trainer | None = None  # from the start on
         self.raised: BaseException | None = None
 
     @contextlib.contextmanager
@@ -67,7 +68,14 @@ class UserHooks(Hook):
             self.raised = e
             trainer.signals.asked.append(signal.SIGTERM)
 
+    def line(self, text: str) -> None:
+        if self.trainer:
+            with self._calling(self.trainer) as hooks:
+                for hook in hooks:
+                    hook.line(text)
+
     def start(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         with self._calling(trainer) as hooks:
             for hook in hooks:
                 hook.start(trainer)
