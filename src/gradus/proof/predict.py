@@ -132,7 +132,7 @@ def predict(case: Case) -> Predicted:
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:
     """The memory of a step of the largest batch."""
     about, components = {"of": "largest batch", "batch": batch}, memory.components
-    about |= {"at": memory.at} if memory.at == engine.EVALUATION else {}
+    about |= {"during": memory.at} if memory.at == engine.EVALUATION else {}
 
     def row(name: str, value: float, *how: Any, **conditions: Any) -> Row:
         return figure(f"memory/{name}", value, "bytes", *how, **conditions)

@@ -94,7 +94,7 @@ def of_study(study: Study) -> list[str]:
     if trials := study.trials:
         whole, speed = trials[-1], "none: the first rung is the best"
         if whole.rung == ladder.LAST:
-            speed = ladder.against_first(whole, trials[0]) if whole.kept else whole.verdict
+            speed = ladder.against_first(whole, trials[0]) if whole.kept else f"none: {whole.verdict}"
         pairs = [("memory/allocated", trial.planned, trial.tensors) for trial in trials]
     metrics = ((name, row["value"]) for (_, name), row in study.table.measured.items() if name.startswith(QUALITY))
     busy = results.busy(share for row in study.records for share in row.get("others", ()))

@@ -61,7 +61,7 @@ class Conditions(Machine):
     kind: str = ""
     unit: str = ""
     processes: Annotated[int, Field(ge=1)] = 1
-    at: dict[str, str] = {}
+    at: dict[str, str] | str = {}  # str: of older plans, during which the peak is
     samples: list[Any] = []
     std: Amount | None = None
     low: float | None = None
