@@ -786,6 +786,7 @@ def test_the_curve_is_its_numbers_and_its_labels_do_not_collide(visit, planner, 
         rows += [figure("search/money", 1234.0 * n**0.2, "$", **c, of="the whole run")]
     planner.found = ["layouts", "", "table"], rows, []
     page = visit("#recipe=gpt2-small&on=2048xA100-80GB", width=width)
+    page.evaluate("document.querySelectorAll('.fold').forEach(e => e.open = true)")  # on a phone all but the answer is folded
     page.click("#search")
     page.wait_for_selector("#found svg")
     dots = page.evaluate("[...document.querySelectorAll('#found svg')].map(s => [...s.querySelectorAll('circle')].map(c => [+c.getAttribute('cx'), +c.getAttribute('cy')]))")
