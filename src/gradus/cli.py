@@ -250,7 +250,10 @@ def _planning(verb: Verb) -> None:
     add("--json", **FLAG, help="the figures as JSON lines")
     text = "runs and studies as one HTML file and one PDF, to hand in"
     shown = ("title", "author", "x", "code")
-    run = lambda a: room("report.report").report(a.runs, a.to, a.notes, **{k: getattr(a, k) for k in shown})  # noqa: E731
+
+    def run(a) -> Iterable[str]:
+        return room("report.report").report(a.runs, a.to, a.notes, **{key: getattr(a, key) for key in shown})
+
     add = verb("report", run, text, "runs").add_argument
     text = "folders of runs and of studies; runs of one recipe are compared with the first of them that is finished"
     add("runs", nargs="+", metavar="RUN|STUDY", help=text)

@@ -219,7 +219,7 @@ def read_image(data: bytes | str | Path, where: str, n_channels: int | None = No
 @functools.cache
 def _tell_flattened() -> None:
     """Once in a process."""
-    print("note: transparent images are laid on white", file=sys.stderr, flush=True)
+    say("note: transparent images are laid on white", sys.stderr)
 
 
 def _pixels(picture: Any) -> np.ndarray:

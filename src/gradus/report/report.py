@@ -14,6 +14,7 @@ from gradus import files
 from gradus.errors import UserError, not_written
 from gradus.limits import read_text
 from gradus.proof.pairs import Pair
+from gradus.proof.results import INCOMPARABLE
 from gradus.proof.study import unit_of
 from gradus.proof.timing import TAKEN
 from gradus.report import answers, first_page, plots, runs, studies, study_plots
@@ -149,7 +150,7 @@ def compared(group: Sequence[Run]) -> Iterator[Table]:
         if base:  # as many processes have no efficiency of their own
             scaled = ratio and (run is base or run.processes != base.processes)
             both = [ratio, ratio * base.processes / run.processes if scaled else None]
-            cells += ["not comparable"] * 2 if run.name in wrong else both
+            cells += [INCOMPARABLE] * 2 if run.name in wrong else both
         processes = cell(run.processes if run.finished else None)  # its end says how many
         speed.append([run.name, s.layout or "–", run.config.layout.precision, processes, *map(cell, cells)])
         losses = [s.train_loss, run.last("train/loss"), *(s.metrics.get(name) for name in metrics)]

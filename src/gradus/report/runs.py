@@ -18,7 +18,7 @@ from gradus import limits, models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.limits import CONFIG_FILE, RECIPE_FILE
-from gradus.proof.results import MORE, MOST
+from gradus.proof.results import INCOMPARABLE, MORE, MOST
 from gradus.proof.timing import TAKEN
 from gradus.rows import read_rows
 from gradus.text import cell, short
@@ -210,7 +210,7 @@ class Run:
     @property
     def answers(self) -> list[dict[str, Any]]:
         """The rows that evaluate.answers kept."""
-        return [row for row in read_rows(self.folder / "metrics.jsonl") if row["name"].startswith("answers/")]
+        return [row for row in self._rows if row["name"].startswith("answers/")]
 
     @functools.cached_property
     def predictions(self) -> list[Prediction]:
@@ -229,10 +229,14 @@ class Run:
         return inspect.getsource(sys.modules[models.lookup(self.config.model.family).model.__module__])
 
     @functools.cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        return read_rows(self.folder / "metrics.jsonl")
+
+    @functools.cached_property
     def _metrics(self) -> dict[str, list[dict[str, Any]]]:
         """Name → the rows that hold a number and a step, by step."""
         metrics: dict[str, list[dict[str, Any]]] = {}
-        for row in read_rows(self.folder / "metrics.jsonl"):
+        for row in self._rows:
             step = row.get("step")
             if step is not None and not (is_number(step) and step >= 0):
                 text = f"{self.folder / 'metrics.jsonl'}: a row of {row['name'][:40]!r} has the step {str(step)[:40]!r}"
@@ -308,7 +312,7 @@ def uneven_load(group: Sequence[Run]) -> dict[str, str]:
     for run in compared[1:]:
         base, load = compared[0], run.summary.load
         loads = [load.during, base.summary.load.during]
-        other = "not comparable: other programs ran"
+        other = f"{INCOMPARABLE}: other programs ran"
         if None not in loads:
             other += f" (load {loads[0]:.1f} on {load.processors} cores, {loads[1]:.1f} during {base.name})"
         if None not in loads and abs(loads[0] - loads[1]) > TAKEN:
