@@ -85,7 +85,7 @@ def check_length(length: int, seq_len: int) -> None:
 
 
 def decoder_inputs(
-    ids: Tensor, seq_len: int, positions: Tensor | None, segments: Tensor | None, keep: Tensor | None,
+    ids: Tensor, seq_len: int | None, positions: Tensor | None, segments: Tensor | None, keep: Tensor | None,
     cache: Cache | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(positions (batch or 1, seq), mask broadcastable to (batch, 1, seq, keys) or None) of a causal decoder.
@@ -93,7 +93,8 @@ def decoder_inputs(
     ids: (batch, seq). positions: (batch, seq), where each token stands; None: 0, 1, 2, ..., or on from where the cache
     ends. segments: integers (batch, seq); a token attends only to earlier ones of its own segment. keep: boolean
     (batch, seq), False where no token may attend (padding on the right needs none).
-    Raises UserError when the sequence is longer than seq_len, or for segments or keep together with a cache.
+    Raises UserError when the sequence is longer than seq_len (None: never), or for segments or keep together with a
+    cache.
     """
     if cache is None:
         positions = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
@@ -104,5 +105,6 @@ def decoder_inputs(
             raise UserError(f"{text}: give positions, not segments or keep")
         positions = cache.next_positions(*ids.shape, ids.device) if positions is None else positions
         mask, length = cache.mask(positions), cache.length  # (batch, 1, seq, slots)
-    check_length(length, seq_len)
+    if seq_len is not None:
+        check_length(length, seq_len)
     return positions, mask

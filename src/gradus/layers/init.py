@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,15 @@ def zeros(weight: Tensor, generator: torch.Generator) -> None:
 
 def ones(weight: Tensor, generator: torch.Generator) -> None:
     weight.fill_(1)
+
+
+def norms_and_biases(model: nn.Module) -> Iterator[tuple[nn.Parameter, Draw]]:
+    """Norms start at 1, biases at 0."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            yield module.weight, ones
+        if isinstance(getattr(module, "bias", None), nn.Parameter):
+            yield module.bias, zeros
 
 
 def normal(std: float = 1.0) -> Draw:

@@ -21,7 +21,7 @@ from gradus.layers import (
     check_length,
     rotary_table,
 )
-from gradus.layers.init import Draw, ones, truncated_normal, zeros
+from gradus.layers.init import Draw, norms_and_biases, truncated_normal
 from gradus.models.family import Family, Stack
 from gradus.models.weights import bert as weights
 from gradus.recipe.schema import BertConfig
@@ -158,13 +158,10 @@ class Bert(nn.Module):
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices and embeddings from a normal of 0.02 cut off at two standard deviations, biases 0 (BERT's published
         code)."""
+        yield from norms_and_biases(self)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 yield module.weight, truncated_normal(0.02)
-            if isinstance(module, nn.LayerNorm):
-                yield module.weight, ones
-            if isinstance(getattr(module, "bias", None), nn.Parameter):
-                yield module.bias, zeros
 
     def hidden(self, ids: Tensor, *, token_types: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """The last hidden states: (batch, seq, d_model).

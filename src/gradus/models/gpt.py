@@ -8,8 +8,17 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, Cache, ExpertLinear, FeedForward, MixtureOfExperts, decoder_inputs
-from gradus.layers.init import Draw, normal, ones, zeros
+from gradus.layers import (
+    Attention,
+    Block,
+    Cache,
+    Decoder,
+    ExpertLinear,
+    FeedForward,
+    MixtureOfExperts,
+    decoder_inputs,
+)
+from gradus.layers.init import Draw, normal, norms_and_biases
 from gradus.models.family import Family, Stack
 from gradus.models.weights import gpt as weights
 from gradus.recipe.schema import GPTConfig
@@ -40,7 +49,7 @@ class GPTBlock(Block):
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))  # (batch, seq, d_model)
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     """The decoder, and the projection to the vocabulary."""
 
     def __init__(self, config: GPTConfig):
@@ -58,13 +67,10 @@ class GPT(nn.Module):
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Normal of 0.02, and 0.02 / sqrt(2 n_layers) for the projections that end in the residual stream, of which
         there are two a layer (Radford et al. 2019, section 2.3); biases 0."""
+        yield from norms_and_biases(self)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 yield module.weight, normal(0.02)
-            if isinstance(module, nn.LayerNorm):
-                yield module.weight, ones
-            if isinstance(getattr(module, "bias", None), nn.Parameter):
-                yield module.bias, zeros
         for block in self.blocks:
             for projection in (block.attention.to_out, getattr(block.feedforward, "experts", block.feedforward).down):
                 yield projection.weight, normal(0.02 / (2 * self.config.n_layers) ** 0.5)
@@ -84,14 +90,6 @@ class GPT(nn.Module):
             layer = None if cache is None else cache.layers[i]
             x = block(x, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
-
-    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
-                keep: Tensor | None = None, select: Tensor | None = None,
-                cache: Cache | None = None) -> Tensor:  # fmt: skip
-        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean
-        (batch, seq), is True. Other arguments and errors as in `hidden`."""
-        x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
-        return self.head(x if select is None else x[select])
 
 
 FAMILY = Family(

@@ -13,13 +13,14 @@ from gradus.layers import (
     Attention,
     Block,
     Cache,
+    Decoder,
     ExpertLinear,
     GatedFeedForward,
     MixtureOfExperts,
     decoder_inputs,
     rotary_table,
 )
-from gradus.layers.init import Draw, normal, ones, zeros
+from gradus.layers.init import Draw, normal, norms_and_biases
 from gradus.models.family import Family, Stack
 from gradus.models.weights import llama as weights
 from gradus.recipe.schema import LlamaConfig
@@ -51,7 +52,7 @@ class LlamaBlock(Block):
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """The published models have no dropout; `config.dropout` is that of the attention weights."""
 
     def __init__(self, config: LlamaConfig):
@@ -66,13 +67,10 @@ class Llama(nn.Module):
 
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Every matrix from a normal of 0.02, biases 0, norms 1. (The papers do not say; this is Hugging Face's.)"""
+        yield from norms_and_biases(self)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 yield module.weight, normal(0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                yield module.bias, zeros
-            if isinstance(module, nn.RMSNorm):
-                yield module.weight, ones
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` tokens a row."""
@@ -92,14 +90,6 @@ class Llama(nn.Module):
             layer = None if cache is None else cache.layers[i]
             x = block(x, rotary=rotary, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
-
-    def forward(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
-                keep: Tensor | None = None, select: Tensor | None = None,
-                cache: Cache | None = None) -> Tensor:  # fmt: skip
-        """Logits of the next token: (batch, seq, vocab), or (n_selected, vocab) at the places where `select`, boolean
-        (batch, seq), is True. Other arguments and errors as in `hidden`."""
-        x = self.hidden(ids, positions=positions, segments=segments, keep=keep, cache=cache)
-        return self.head(x if select is None else x[select])
 
 
 FAMILY = Family(

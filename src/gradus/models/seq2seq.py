@@ -22,8 +22,17 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, Cache, FeedForward, LayerCache, check_length, sinusoidal
-from gradus.layers.init import Draw, ones, xavier_uniform, zeros
+from gradus.layers import (
+    Attention,
+    Block,
+    Cache,
+    EncoderDecoder,
+    FeedForward,
+    LayerCache,
+    check_length,
+    sinusoidal,
+)
+from gradus.layers.init import Draw, norms_and_biases, xavier_uniform
 from gradus.models import family
 from gradus.models.weights import seq2seq as weights
 from gradus.recipe.schema import Seq2SeqConfig
@@ -104,7 +113,7 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if config.norm_first else nn.Identity()
 
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(EncoderDecoder):
     """Encoder, decoder, and the projection to the target vocabulary. Shared embeddings are one module, a tied
     projection one Parameter.
 
@@ -127,14 +136,10 @@ class Seq2Seq(nn.Module):
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         """Matrices uniform as of Glorot & Bengio 2010, equation 16 (each of q, k, v by itself); biases 0; norms 1 and
         0."""
+        yield from norms_and_biases(self)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 yield module.weight, xavier_uniform
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                yield module.bias, zeros
-            if isinstance(module, nn.LayerNorm):
-                yield module.weight, ones
-                yield module.bias, zeros
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` target tokens a row, and of the memory once it is seen.
@@ -181,11 +186,6 @@ class Seq2Seq(nn.Module):
         """
         x = self.decode_hidden(target, memory, keep, cache=cache, positions=positions)
         return self.head(x if select is None else x[select])
-
-    def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None,
-                select: Tensor | None = None) -> Tensor:  # fmt: skip
-        """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
-        return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
 
 
 FAMILY = family.Family(

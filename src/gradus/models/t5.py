@@ -9,8 +9,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from gradus.layers import Attention, Block, Cache, FeedForward, GatedFeedForward, LayerCache, relative_buckets
-from gradus.layers.init import Draw, normal, ones
+from gradus.layers import (
+    Attention,
+    Block,
+    Cache,
+    EncoderDecoder,
+    FeedForward,
+    GatedFeedForward,
+    LayerCache,
+    decoder_inputs,
+    relative_buckets,
+)
+from gradus.layers.init import Draw, normal, norms_and_biases
 from gradus.models import family
 from gradus.models.weights import t5 as weights
 from gradus.recipe.schema import T5Config
@@ -82,7 +92,7 @@ class Stack(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
 
-class T5(nn.Module):
+class T5(EncoderDecoder):
     """Encoder, decoder, one embedding for both. With `config.tie_output` the head is the embedding, otherwise a matrix
     of its own. With `config.scale_output` (not given: as tie_output) the decoder's output is multiplied by d_model^-0.5
     before it.
@@ -105,9 +115,8 @@ class T5(nn.Module):
         fan-in^-0.5, but queries (d_model d_head)^-0.5, as their scores are not scaled; the relative bias
         d_model^-0.5."""
         c = self.config
+        yield from norms_and_biases(self)
         for module in self.modules():
-            if isinstance(module, nn.RMSNorm):
-                yield module.weight, ones
             if isinstance(module, nn.Linear):
                 yield module.weight, normal(module.in_features**-0.5)
             if isinstance(module, RelativeBias):
@@ -137,14 +146,8 @@ class T5(nn.Module):
                       positions: Tensor | None = None) -> Tensor:  # fmt: skip
         """The decoder's states after the final norm: (batch, target_seq, d_model). Arguments as in `decode`."""
         stack = self.decoder
-        if cache is not None:
-            # (batch, target_seq)
-            positions = cache.next_positions(*target.shape, target.device) if positions is None else positions
-            mask = cache.mask(positions)  # (batch, 1, target_seq, slots)
-            keys = torch.arange(cache.length, device=target.device)[None]  # (1, slots)
-        else:
-            positions = torch.arange(target.shape[1], device=target.device)[None] if positions is None else positions
-            mask, keys = None, positions
+        positions, mask = decoder_inputs(target, None, positions, None, None, cache)
+        keys = positions if cache is None else torch.arange(cache.length, device=target.device)[None]  # (1, slots)
         bias = stack.relative_bias(positions, keys)  # (batch or 1, n_heads, target_seq, slots)
         memory_mask = None if keep is None else keep[:, None, None, :]  # (batch, 1, 1, source_seq)
         x = stack.dropout(self.embedding(target))
@@ -166,11 +169,6 @@ class T5(nn.Module):
         if self.config.scales:
             x = x * self.config.d_model**-0.5
         return self.head(x)
-
-    def forward(self, source: Tensor, target: Tensor, *, source_keep: Tensor | None = None,
-                select: Tensor | None = None) -> Tensor:  # fmt: skip
-        """source (batch, source_seq), target (batch, target_seq) as the decoder reads it -> scores, as in `decode`."""
-        return self.decode(target, self.encode(source, source_keep), source_keep, select=select)
 
 
 FAMILY = family.Family(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.layers import Attention, Block, ConvolutionalStem, FeedForward, Patches
-from gradus.layers.init import Draw, normal, ones, truncated_normal, zeros
+from gradus.layers.init import Draw, normal, norms_and_biases, truncated_normal, zeros
 from gradus.models.family import Family, Stack
 from gradus.models.weights import vit as weights
 from gradus.recipe.schema import ViTConfig
@@ -62,16 +62,12 @@ class ViT(nn.Module):
         """Matrices and positions from a normal of 0.02 cut off at two standard deviations; biases, class token and the
         classifier 0 (the classifier as in section 3.2), so that the first scores are all equal. A stem's convolutions
         from a normal of sqrt(2 / inputs), for ReLU (He et al. 2015, equation 10)."""
+        yield from norms_and_biases(self)
         for module in self.modules():
             if isinstance(module, nn.Linear | Patches):
                 yield module.weight, truncated_normal(0.02)
-                yield module.bias, zeros
             if isinstance(module, nn.Conv2d):
                 yield module.weight, normal(math.sqrt(2 / module.weight[0].numel()))
-                yield module.bias, zeros
-            if isinstance(module, nn.LayerNorm):
-                yield module.weight, ones
-                yield module.bias, zeros
         yield self.positions, truncated_normal(0.02)
         if self.class_token is not None:
             yield self.class_token, zeros

@@ -1,0 +1,19 @@
+"""The Linears of a model by name, and the one way to put others in their places: low-rank matrices beside them, weights
+stored small, rounded or quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def use_linears(model: nn.Module, kind: Callable[[str, nn.Linear], nn.Module]) -> None:
+    """Put `kind(name, linear)` in the place of every Linear, which may be the same Linear again."""
+    for name, linear in linears(model).items():
+        if (new := kind(name, linear)) is not linear:
+            model.set_submodule(name, new)
