@@ -28,6 +28,7 @@ from gradus.errors import UserError
 from gradus.infer import find, grid
 from gradus.infer.predict import evaluate, open_evaluation, predict, prepared, read_images, rows_of, texts_of
 from gradus.infer.sidecar import image_processor
+from gradus.models import loading
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
 from gradus.train.run import train
 from gradus.train.session import open_session
@@ -695,7 +696,7 @@ def numbers(line: str) -> list[float]:
 
 def test_a_dash_reads_the_model_once_and_writes_its_records(classifier, monkeypatch, tmp_path):
     loads = []
-    monkeypatch.setattr(models, "load", lambda *a, load=models.load, **k: loads.append(a) or load(*a, **k))
+    monkeypatch.setattr(loading, "load", lambda *a, load=models.load, **k: loads.append(a) or load(*a, **k))
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{text}\n" for text in TEXTS)))
     lines = run(classifier, "-", "--to", tmp_path / "out.jsonl")
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -16,6 +16,7 @@ from gradus.cli import main
 from gradus.infer import ModelSource, engines, find, quantize, quantized
 from gradus.infer.compiled import Int4
 from gradus.infer.predict import open_evaluation
+from gradus.layers import linears
 from gradus.parallel import qat
 from gradus.recipe.schema import BertConfig, Layout
 from gradus.torch_private import has_fbgemm
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("no_plan"), pytest.mark.skipif(not has_fbg
 
 def of(how: str, linear: nn.Linear = LINEAR, **more):
     kind = {"dynamic": quantized.Dynamic, "static": quantized.Static, "int4": Int4}[how]
-    return kind.of(linear.bias, **kind.numbers(linear.weight), **more)
+    return kind(linear.bias, **kind.numbers(linear.weight), **more)
 
 
 # How far logits may be from the model's, as a share of their norm: about twice what was reached, the same on an EPYC with PyTorch's kernels
@@ -101,7 +102,7 @@ def test_gradients_pass_the_rounding():
 
 
 def test_int4_is_the_same_from_what_is_kept():
-    assert torch.equal(of("int4")(INPUT), Int4(LINEAR)(INPUT))
+    assert torch.equal(of("int4")(INPUT), Int4.of(LINEAR)(INPUT))
 
 
 def test_what_is_lost_and_its_error():
@@ -184,7 +185,7 @@ def test_what_training_saw_is_converted(here, capsys):
     table = json.loads((here / "converted" / "quantized.json").read_text())["table"]
     assert table["valid/accuracy"][1] == evaluated["valid/accuracy"]
     assert table["valid/loss"][1] == pytest.approx(evaluated["valid/loss"], abs=2e-3)
-    assert set(json.loads((best / qat.FILE).read_text())) == set(quantized.linears(models.load(best)))
+    assert set(json.loads((best / qat.FILE).read_text())) == set(linears(models.load(best)))
 
 
 @pytest.mark.slow

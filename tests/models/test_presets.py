@@ -13,6 +13,7 @@ from torch import nn
 
 from gradus import models
 from gradus.errors import UserError
+from gradus.models.building import undrawn
 from gradus.recipe.presets import ALIASES, PRESETS, config_of
 
 
@@ -139,7 +140,7 @@ def test_presets_need_no_torch():
 def test_a_module_that_is_made_meanwhile_keeps_its_initial_values():
     """Of a model without memory PyTorch's own are not drawn; of another thread's modules they are."""
     own = nn.Linear.reset_parameters
-    with models._undrawn():
+    with undrawn():
         torch.manual_seed(0)
         meanwhile = nn.Linear(3, 2)
         assert nn.Linear(3, 2, device="meta").weight.is_meta

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradus.errors import UserError
 from gradus.infer import ModelSource
 from gradus.infer.engines import Torch
-from gradus.layers import Cache
+from gradus.layers import Cache, use_linears
 from gradus.layers.small import quantize_int8
 from gradus.parallel.apply import has_compiler
 from gradus.parallel.device import pick_device
@@ -44,19 +44,14 @@ class StoredLinear(nn.Module):
     """A Linear with its weight stored in fp32, bf16 or fp16, computed in fp32: what is read from memory is what takes
     the time of a product with one row."""
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype = torch.float32):
+    def __init__(self, bias: Tensor | None, **numbers: Tensor):
         super().__init__()
-        self.bias = linear.bias
-        self.load_numbers(**self.numbers(linear.weight.detach().to(dtype)))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.load_numbers(**numbers)
 
     @classmethod
-    def of(cls, bias: Tensor | None = None, **numbers: Tensor) -> StoredLinear:
-        """A module from stored numbers."""
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        module.load_numbers(**numbers)
-        return module
+    def of(cls, linear: nn.Linear, dtype: torch.dtype = torch.float32) -> StoredLinear:
+        return cls(linear.bias, **cls.numbers(linear.weight.detach().to(dtype)))
 
     @staticmethod
     def numbers(weight: Tensor) -> dict[str, Tensor]:
@@ -127,27 +122,19 @@ def whole_blocks(outputs: int, inputs: int) -> bool:
 
 
 def linear_kind(precision: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """The class, or function, that replaces a Linear."""
+    """What replaces a Linear."""
     if precision == "int8":
-        return Int8
+        return Int8.of
     if precision == "int4":
-        return lambda linear: Int4(linear) if whole_blocks(*linear.weight.shape) else Int8(linear)
+        return lambda linear: (Int4 if whole_blocks(*linear.weight.shape) else Int8).of(linear)
     if device.type != "cpu":  # its libraries have kernels for one row
         return lambda linear: linear
-    return lambda linear: StoredLinear(linear, HALF.get(precision, torch.float32))
+    return lambda linear: StoredLinear.of(linear, HALF.get(precision, torch.float32))
 
 
 def other_dtype(precision: str, device: torch.device) -> str:
     """The type of everything that is no Linear's weight, and on a GPU of what is no integer."""
     return "fp32" if device.type == "cpu" else {"int8": "bf16", "int4": "bf16"}.get(precision, precision)
-
-
-def replace_linears(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
-    """Replace every Linear of a model, whatever its family."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, kind(module))
 
 
 def pack_memory(model: nn.Module) -> None:
@@ -190,7 +177,8 @@ class Compiled(Torch):
         if source.family.attention != "both":
             with torch.no_grad():
                 if not source.export_info:
-                    replace_linears(self.model.requires_grad_(False), linear_kind(precision, device))
+                    kind = linear_kind(precision, device)
+                    use_linears(self.model.requires_grad_(False), lambda name, linear: kind(linear))
                 if not on_gpu:
                     pack_memory(self.model)
         self.computes = rest if precision == rest else f"{rest} from {precision} weights"

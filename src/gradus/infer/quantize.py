@@ -25,6 +25,7 @@ from gradus.infer.engines import Engine, by_name
 from gradus.infer.export import free
 from gradus.infer.exported import check_finite
 from gradus.infer.predict import BATCH, open_evaluation
+from gradus.layers import linears
 from gradus.limits import CONFIG_FILE, read_json
 from gradus.models.decoding import complete
 from gradus.parallel import qat
@@ -106,7 +107,7 @@ def _ranges(args: Any, source: ModelSource, session: Session) -> tuple[dict[str,
     else:
         batches, origin = calibration(args.calibrate or "train", args.split, session)
         ranges = input_ranges(source.load(), session, batches)
-    if lacks := [name for name in quantized.linears(source.load()) if name not in ranges]:
+    if lacks := [name for name in linears(source.load()) if name not in ranges]:
         raise UserError(f"{args.recipe}: no input of {lacks[0]} was seen. Use --as dynamic.")
     return ranges, origin
 
@@ -143,8 +144,8 @@ def input_ranges(model: nn.Module, session: Session, batches: list[dict]) -> dic
         old = ranges.get(name, (low, high))
         ranges[name] = torch.stack((old[0].minimum(low), old[1].maximum(high)))
 
-    linears = quantized.linears(model).items()
-    hooks = [m.register_forward_pre_hook(functools.partial(extend, name=name)) for name, m in linears]
+    named = linears(model).items()
+    hooks = [linear.register_forward_pre_hook(functools.partial(extend, name=name)) for name, linear in named]
     for batch in batches:
         session.task.evaluate(model, session.task.to_device(batch, session.device))
     for hook in hooks:

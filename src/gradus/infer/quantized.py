@@ -21,6 +21,7 @@ from gradus.errors import UserError
 from gradus.infer import QUANTIZED as FILE
 from gradus.infer import ModelSource
 from gradus.infer.compiled import INTEGER, Int4, Int8, StoredLinear, whole_blocks
+from gradus.layers import linears, use_linears
 from gradus.layers.small import quantize_int8
 from gradus.models.values import Deferred, fill
 from gradus.models.weights import Stored
@@ -62,10 +63,6 @@ KINDS: dict[frozenset, type[StoredLinear]] = {  # by the numbers that are kept
     frozenset({"numbers", "scale"}): Dynamic, frozenset({"numbers", "scale", "range"}): Static,
     frozenset({"packed", "scale"}): Int8, frozenset({"pairs", "scales"}): Int4,
 }  # fmt: skip
-
-
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 @torch.no_grad()
@@ -113,24 +110,27 @@ def load(source: ModelSource, precision: str) -> nn.Module:
     model = models.build(source.config, "meta")
     try:
         tensors = {name: t.clone() for name, t in load_file(file).items()}  # aligned, as the products of AVX512 need it
-        for name, linear in linears(model).items():
-            own = {key.rpartition(".")[2]: tensors.pop(key) for key in list(tensors) if key.rpartition(".")[0] == name}
-            bias = own.pop("bias", None)
-            kind, like = KINDS[frozenset(own)], {"range": torch.empty(2)}
-            like |= kind.numbers(linear.weight) | {"bias": linear.bias}  # on meta: shapes and types
-            for key, tensor in {**own, "bias": bias}.items():
-                same(f"{name}.{key}", tensor, like[key])
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, kind.of(bias, **own))
+        use_linears(model, lambda name, linear: _stored(name, linear, tensors))
         for name, p in model.named_parameters():
             if p.is_meta:
                 same(name, tensors[name], p)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as e:
         raise UserError(f"{file}: damaged, or of another model ({e}). Quantize the model again.") from None
-    values = {name: Stored(tuple(t.shape), lambda t=t: t) for name, t in tensors.items()}
+    values = {name: Stored.of(tensor) for name, tensor in tensors.items()}
     model = Deferred(model, None).on(pick_device("auto")).to(pick_device("auto"))
     fill({name: p for name, p in model.named_parameters() if name in values}, values)
     return model
+
+
+def _stored(name: str, linear: nn.Linear, tensors: dict[str, Tensor]) -> StoredLinear:
+    """The Linear of a name with its numbers, which are taken out of the tensors. linear: the model's, on meta."""
+    own = {key.rpartition(".")[2]: tensors.pop(key) for key in list(tensors) if key.rpartition(".")[0] == name}
+    bias = own.pop("bias", None)
+    kind, like = KINDS[frozenset(own)], {"range": torch.empty(2)}
+    like |= kind.numbers(linear.weight) | {"bias": linear.bias}  # on meta: shapes and types
+    for key, tensor in {**own, "bias": bias}.items():
+        same(f"{name}.{key}", tensor, like[key])
+    return kind(bias, **own)
 
 
 def lacks(how: str) -> str | None:

@@ -7,19 +7,18 @@ with - takes back.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from gradus import limits, models
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
-from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, small
+from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, SmallLinear, linears, small, use_linears
 from gradus.models.family import Family
-from gradus.models.values import materialise
 from gradus.models.weights import first_names, in_head
-from gradus.models.weights.peft import adapted
 from gradus.recipe.schema import Adapter, ModelConfig
 
 
@@ -32,21 +31,25 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
     frozen: set[str] = set()
     if adapter := config.adapter:
         frozen = {name for name, _ in model.named_parameters() if not trained_whole(config, name)}
-        for name, (rank, alpha) in targets(model, adapter, family).items():
-            scale = alpha / (rank**0.5 if adapter.rslora else rank)
-            model.set_submodule(name, LoRALinear(model.get_submodule(name), rank, scale, adapter.dropout))
+        own = targets(model, adapter, family)
+
+        def with_matrices(name: str, linear: nn.Linear) -> nn.Linear:
+            if name not in own:
+                return linear
+            rank, alpha = own[name]
+            return LoRALinear(linear, rank, alpha / (rank**0.5 if adapter.rslora else rank), adapter.dropout)
+
+        use_linears(model, with_matrices)
     names: dict[str, list[str]] = {}  # a shared one has several
     for name, first in first_names(model).items():
         names.setdefault(first, []).append(name)
     frozen = chosen("train.freeze", config.freeze, names, frozen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    if config.adapter and config.adapter.base:
-        inside, own = within(model, Block), {m for lora in adapted(model).values() for m in (lora.a, lora.b)}
-        for name, module in linears(model).items():
-            base = name.startswith(inside) and module not in own
-            if base and not module.weight.requires_grad:
-                model.set_submodule(name, small(module, config.adapter.base))
+    if adapter and adapter.base:
+        inside = within(model, Block)
+        base = {name for name in adaptable(model) if name.startswith(inside) and f"{name}.weight" in frozen}
+        use_linears(model, lambda name, linear: small(linear, adapter.base) if name in base else linear)
     if frozen.issuperset(names):
         some = next((name.split(".")[0] for name in names if in_head(name)), "blocks.0")
         raise UserError(f"train.freeze: every parameter is frozen. Leave some, as train.freeze=[all, -{some}] does")
@@ -56,21 +59,23 @@ def adapt(model: nn.Module, config: ModelConfig, family: Family) -> None:
 def merged(model: nn.Module) -> nn.Module:
     """A model of its own in which the adapter's product is added to the weights, in fp32: it computes the same to
     rounding, and is saved as any other. One without an adapter comes back as it is."""
-    config = model.config
-    if not config.adapter:
+    if not model.config.adapter:
         return model
-    own = adapted(model)
-    plain = models.build(config.trained(None).model_copy(update={"init": None}), "meta")
-    materialise(plain, next(model.parameters()).device, None)
-    plain.to(next(model.parameters()).dtype)
-    for name, parameter in plain.named_parameters():
-        module, _, kind = name.rpartition(".")
-        # of a base that is stored small the weight that it computes with
-        weight, linear = getattr(model.get_submodule(module), kind), own.get(name.removesuffix(".weight"))
-        if linear is not None:
+    plain, dtype = copy.deepcopy(model), next(model.parameters()).dtype
+
+    def as_it_is(name: str, linear: nn.Linear) -> nn.Linear:
+        if not isinstance(linear, LoRALinear | SmallLinear):
+            return linear
+        weight = linear.weight  # of a base that is stored small that with which it computes
+        if isinstance(linear, LoRALinear):
             weight = weight.float() + linear.scale * linear.b.weight.float() @ linear.a.weight.float()
-        parameter.copy_(weight)
-    return plain.train(model.training)
+        whole = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        whole.weight, whole.bias = nn.Parameter(weight.to(dtype)), linear.bias
+        return whole
+
+    use_linears(plain, as_it_is)
+    plain.config = model.config.trained(None).model_copy(update={"init": None})
+    return plain.requires_grad_(True).train(model.training)
 
 
 def trained_whole(config: ModelConfig, name: str) -> bool:
@@ -78,10 +83,11 @@ def trained_whole(config: ModelConfig, name: str) -> bool:
     return getattr(config, "n_classes", None) is not None and in_head(name)
 
 
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every Linear by name, but those that choose experts."""
-    routers = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in routers}
+def adaptable(model: nn.Module) -> list[str]:
+    """The names of all Linears, but those that choose experts and those that are an adapter's."""
+    others = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
+    inside = within(model, LoRALinear)
+    return [name for name, m in linears(model).items() if m not in others and not name.startswith(inside)]
 
 
 def within(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:
@@ -118,7 +124,7 @@ def chosen(
 
 def targets(model: nn.Module, adapter: Adapter, family: Family) -> dict[str, tuple[int, float]]:
     """The names of the Linears that are adapted, each with its rank and alpha. Raises UserError as `adapt`."""
-    every = linears(model)
+    every = adaptable(model)
     able = [name for name in every if not (in_head(name) or name == family.head)]
     kinds = {"all-linear": Block, "attention": Attention}
     out: dict[str, tuple[int, float]] = {}

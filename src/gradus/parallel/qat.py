@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradus.layers import use_linears
 from gradus.layers.small import LEVELS, weight_scale
 
 NEW = 0.01  # share of a batch in the moving range of inputs, as in torch.ao's MovingAverageMinMaxObserver
@@ -51,9 +52,12 @@ class Rounded:
 
 def use_qat(model: nn.Module) -> None:
     """Every Linear rounds from here on. Names of parameters stay as they are."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = Rounded(module)
+
+    def rounded(name: str, linear: nn.Linear) -> nn.Linear:
+        linear.forward = Rounded(linear)
+        return linear
+
+    use_linears(model, rounded)
 
 
 def ranges(model: nn.Module) -> dict[str, list[float]]:

@@ -63,7 +63,7 @@ def few_blocks(config: ModelConfig, part: Part) -> Iterator[None]:
 
     def chosen_alone(small: ModelConfig, device: str | torch.device = "cpu", seed: int | None = None) -> nn.Module:
         if str(device) != "meta":
-            return models.deferred(small, seed).on(device)  # comes back for "meta"
+            return models.deferred(small, seed, chosen_alone).on(device)
         model = build(config.trained(small.adapter, small.freeze), "meta")
         for stack, chosen in zip(stacks, part.chosen):
             owner, _, name = stack.blocks.rpartition(".")

@@ -243,10 +243,9 @@ def read(checkpoint: Path) -> dict[str, Stored]:
         return dict(stored_sharded.read(checkpoint))
     config = models.config_of(checkpoint)
     model, theirs = models.whole(config), models.tensors_of(checkpoint)
-    rules, _ = weights.match(model, theirs, True, checkpoint)
     file = checkpoint / "training.safetensors"  # none beside weights from elsewhere
     training = weights.read_files([file]) if file.is_file() else {}
-    stored = {f"model.{name}": stored for name, stored in weights.ours(model, rules, theirs, checkpoint).items()}
+    stored = {f"model.{name}": stored for name, stored in weights.fitting(model, theirs, checkpoint)[0].items()}
     return stored | {_key(key, stored_names(config)): stored for key, stored in training.items()}
 
 

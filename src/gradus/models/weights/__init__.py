@@ -213,11 +213,7 @@ def files_of(path: Path) -> dict[Path, list[str]]:
 def _read_file(file: Path) -> dict[str, Stored]:
     if file.suffix == ".safetensors":
         return read_files([file])
-    state = unpickle(file)
-    return {
-        name: Stored(tuple(tensor.shape), partial(identity, tensor), dtype=str(tensor.dtype))
-        for name, tensor in state.items()
-    }  # fmt: skip
+    return {name: Stored.of(tensor) for name, tensor in unpickle(file).items()}
 
 
 def unpickle(file: Path) -> dict[str, Tensor]:
@@ -273,6 +269,15 @@ def rules(model: nn.Module) -> list[Rule]:
 # ---------------------------------------------------------------- theirs → ours
 
 
+def fitting(
+    model: nn.Module, tensors: Mapping[str, Stored], where: object, strict: bool = True
+) -> tuple[dict[str, Stored], LoadReport]:
+    """The model's parameters by name (a tied one by its first), each made from theirs when it is read. Raises
+    UserError as `match`; reading one raises it where tied tensors differ."""
+    rules, report = match(model, tensors, strict, where)
+    return _ours(model, rules, tensors, where), report
+
+
 def match(
     model: nn.Module, tensors: Mapping[str, Stored], strict: bool, where: object
 ) -> tuple[dict[str, Rule], LoadReport]:
@@ -292,20 +297,20 @@ def match(
     assert len(by_name) == len(known), "two rules for one tensor"
 
     matched: dict[str, Rule] = {}
-    unused, misshapen, reshaped = [], [], []
+    report, misshapen = LoadReport(), []
     there: set[tuple[str, int | None]] = set()  # our tensors that have one of theirs, of whatever shape
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(stored_prefix))
         if rule is None:
             if not name.endswith(getattr(table, "IGNORABLE", ())):
-                unused.append(name)
+                report.unused.append(name)
             continue
         refuse_integers(name, tensor, where)
         shape = rule.shape(ours)
         if shape == tuple(tensor.shape):
             matched[name] = rule
-        elif not strict and all(in_head(n) for n in rule.names):
-            reshaped.append(name)
+        elif not strict and all(map(in_head, rule.names)):
+            report.reshaped.append(name)
             continue
         else:
             misshapen.append(f"{name} {tuple(tensor.shape)} where the model has {shape}")
@@ -316,20 +321,19 @@ def match(
             if key not in there:
                 absent.setdefault(key, rule.theirs)
     lacking = {name for name, _ in absent}
-    new = [name for name, _ in model.named_parameters() if name in lacking]
-    if misshapen or (strict and (new or unused)):
-        missing = list(dict.fromkeys(absent.values())) if strict else []
-        extra = unused if strict else []
-        faults = (("missing", missing), ("extra", extra), ("misshapen", misshapen))
+    report.new = [name for name, _ in model.named_parameters() if name in lacking]
+    if misshapen or (strict and (report.new or report.unused)):
+        faults = {"missing": list(dict.fromkeys(absent.values())), "extra": report.unused} if strict else {}
+        faults["misshapen"] = misshapen
         raise UserError(
             f"{where}: not the {model.config.family} that its configuration describes: "
-            f"{'; '.join(f'{what} {some(names)}' for what, names in faults if names)}. "
+            f"{'; '.join(f'{what} {some(names)}' for what, names in faults.items() if names)}. "
             "With strict=False missing tensors and a misshapen head start untrained, and extra ones are ignored"
         )
     if not matched:
         holds = some(list(tensors)) or "nothing"
         raise UserError(f"{where}: none of its tensors belongs to a {model.config.family}; it holds {holds}")
-    return matched, LoadReport(new, unused, reshaped)
+    return matched, report
 
 
 # types of weights, as safetensors and as PyTorch call them
@@ -364,11 +368,9 @@ def shared(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [r.theirs for r in known if r.theirs in names and len(modules[tuple(r.keys(first))]) > 1]
 
 
-def ours(
+def _ours(
     model: nn.Module, rules: Mapping[str, Rule], tensors: Mapping[str, Stored], where: object
 ) -> dict[str, Stored]:
-    """The model's parameters by name (a tied one by its first) that `match` found whole, each made from theirs when it
-    is read. Reading raises UserError where tied tensors differ."""
     mine, first = model.state_dict(keep_vars=True), first_names(model)
 
     @functools.lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
@@ -437,7 +439,7 @@ def to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under Hugging Face's names, one at a time, each stored tensor once; with an adapter what is
     trained alone."""
     held = {name: p for name, p in model.named_parameters() if p.requires_grad or not model.config.adapter}
-    ours = {name: Stored(tuple(p.shape), partial(identity, p.detach())) for name, p in held.items()}
+    ours = {name: Stored.of(p.detach()) for name, p in held.items()}
     return ((name, stored.read()) for name, stored in theirs(model, ours).items())
 
 

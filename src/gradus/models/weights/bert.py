@@ -65,7 +65,7 @@ def config_to_hf(config: BertConfig) -> dict:
         **fields.written(config, names["fields"]),
         names["activation"]: fields.their_activation(config),
         **dict.fromkeys(names["dropouts"], config.dropout),
-        **(fields.labels(config.n_classes) if config.head == "classification" else {}),
+        **(fields.labels(config) if config.head == "classification" else {}),
     }
     if config.variant == "roberta":
         hf["pad_token_id"] = config.first_position - 1

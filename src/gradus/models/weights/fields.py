@@ -46,10 +46,10 @@ def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in hf.items() if k not in others}
 
 
-def labels(n_classes: int) -> dict[str, dict]:
-    """The names that transformers gives to classes without names."""
-    ids = range(n_classes)
-    return {"id2label": {str(i): f"LABEL_{i}" for i in ids}, "label2id": {f"LABEL_{i}": i for i in ids}}
+def labels(config: ModelConfig) -> dict[str, dict]:
+    """The names of a classifier's classes, or those that transformers gives to classes without names."""
+    names = config.classes or [f"LABEL_{i}" for i in range(config.n_classes)]
+    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": dict(zip(names, range(len(names))))}
 
 
 def n_classes(hf: Mapping[str, Any]) -> int:

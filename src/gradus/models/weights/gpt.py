@@ -43,7 +43,7 @@ def from_nanogpt(file: Path) -> tuple[GPTConfig, dict[str, Stored]]:
     tensors = read_tensors(file)
     for name, x in tensors.items():
         if ".c_" in name and len(x.shape) == 2:
-            tensors[name] = Stored(x.shape[::-1], lambda x=x: x.read().T, dtype=x.dtype)
+            tensors[name] = x.changed(transpose, *x.shape[::-1])
     return config, tensors
 
 

@@ -10,15 +10,16 @@ the sum of the ranks. Read, one A for all of them becomes a copy for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradus import limits
 from gradus.errors import UserError, some
 from gradus.models.family import rules_of
-from gradus.models.weights import Rule, Stored, family_of, first_names, identity, in_head, transpose
+from gradus.models.weights import Rule, Stored, family_of, fields, first_names, identity, in_head, transpose
 from gradus.models.weights import read_tensors as read_file
 
 if TYPE_CHECKING:
@@ -31,15 +32,6 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 OURS = "gradus_config.json"  # in place of config.json, by which transformers would look for whole weights
 PREFIX = "base_model.model."
 MISSING = f"missing, which {CONFIG} names. Copy or save both files again"
-# what a LoRA of PEFT can have and ours has not: key → the values that leave it out
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None), "bias": ("none", None), "layer_replication": (None,), "target_parameters": (None, []),
-    "trainable_token_indices": (None,), "lora_bias": (False, None), "megatron_config": (None,), "eva_config": (None,),
-    "use_qalora": (False, None), "alora_invocation_tokens": (None,), "corda_config": (None,),
-    "use_bdlora": (False, None), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
-    "velora_config": (None,),
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),  # others take something from the base's weights
-}  # fmt: skip
 
 
 def adapted(model: nn.Module) -> dict[str, LoRALinear]:
@@ -68,7 +60,7 @@ def rules(model: nn.Module) -> Iterator[Rule]:
             )
         ranks, outs = [linear.a.out_features for linear in mine], [linear.out_features for linear in mine]
         a, b = (tuple(f"{name}.{x}.weight" for name in names) for x in "ab")
-        yield Rule(a, f"{theirs}.lora_A.weight", partial(_split, ranks), _stack)
+        yield Rule(a, f"{theirs}.lora_A.weight", methodcaller("split", ranks), fields.joined)
         yield Rule(b, f"{theirs}.lora_B.weight", partial(_blocks, outs, ranks), _diagonal)
 
 
@@ -101,16 +93,6 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[Rule, list[str]]]:
         seen.add(rule.names)
         if rule.index is None and all(name.endswith(".weight") for name in rule.names):
             yield rule, [name.removesuffix(".weight") for name in rule.names]
-
-
-def _split(sizes: list[int], whole: Tensor) -> tuple[Tensor, ...]:
-    return whole.split(sizes)
-
-
-def _stack(*parts: Tensor) -> Tensor:
-    import torch
-
-    return torch.cat(parts)
 
 
 def _blocks(rows: list[int], columns: list[int], whole: Tensor) -> tuple[Tensor, ...]:
@@ -196,27 +178,25 @@ def short(names: Iterable[str], every: Iterable[str]) -> list[str]:
     names, others = list(names), {f".{name}" for name in every} - {f".{name}" for name in names}
     out = {}
     for name in names:
-        parts = name.split(".")
-        ends = (".".join(parts[i:]) for i in reversed(range(len(parts))))
-        out[next(end for end in ends if not any(other.endswith(f".{end}") for other in others))] = None
+        free = (end for end in reversed(_ends(name)) if not any(other.endswith(f".{end}") for other in others))
+        out[next(free)] = None
     return list(out)
 
 
 # ---------------------------------------------------------------- reading
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def check_config(about: Mapping[str, Any], file: Path) -> None:
     """Raises UserError for another kind of adapter, or a LoRA with what ours has not."""
-    about, file = limits.read_object(folder / CONFIG), folder / CONFIG
     if about.get("peft_type") != "LORA":
         raise UserError(f"{file}: an adapter of type {about.get('peft_type')!r:.40}; only LORA is read")
-    if lacks := [f"{key}={about[key]!r:.40}" for key, none in REFUSED.items() if about.get(key) not in none]:
+    refused = fields.names()["peft"]["without"].items()
+    if lacks := [f"{key}={about[key]!r:.40}" for key, none in refused if about.get(key) not in none]:
         raise UserError(f"{file}: {some(lacks)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
     if not isinstance(about.get("use_rslora", False), bool | None):
         raise UserError(f"{file}: use_rslora={about['use_rslora']!r:.40}: expected true or false")
     if long := [key for key, value in about.items() if isinstance(value, list | dict) and len(value) > limits.MODULES]:
         raise UserError(f"{file}: {some(long)}: more than {limits.MODULES:,} entries. Is it the right file?")
-    return about
 
 
 def refuse_edited(model: nn.Module, about: Mapping[str, Any], folder: Path) -> None:
@@ -285,8 +265,8 @@ def targets(
             if rank % n == 0 and whole.equal(_diagonal(*_blocks(outs, [rank // n] * n, whole))):
                 each = rank // n
             else:  # one A for all
-                copies = Stored((n * rank, a.shape[1]), partial(_copies, a, n), dtype=a.dtype)
-                spread = Stored((sum(outs), n * rank), partial(_spread, b, outs), dtype=b.dtype)
+                copies = a.changed(methodcaller("repeat", n, 1), n * rank, a.shape[1])
+                spread = b.changed(partial(_spread, outs), sum(outs), n * rank)
                 tensors |= {f"{PREFIX}{module}.lora_A.weight": copies, f"{PREFIX}{module}.lora_B.weight": spread}
         own = scale * (each**0.5 if rslora else each)
         found |= dict.fromkeys(names, (each, own))
@@ -352,12 +332,8 @@ def _transformed(about: Mapping[str, Any], module: str) -> bool:
     return not layers or bool(number and int(number[1]) in layers)
 
 
-def _copies(a: Stored, n: int) -> Tensor:
-    return a.read().repeat(n, 1)
-
-
-def _spread(b: Stored, outs: list[int]) -> Tensor:
-    return _diagonal(*b.read().split(outs))
+def _spread(outs: list[int], b: Tensor) -> Tensor:
+    return _diagonal(*b.split(outs))
 
 
 def _by_module(about: Mapping[str, Any], key: str, usual: Any) -> Callable[[str], Any]:
@@ -381,7 +357,7 @@ def _by_module(about: Mapping[str, Any], key: str, usual: Any) -> Callable[[str]
     return value_of
 
 
-def _ends(module: str) -> Collection[str]:
+def _ends(module: str) -> list[str]:
     """a.b.c, b.c and c."""
     parts = module.split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]

@@ -133,11 +133,7 @@ def _rules(config: Seq2SeqConfig) -> list[Rule]:
         )
     for stack, n_layers in (("encoder", config.n_layers), ("decoder", config.n_decoder_layers or config.n_layers)):
         names = {f"{stack}.norm": f"model.{stack}.layer_norm"} if config.norm_first else {}
-        parts = {"feedforward.up": "fc1", "feedforward.down": "fc2", "feedforward_norm": "final_layer_norm"}
-        attentions = {"attention": "self_attn"} | ({"cross": "encoder_attn"} if stack == "decoder" else {})
-        for our, their in attentions.items():
-            parts |= {f"{our}.to_{x}": f"{their}.{x}_proj" for x in ("q", "k", "v", "out")}
-            parts[f"{our}_norm"] = f"{their}_layer_norm"
+        parts = NAMES["block"] | (NAMES["cross"] if stack == "decoder" else {})
         table += fields.layers(names | fields.blocks(n_layers, f"{stack}.blocks", f"model.{stack}.layers", parts))
     return table
 

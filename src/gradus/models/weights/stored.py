@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,23 @@ class Stored:
         """The rectangle of this shape that begins at `offset`."""
         return self.read()[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stored:
+        """A tensor that is in memory."""
+        return cls(tuple(tensor.shape), lambda: tensor, dtype=str(tensor.dtype))
+
+    def changed(self, change: Callable[[Tensor], Tensor], *shape: int) -> Stored:
+        """What `change` makes of it when it is read, of this shape."""
+        return Stored(shape, lambda: change(self.read()), dtype=self.dtype)
+
+    def rows(self, start: int, n: int) -> Stored:
+        """Its n rows from `start` on, of which no more is read."""
+        shape = (n, *self.shape[1:])
+        return Stored(shape, lambda: self.part((start, *(0 for _ in shape[1:])), shape), dtype=self.dtype)
+
     def layer(self, index: int) -> Stored:
         """One of the tensors that this one stacks."""
-        shape = self.shape[1:]
-        return Stored(shape, lambda: self.part((index, *(0 for _ in shape)), (1, *shape))[0], dtype=self.dtype)
+        return self.rows(index, 1).changed(itemgetter(0), *self.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ IGNORABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 
 # the second is the first's former name
 ARCHITECTURES = ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model")
-ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
-FEEDFORWARDS = {"relu": False, "gated-gelu": True, "gated-gelu_new": True}  # theirs → gated
 NAMES = fields.names()["t5"]
-FIELDS, WITHOUT_EFFECT = NAMES["fields"], NAMES["without effect"]
+FIELDS, FEEDFORWARDS, WITHOUT_EFFECT = (NAMES[table] for table in ("fields", "feedforwards", "without effect"))
 
 
 def config_from_hf(hf: dict) -> T5Config:
@@ -79,11 +77,8 @@ def rules(config: T5Config) -> list[Rule]:
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         table.append(Rule(f"{stack}.relative_bias.table.weight", bias))
         last = 2 if stack == "decoder" else 1
-        parts = {f"attention.to_{our}": f"layer.0.SelfAttention.{their}" for our, their in ATTENTION.items()}
-        parts |= {"attention_norm": "layer.0.layer_norm", "feedforward_norm": f"layer.{last}.layer_norm"}
-        if stack == "decoder":
-            parts |= {f"cross.to_{our}": f"layer.1.EncDecAttention.{their}" for our, their in ATTENTION.items()}
-            parts["cross_norm"] = "layer.1.layer_norm"
+        parts = NAMES["block"] | {"feedforward_norm": f"layer.{last}.layer_norm"}
+        parts |= NAMES["cross"] if stack == "decoder" else {}
         wide = {"gate": "wi_0", "up": "wi_1", "down": "wo"} if config.gated else {"up": "wi", "down": "wo"}
         parts |= {f"feedforward.{our}": f"layer.{last}.DenseReluDense.{their}" for our, their in wide.items()}
         names = fields.blocks(n_layers, f"{stack}.blocks", f"{stack}.block", parts)

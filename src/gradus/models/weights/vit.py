@@ -16,13 +16,7 @@ PREFIXES = ("vit.", "ijepa.")
 IGNORABLE = ("pooler.dense.weight", "pooler.dense.bias")  # which neither the classifier nor our features read
 
 NAMES = fields.names()["vit"]
-ARCHITECTURES, WITHOUT_EFFECT = NAMES["architectures"], NAMES["without effect"]
-MODULES = {
-    r"\bencoder\.layer\.": "layers.", r"attention\.attention\.(query|key|value)": r"attention.\1",
-    r"attention\.output\.dense": "attention.o_proj", r"intermediate\.dense": "mlp.fc1", r"output\.dense": "mlp.fc2",
-    r"attention\.query": "attention.q_proj", r"attention\.key": "attention.k_proj",
-    r"attention\.value": "attention.v_proj",
-}  # fmt: skip
+ARCHITECTURES, MODULES, WITHOUT_EFFECT = (NAMES[table] for table in ("architectures", "modules", "without effect"))
 
 
 def config_from_hf(hf: dict) -> ViTConfig:
@@ -62,7 +56,7 @@ def config_to_hf(config: ViTConfig) -> dict:
         "attention_probs_dropout_prob": 0.0,
         "image_size": config.image_size,
         "patch_size": config.patch_size,
-        **(fields.labels(config.n_classes) if config.n_classes else {}),
+        **(fields.labels(config) if config.n_classes else {}),
     }
 
 

@@ -7,7 +7,7 @@ head's pooling) is named and refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,9 +42,9 @@ def read(tensors: Mapping[str, Stored], where: object) -> tuple[ViTConfig, dict[
             renamed[theirs if name in outside else f"{theirs}.{kind}"] = tensor
         else:
             parts = theirs if isinstance(theirs, list) else [theirs]
+            n = tensor.shape[0] // len(parts)
             for i, part in enumerate(parts):
-                own = tensor if len(parts) == 1 else third(tensor, i)
-                renamed[f"encoder.layer.{block[1]}.{part}.{block[3]}"] = own
+                renamed[f"encoder.layer.{block[1]}.{part}.{block[3]}"] = tensor.rows(i * n, n)
     if unknown:
         raise UserError(f"{where}: {some(unknown)}: no plain ViT has them. Gradus reads vit_* of torchvision and timm")
     positions, projection = (
@@ -65,15 +65,6 @@ def read(tensors: Mapping[str, Stored], where: object) -> tuple[ViTConfig, dict[
     return config, {name if name.startswith("classifier") else f"{body}{name}": x for name, x in renamed.items()}
 
 
-def third(tensor: Stored, i: int) -> Stored:
-    rows = tensor.shape[0] // 3
-
-    def make() -> Tensor:
-        return tensor.part((i * rows, *(0 for _ in tensor.shape[1:])), (rows, *tensor.shape[1:]))
-
-    return Stored((rows, *tensor.shape[1:]), make, dtype=tensor.dtype)
-
-
 # ---------------------------------------------------------------- another size of image
 
 
@@ -86,17 +77,16 @@ def resized(stored: ViTConfig, config: ViTConfig, tensors: Mapping[str, Stored])
     old, new = (c.image_size // c.patch_size for c in (stored, config))
     for name, tensor in tensors.items():
         if name.endswith(end):
-            shape = (1, new * new + token, tensor.shape[2])
-            make: Callable[[], Tensor] = partial(interpolated, tensor, token, old, new)
-            new_tensors[name] = Stored(shape, make, dtype=tensor.dtype)
+            make = partial(interpolated, token=token, old=old, new=new)
+            new_tensors[name] = tensor.changed(make, 1, new * new + token, tensor.shape[2])
     return new_tensors
 
 
-def interpolated(tensor: Stored, token: int, old: int, new: int) -> Tensor:
+def interpolated(whole: Tensor, token: int, old: int, new: int) -> Tensor:
+    """whole: (1, token + old², d_model) -> (1, token + new², d_model)."""
     import torch
     from torch.nn.functional import interpolate
 
-    whole = tensor.read()  # (1, token + old², d_model)
     grid = whole[:, token:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
     grid = interpolate(grid, size=(new, new), mode="bicubic", antialias=True, align_corners=False)
     return torch.cat((whole[:, :token], grid.flatten(2).transpose(1, 2).to(whole.dtype)), dim=1)
