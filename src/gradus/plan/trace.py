@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models, torch_private
 from gradus.errors import UserError
-from gradus.layers import kernels, masks, word_loss
+from gradus.layers import word_loss
+from gradus.layers.capabilities import CUDA, pretending
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
@@ -633,11 +634,7 @@ def _cuda_rules() -> Iterator[None]:
         for owner, name in ((F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")):
             stack.enter_context(replaced(owner, name, with_fp32_inputs(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
-        stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
-        stack.enter_context(replaced(kernels, "naive_is_faster", lambda *_: False))
-        stack.enter_context(replaced(word_loss, "casts_first", lambda device: False))
-        stack.enter_context(replaced(kernels, "flex", _cuda_documents))
+        stack.enter_context(pretending(dataclasses.replace(CUDA, attention=_cuda_attention, blocks=_cuda_blocks)))
         yield
 
 
@@ -656,7 +653,7 @@ def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     return torch.native_dropout(x, p, True)[0]
 
 
-def _cuda_documents(q: Tensor, k: Tensor, v: Tensor, documents: masks.Documents, scale: float | None) -> Tensor:
+def _cuda_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float | None) -> Tensor:
     """flex_attention keeps what flash attention keeps. Operations are counted as if a row were one causal document."""
     if q.dtype in (torch.bfloat16, torch.float16):
         return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
