@@ -3,6 +3,8 @@ mask."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -34,12 +36,15 @@ class Documents:
         return self._dense_mask
 
 
-def attention_mask(segments: Tensor | None, keep: Tensor | None) -> Tensor | Documents | None:
-    """What a decoder's queries may look at besides looking backwards. segments, keep: as of Documents, or None.
+def attention_mask(segments: Tensor | Any | None, keep: Tensor | None) -> Tensor | Documents | Any | None:
+    """What a decoder's queries may look at besides looking backwards. segments, keep: as of Documents, or None; or
+    segments that stand for a mask already, since the rows are parts of sequences (parallel.context).
 
     Returns None, a boolean mask (batch, 1, seq or 1, seq), or for packed documents on a device that skips blocks
     Documents.
     """
+    if not isinstance(segments, Tensor | None):
+        return segments
     if segments is not None and capabilities(segments.device).skips_blocks:
         return Documents(segments, keep)
     return _dense(segments, keep)
