@@ -246,7 +246,7 @@ LIST = (
       "parallel/test_precision.py::test_gradients_that_another_replica_steps_are_unscaled_too", "fp16", of="gpt causal_lm train"),
     M("parallel/world.py", 'counts += [int(count)] * int(times.rstrip(")") or 1)', "counts.append(int(count))",
       "parallel/test_world.py::test_slurm_with_uneven_nodes", of="train"),
-    M("train/local.py", "            self.tokens = 0", "            pass",
+    M("train/loop.py", "            self.unsynced_tokens = 0", "            pass",
       "train/test_metrics.py::test_workers_sync_every_so_many_steps_and_count_then", "local updates", of="gpt causal_lm train"),
     M("train/sharded.py", "dtype = next(iter(parameters.values())).dtype", "dtype = torch.float32",
       "train/test_metrics.py::test_an_eps_that_pure_fp16_rounds_away_is_refused_and_the_one_named_follows_fp32", "pure bf16", of="gpt causal_lm train"),

@@ -34,7 +34,7 @@ from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
 from gradus.parallel.precision import Precision
 from gradus.text import say
-from gradus.train.log import write_json
+from gradus.train.folder import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
 
 
