@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from gradus.layers import KERNELS, chunked, get_kernel, naive, sdpa
+from gradus.layers.capabilities import CPU, pretending
 from gradus.torch_private import FakeTensorMode
 
 BATCH, HEADS, SEQ, DIM = 3, 4, 11, 8
@@ -281,12 +282,12 @@ def test_sdpa_takes_the_flash_kernel(keywords):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_sdpa_is_naive_where_few_tokens_are_trained_in_half_precision(autocast, monkeypatch):
-    given, fused, inner = torch.float32 if autocast else torch.bfloat16, [], F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, **how: fused.append(1) or inner(*given, **how))
+def test_sdpa_is_naive_where_few_tokens_are_trained_in_half_precision(autocast):
+    given, fused = torch.float32 if autocast else torch.bfloat16, []
+    counted = dataclasses.replace(CPU, attention=lambda *given, **how: fused.append(1) or CPU.attention(*given, **how))
     for k_len, trained, n in ((256, True, 0), (256, False, 1), (257, True, 1)):
         q, k, v = (x.detach().to(given).requires_grad_(trained) for x in tensors(2, k_len=k_len))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pretending(counted):
             out, expected = (kernel(q, k, v, mask=padding(k_len))[0] for kernel in (sdpa, naive))
             assert len(fused) == n and (n or torch.equal(out, expected))
             assert (out - expected).abs().max() < 0.05

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gradus import models
-from gradus.layers import attention_mask, kernels, masks
+from gradus.layers import attention_mask, capabilities, kernels, masks
+from gradus.layers.capabilities import CPU, pretending
 from gradus.recipe.schema import GPTConfig, LlamaConfig
 from gradus.torch_private import TorchDispatchMode
 
@@ -15,8 +18,9 @@ from gradus.torch_private import TorchDispatchMode
 @pytest.fixture
 def blocks(monkeypatch):
     """As on a GPU, but without the compiler: then it runs on a CPU too, where it has no backward pass."""
-    monkeypatch.setattr(masks, "has_block_masks", lambda device: True)
-    monkeypatch.setattr(masks, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(capabilities, "_compiled", lambda: flex_attention)
+    with pretending(dataclasses.replace(CPU, skips_blocks=True)):
+        yield
 
 
 def rows(*rows: tuple[int, ...]) -> torch.Tensor:
@@ -73,15 +77,15 @@ def test_nothing_of_the_size_of_the_scores_is_made(blocks):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ROWS)
-def test_attention_is_that_of_the_dense_mask(name, padded, blocks, monkeypatch):
+def test_attention_is_that_of_the_dense_mask(name, padded, blocks):
     segments = ROWS[name]
     batch, seq = segments.shape
     keep = segments >= 0 if padded else None
     q, k, v = torch.randn(batch, 4, seq, 16), torch.randn(batch, 2, seq, 16), torch.randn(batch, 2, seq, 16)
     documents = attention_mask(segments, keep)
     got, _ = kernels.sdpa(q, k, v, mask=documents, causal=True)
-    monkeypatch.setattr(masks, "has_block_masks", lambda device: False)
-    dense = attention_mask(segments, keep)
+    with pretending(CPU):
+        dense = attention_mask(segments, keep)
     assert isinstance(documents, masks.Documents) and dense.shape == (batch, 1, seq, seq)
     wanted, _ = kernels.sdpa(q, k, v, mask=dense, causal=True)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
@@ -92,14 +96,14 @@ def test_attention_is_that_of_the_dense_mask(name, padded, blocks, monkeypatch):
 
 
 @pytest.mark.parametrize("config", [GPTConfig, LlamaConfig])
-def test_models_of_packed_rows(config, blocks, monkeypatch):
+def test_models_of_packed_rows(config, blocks):
     model = models.build(config(vocab_size=50, n_layers=2, d_model=32, n_heads=2, d_ff=64, seq_len=256)).eval()
     segments = rows((150, 50), (60, 130))
     ids, positions = torch.randint(50, segments.shape), torch.zeros_like(segments)
     with torch.no_grad():
         got = model(ids, segments=segments, positions=positions)
-        monkeypatch.setattr(masks, "has_block_masks", lambda device: False)
-        torch.testing.assert_close(got, model(ids, segments=segments, positions=positions), atol=1e-5, rtol=1e-5)
+        with pretending(CPU):
+            torch.testing.assert_close(got, model(ids, segments=segments, positions=positions), atol=1e-5, rtol=1e-5)
 
 
 def test_without_documents_nothing_is_packed(blocks):

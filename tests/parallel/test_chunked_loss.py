@@ -3,6 +3,7 @@ planned and measured."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gradus.layers import Targets, word_loss
+from gradus.layers.capabilities import CPU, pretending
 from gradus.layers.word_loss import Words, chunked_loss
 from gradus.parallel.apply import apply, use_chunked_loss
 from gradus.parallel.check import fits
@@ -69,13 +71,12 @@ def test_loss_and_gradients_are_those_of_whole_logits(family, changes, smoothing
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-def test_under_autocast(dtype, tolerance, on_gpu, monkeypatch):
+def test_under_autocast(dtype, tolerance, on_gpu):
     """Products in half, sums in fp32, as with whole logits; also as a GPU reads and writes two types at once."""
-    monkeypatch.setattr(word_loss, "casts_first", lambda device: not on_gpu)
     model, batch = common.build("gpt"), common.batch("gpt", 0)
     found = []
     for _ in range(2):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast("cpu", dtype), pretending(dataclasses.replace(CPU, casts_first=not on_gpu)):
             loss = sum(common.losses("gpt", model, batch).values())
         found.append((float(loss.detach()), gradients(model, loss)))
         assert loss.dtype == torch.float32

@@ -48,9 +48,9 @@ def steps_of(family: str, n: int) -> int:
     return STEPS if family == "gpt" and n == 2 else 7  # lengths
 
 
-def prepared(context: Context, b: dict) -> None:
-    """As attention finds the context after `prepare`."""
-    context._set(context.prepare(b)["positions"])
+def prepared(context: Context, b: dict) -> contexts.WholeSequence:
+    """What attention is given in the place of a mask."""
+    return context.prepare(b)["segments"]
 
 
 def packed(family: str, step: int, rows: int = 8) -> dict:
@@ -173,13 +173,13 @@ def _kernels(world) -> None:
 
                 leaves = [x.clone().requires_grad_() for x in (q, k, v)]
                 if context is causal:
-                    prepared(context, {"ids": torch.zeros(2, length, dtype=torch.long), **extra})
-                    mask = None
+                    sequence = mask = prepared(context, {"ids": torch.zeros(2, length, dtype=torch.long), **extra})
                 else:
                     context._before_first(nn.Identity(), (q.flatten(2),), {})
-                part = [context.sequence.split.take(x, world.rank) for x in (*leaves, w, want.detach().transpose(1, 2))]
+                    sequence = context.sequence
+                part = [sequence.split.take(x, world.rank) for x in (*leaves, w, want.detach().transpose(1, 2))]
                 out, _ = context.attend(*(x.transpose(1, 2) for x in part[:3]), mask=mask, causal=context is causal)
-                valid = context.sequence.split.take(torch.ones(2, length, 1, 1, dtype=torch.float64), world.rank)
+                valid = sequence.split.take(torch.ones(2, length, 1, 1, dtype=torch.float64), world.rank)
                 torch.testing.assert_close(out.transpose(1, 2) * valid, part[4] * valid, rtol=1e-10, atol=1e-12)
                 got = torch.autograd.grad((out.transpose(1, 2) * part[3]).sum(), leaves)
                 for name, a, b in zip("qkv", got, wanted):
@@ -210,7 +210,7 @@ def _ring_alone(world, length: int) -> tuple[list[int], int]:
     """Sizes of the score blocks computed, forward and backward, and the largest tensor of both passes."""
     model = common.build("gpt", n_heads=1, d_model=4, n_layers=1, seq_len=length)
     context = Context(model, dist.group.WORLD, Layout(context=world.size, chunk=8))
-    prepared(context, {"ids": torch.zeros(1, length, dtype=torch.long), "segments": torch.zeros(1, length, dtype=torch.long)})
+    sequence = prepared(context, {"ids": torch.zeros(1, length, dtype=torch.long), "segments": torch.zeros(1, length, dtype=torch.long)})
     q, k, v = (torch.randn(1, 1, length // world.size, 4, requires_grad=True) for _ in range(3))
     blocks = []
     for name in ("forward_chunk", "backward_chunk"):
@@ -222,7 +222,7 @@ def _ring_alone(world, length: int) -> tuple[list[int], int]:
 
         setattr(kernels, name, counted)
     with _Largest() as largest:
-        context.attend(q, k, v, causal=True)[0].sum().backward()
+        context.attend(q, k, v, mask=sequence, causal=True)[0].sum().backward()
     return blocks, largest.numel
 
 
@@ -324,24 +324,24 @@ def _composed(world) -> tuple[float, float, float]:
 def _dropout(world) -> tuple[float, float, float]:
     """(slope along a direction by differences, the same by gradients, mean of the kept and scaled weights), float64."""
     context = make("gpt", world.size, seq_len=32)[1]
-    prepared(context, {"ids": torch.zeros(2, 29, dtype=torch.long)})
+    sequence = prepared(context, {"ids": torch.zeros(2, 29, dtype=torch.long)})
     torch.manual_seed(world.rank)
-    shapes = [(2, heads, context.sequence.split.local, 4) for heads in (8, 4, 4)]
+    shapes = [(2, heads, sequence.split.local, 4) for heads in (8, 4, 4)]
     x, d = ([torch.randn(s, dtype=torch.float64) for s in shapes] for _ in range(2))
     w = torch.randn(shapes[0], dtype=torch.float64)
 
     def value(*inputs: Tensor) -> Tensor:
         torch.manual_seed(10 + world.rank)
-        return (context.attend(*inputs, causal=True, dropout=0.3)[0] * w).sum()
+        return (context.attend(*inputs, mask=sequence, causal=True, dropout=0.3)[0] * w).sum()
 
     leaves = [a.clone().requires_grad_() for a in x]
     by_gradient = sum((g * b).sum() for g, b in zip(torch.autograd.grad(value(*leaves), leaves), d))
     up, down = (value(*(a + sign * 1e-5 * b for a, b in zip(x, d))) for sign in (1, -1))
     results = torch.stack((((up - down) / 2e-5).detach(), by_gradient))
     dist.all_reduce(results)
-    prepared(context, {"ids": torch.zeros(2, 32, dtype=torch.long)})
+    sequence = prepared(context, {"ids": torch.zeros(2, 32, dtype=torch.long)})
     q, k, v = (torch.zeros(64, heads, 32 // world.size, 4) for heads in (8, 4, 4))
-    mean = context.attend(q, k, v + 1, causal=True, dropout=0.3)[0].mean()
+    mean = context.attend(q, k, v + 1, mask=sequence, causal=True, dropout=0.3)[0].mean()
     return *results.tolist(), float(mean)
 
 

@@ -24,6 +24,7 @@ from gradus.errors import EnvironmentFault, UserError
 from gradus.recipe.schema import Log
 from gradus.rows import Row
 from gradus.text import visible
+from gradus.train import folder as folders
 from gradus.train import log as logs
 from gradus.train.loop import Trainer
 from gradus.train.run import train
@@ -179,12 +180,12 @@ class OneSecond:
 
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logs, "datetime", OneSecond)
+    monkeypatch.setattr(folders, "datetime", OneSecond)
     together, found = threading.Barrier(8), []
 
     def start() -> None:
         together.wait()
-        with logs.run_folder(Log(), "mine") as folder:
+        with folders.run_folder(Log(), "mine") as folder:
             found.append(folder)
             (folder / "recipe.yaml").touch()
             together.wait()
@@ -205,7 +206,7 @@ def test_what_stands_where_runs_are_kept_is_named(place, why, tmp_path, monkeypa
     else:
         Path("runs").mkdir()
         Path(place).touch()
-    with pytest.raises(UserError, match=rf"log.dir=runs/mine/.*: cannot write there \({why}\)"), logs.run_folder(Log(), "mine"):
+    with pytest.raises(UserError, match=rf"log.dir=runs/mine/.*: cannot write there \({why}\)"), folders.run_folder(Log(), "mine"):
         pass
 
 
@@ -215,12 +216,12 @@ def test_a_run_folder_has_one_owner_among_threads_too(tmp_path):
 
     def start() -> None:
         try:
-            with logs.run_folder(config, "mine"):
+            with folders.run_folder(config, "mine"):
                 pass
         except UserError as e:
             refused.append(str(e))
 
-    with logs.run_folder(config, "mine"):
+    with folders.run_folder(config, "mine"):
         (thread := threading.Thread(target=start)).start()
         thread.join()
     assert len(refused) == 1 and "another run of this process writes there" in refused[0]
@@ -230,7 +231,7 @@ def test_a_run_folder_has_one_owner_among_threads_too(tmp_path):
 
 def in_that_second(out: Path, *words: str) -> None:
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
-    logs.datetime = types.SimpleNamespace(datetime=types.SimpleNamespace(now=lambda: now))
+    folders.datetime = types.SimpleNamespace(datetime=types.SimpleNamespace(now=lambda: now))
     os.chdir(out.parent)
     run_parts.gradus(out, *words)
 
@@ -254,22 +255,22 @@ def test_a_run_folder_has_one_owner_until_its_process_ends(tmp_path):
     ready, wrote = os.pipe()
     child = os.fork()
     if not child:
-        with logs.run_folder(Log(dir=str(run)), "mine"):
+        with folders.run_folder(Log(dir=str(run)), "mine"):
             os.write(wrote, b"x")
             time.sleep(60)
         os._exit(0)
     try:
         os.read(ready, 1)
         for resume in (None, run):
-            with pytest.raises(UserError, match=rf"{run}: another run writes there \(process {child} on "), logs.run_folder(Log(dir=str(run)), "mine", resume):
+            with pytest.raises(UserError, match=rf"{run}: another run writes there \(process {child} on "), folders.run_folder(Log(dir=str(run)), "mine", resume):
                 pass
         with pytest.raises(UserError, match="another run writes there"):
             train(recipes.load("copy-task", [*run_parts.TINY, f"log.dir={run}"]))
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert [p.name for p in run.iterdir()] == [logs.LOCK]
-    with logs.run_folder(Log(dir=str(run)), "mine") as folder:
+    assert [p.name for p in run.iterdir()] == [folders.LOCK]
+    with folders.run_folder(Log(dir=str(run)), "mine") as folder:
         assert folder == run
         (folder / "recipe.yaml").touch()
     assert [p.name for p in run.iterdir()] == ["recipe.yaml"]

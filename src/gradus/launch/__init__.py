@@ -30,7 +30,7 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     """
     from gradus.parallel.check import validate
     from gradus.parallel.world import World
-    from gradus.train.log import new_run_folder
+    from gradus.train.folder import new_run_folder
     from gradus.train.resolve import RunContext, load_and_print_notes
 
     for word in [args.recipe, *args.overrides, *([args.json_file] if args.json_file else [])]:

@@ -28,7 +28,7 @@ def train(
     from gradus.parallel.device import enough_devices
     from gradus.parallel.world import World, find
     from gradus.train import resolve
-    from gradus.train.log import run_folder
+    from gradus.train.folder import run_folder
 
     world = find()
     if world.size > 1:
@@ -72,7 +72,7 @@ def run(
     exit code is 128 + the signal. A second signal ends them within `grace` seconds. No worker outlives this process.
     Where they did not save themselves, the command that resumes the run from its last checkpoint is printed.
     """
-    from gradus.train.log import LOCK
+    from gradus.train.folder import LOCK
 
     folder = Path(folder)
     new_folders = [p for p in (folder, *folder.parents) if not p.exists()]  # from the deepest up

@@ -70,7 +70,7 @@ def launch(args: Namespace) -> int:
 
     Raises UserError for a mistake in the options or the recipe, and for what Slurm refuses.
     """
-    from gradus.train.log import own
+    from gradus.train.folder import own
 
     if args.status:
         if args.recipe:

@@ -72,7 +72,7 @@ def launch(args: Namespace) -> int:
     one_line("--python", args.python)
     if args.follow and (args.dry_run or not args.host):
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
-    from gradus.train.log import own
+    from gradus.train.folder import own
 
     printed = args.dry_run or not args.host
     for tool in ("ssh", args.copy) if not printed else ():

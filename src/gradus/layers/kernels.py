@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gradus import torch_private
-from gradus.layers.masks import Documents, flex
+from gradus.layers.capabilities import capabilities
+from gradus.layers.masks import Documents
 
 
 def naive(
@@ -58,12 +59,12 @@ def sdpa(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked; where it has none
     that is fast on a CPU, this is `naive` (`naive_is_faster`)."""
-    extra, blind = None, None
+    extra, blind, device = None, None, capabilities(q.device)
     # all that flex_attention can do
     if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
         assert causal, "packed documents need causal=True"
-        return flex(*autocast(q, k, v), mask, scale), None
-    if naive_is_faster(q, k, v, bias, dropout):
+        return device.blocks(*autocast(q, k, v), mask.blocks, scale), None
+    if device.plain_attention and naive_is_faster(q, k, v, bias, dropout):
         return naive(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)[0], None
     mask = _dense(mask, causal)
     if mask is not None or bias is not None:
@@ -82,7 +83,7 @@ def sdpa(
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     shares = bool(q.shape[1] != k.shape[1])  # a tensor where torch.jit traces
 
-    out = F.scaled_dot_product_attention(
+    out = device.attention(
         q, k, v, attn_mask=extra, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shares
     )
     return out if blind is None else out.masked_fill(blind, 0.0), None
@@ -94,7 +95,7 @@ def naive_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropou
     `naive` with 128 tokens and 1.8 to 2.2 times with 256; with more, naive needs too much memory, 6 bytes a score.
     (AMD EPYC with bf16 units, one thread. fp16 could not hold the scores.)"""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
-    if q.device.type != "cpu" or dtype == torch.float16:
+    if dtype == torch.float16:
         return False
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     few = dtype == torch.bfloat16 and trains and max(q.shape[2], k.shape[2]) <= 256

@@ -3,21 +3,16 @@ mask."""
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
+from gradus.layers.capabilities import capabilities
 from gradus.torch_private import uncompiled
 
 BLOCK = 128  # queries and keys a block of flex_attention's
-
-
-def has_block_masks(device: torch.device) -> bool:
-    """Whether PyTorch compiles flex_attention for the device, forwards and backwards: on a CPU it has no backward
-    pass."""
-    return device.type == "cuda"
 
 
 class Documents:
@@ -41,13 +36,16 @@ class Documents:
         return self._dense_mask
 
 
-def attention_mask(segments: Tensor | None, keep: Tensor | None) -> Tensor | Documents | None:
-    """What a decoder's queries may look at besides looking backwards. segments, keep: as of Documents, or None.
+def attention_mask(segments: Tensor | Any | None, keep: Tensor | None) -> Tensor | Documents | Any | None:
+    """What a decoder's queries may look at besides looking backwards. segments, keep: as of Documents, or None; or
+    segments that stand for a mask already, since the rows are parts of sequences (parallel.context).
 
     Returns None, a boolean mask (batch, 1, seq or 1, seq), or for packed documents on a device that skips blocks
     Documents.
     """
-    if segments is not None and has_block_masks(segments.device):
+    if not isinstance(segments, Tensor | None):
+        return segments
+    if segments is not None and capabilities(segments.device).skips_blocks:
         return Documents(segments, keep)
     return _dense(segments, keep)
 
@@ -92,13 +90,3 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     n)."""
     blocks = blocks[:, None].int()
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
-
-
-@functools.cache
-def _compiled():
-    return torch.compile(flex_attention)  # as it is, it would make all scores
-
-
-def flex(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    """The attention of packed documents, block by block. q, k, v and the result as in layers.kernels."""
-    return _compiled()(q, k, v, block_mask=documents.blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradus.layers.capabilities import capabilities
 from gradus.layers.kernels import no_autocast
 
 IGNORE = -100  # a target that does not count
@@ -136,7 +137,7 @@ def summed_by_chunks(
             if by_weight is not None and by_weight.dtype == dtype:
                 torch.addmm(by_weight, gradient.T, chunk, out=by_weight)
             elif by_weight is not None:
-                step = ROWS if casts_first(x.device) else len(w)
+                step = ROWS if capabilities(x.device).casts_first else len(w)
                 for own_words in (slice(at, at + step) for at in range(0, len(w), step)):
                     by_weight[own_words] += gradient[:, own_words].T @ chunk
             del gradient  # or it would be there beside the next chunk's logits
@@ -157,7 +158,7 @@ def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tu
     here = counts & (index >= 0) & (index < logits.shape[1])
     index = index.masked_fill(~here, 0)[:, None]
     highest = own.reduce(logits.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
-    in_fp32 = dtype == torch.float32 or casts_first(logits.device)
+    in_fp32 = dtype == torch.float32 or capabilities(logits.device).casts_first
     p = logits.float().sub_(highest) if in_fp32 else logits - highest
     del logits
     local = p.gather(1, index)[:, 0]  # (rows,)
@@ -171,11 +172,6 @@ def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tu
     torch.addcmul(shift[:, None], p, factor[:, None], out=gradient)
     gradient.scatter_(1, index, of_target[:, None].to(gradient.dtype))
     return losses.masked_fill(~counts, 0.0).sum(), right, gradient.to(dtype)
-
-
-def casts_first(device: torch.device) -> bool:
-    """Whether an operation of two types takes a copy in one type; a GPU casts as it reads and writes."""
-    return device.type == "cpu"
 
 
 def _right(logits: Tensor, words: Tensor, own: Words) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import gc
 import glob
@@ -28,7 +27,7 @@ from gradus.measure.hints import hints
 from gradus.measure.memory import Timeline, component_bytes
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import needed
-from gradus.patch import replaced
+from gradus.parallel.observe import Observer
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, as_lines
 from gradus.text import table as columns
@@ -127,28 +126,19 @@ class CudaTimeline:
         pass
 
 
-@contextlib.contextmanager
-def between(trainer: Trainer, mark: Callable[[str], None]) -> Iterator[None]:
-    """While it lasts, the trainer's step marks where its passes begin and end."""
+class Marks(Observer):
+    """Marks where the passes of a step begin and end."""
 
-    def marking(owner: Any, name: str, after: str, before: str | None = None) -> Any:
-        own = getattr(owner, name)
+    def __init__(self, mark: Callable[[str], None]):
+        self.mark = mark
 
-        def marked(*args: Any) -> Any:
-            if before:
-                mark(before)
-            result = own(*args)
-            mark(after)
-            return result
+    def edge(self, unit: str, name: str) -> None:
+        if mark := {"forward": "ready", "backward": "forward", "idle": "backward"}.get(name):
+            self.mark(mark)
 
-        return replaced(owner, name, marked)
-
-    with (
-        marking(trainer.task, "losses", "forward", before="ready"),
-        marking(trainer.parallel, "backward", "backward"),
-        marking(trainer.precision, "step", "step"),
-    ):
-        yield
+    def step(self, before: bool) -> None:
+        if not before:
+            self.mark("step")
 
 
 def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[Any], list[str], list[Row]]:
@@ -173,9 +163,8 @@ def memory_picture(session: Session, folder: Path) -> tuple[Trainer, Iterator[An
                 if name == "backward":
                     by_component["gradients"] = component_bytes(model)["gradients"]
 
-            step = next(steps)  # before the marks are set: workers take the task with them
-            with between(trainer, mark):
-                trainer.take(step)
+            with trainer.parallel.observed(Marks(mark)):
+                trainer.take(next(steps))
             timeline.mark(f"step {number}: cleared")
     by_component |= {k: v for k, v in component_bytes(model, trainer.optimizer).items() if k != "gradients"}
 
@@ -265,9 +254,9 @@ def record(trainer: Trainer, steps: Iterator[Step], folder: Path, repeat: int) -
     ):
         for number in range(CYCLE * repeat):
             began = _now(cuda)
-            step = next(steps)  # before the marks are set: workers take the task with them
+            step = next(steps)
             mark("data")
-            with between(trainer, mark):
+            with trainer.parallel.observed(Marks(mark)):
                 trainer.take(step)
             if number < WAIT:  # later ones follow the writing of a trace, and pay for it
                 recorded.seconds.append(_now(cuda) - began)

@@ -65,18 +65,17 @@ def undrawn() -> Iterator[None]:
         yield
 
 
-def deferred(config: ModelConfig, seed: int | None, build: Callable[..., nn.Module] = build) -> Deferred:
-    """The same before it has memory. build: what makes it on the meta device. Errors as in `build`."""
+def deferred(config: ModelConfig, seed: int | None) -> Deferred:
+    """The same before it has memory. Errors as in `build`."""
     from gradus.models.values import drawn
 
-    like = build(config.as_it_is(), "meta")
-    return with_values(config, like, drawn(like, seed), build)
+    like = whole(config)
+    return with_values(config, like, drawn(like, seed))
 
 
 def with_values(
-    config: ModelConfig, like: nn.Module, values: Values, build: Callable[..., nn.Module] = build,
-    report: LoadReport | None = None,
-) -> Deferred:  # fmt: skip
+    config: ModelConfig, like: nn.Module, values: Values, report: LoadReport | None = None
+) -> Deferred:
     """The model of a configuration, of which `like` is `whole` and `values` are its values, before it has memory."""
     from gradus.models.values import Deferred, stored_small
 

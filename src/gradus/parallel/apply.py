@@ -26,7 +26,9 @@ from gradus.models.values import Values, materialise
 from gradus.parallel.check import fits
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh
+from gradus.parallel.observe import Observer
 from gradus.parallel.qat import use_qat
+from gradus.parallel.stages import Stages
 from gradus.recipe.schema import Layout
 from gradus.torch_private import FUSED_ATTENTION
 
@@ -37,17 +39,20 @@ if TYPE_CHECKING:
 def apply(
     model: nn.Module, layout: Layout, mesh: Mesh | None = None, *,
     device: torch.device | None = None, values: Values | None = None, qat: bool = False,
+    stages: Stages | None = None, replicas: bool = True, observer: Observer = Observer(),
 ) -> Parallel:  # fmt: skip
     """Apply the whole layout, in order, to `model`, which is changed in place. Collective.
 
     A model on the meta device is given memory on `device`, for this process's part alone, and that part of `values`
-    (None: whatever lies there). Without a mesh: one process. qat: train.qat, which is no matter of the layout. Raises
-    AssertionError where model and layout do not fit together; `parallel.check` reports that before.
+    (None: whatever lies there). Without a mesh: one process. qat: train.qat, which is no matter of the layout. stages:
+    of a pipeline, other ones than the layout's. replicas=False: what several processes hold is summed over none.
+    observer: is told where each step is. Raises AssertionError where model and layout do not fit together;
+    `parallel.check` reports that before.
     """
     assert not (reasons := list(fits(model.config, layout))), reasons
     mesh = mesh or Mesh.single()
     device = device or next(model.parameters()).device
-    p = Parallel(model, layout, mesh)
+    p = Parallel(model, layout, mesh, replicas, observer)
     use_kernel(model, layout.attention, layout.chunk)
     if qat:
         use_qat(model)
@@ -66,11 +71,11 @@ def apply(
         tensor_parallel(model, mesh.sub("tensor"), layout)
         p.around = functools.partial(loss_context, layout)
     if layout.loss == "chunked":
-        use_chunked_loss(model, mesh.sub("tensor") if mesh.size("tensor") > 1 else None)
+        use_chunked_loss(model, mesh.sub("tensor") if mesh.size("tensor") > 1 else None, p)
     if mesh.size("pipeline") > 1:
         from gradus.parallel.pipeline import Pipeline
 
-        p.pipeline = Pipeline(model, mesh.group("pipeline"), layout, device)
+        p.pipeline = Pipeline(model, mesh.group("pipeline"), layout, device, stages)
         model = p.pipeline.model
     use_checkpointing(model, layout.checkpointing)
     use_compile(model, layout.compile, device, in_turn=p.pipeline is None)
@@ -79,7 +84,7 @@ def apply(
     if next(model.parameters()).is_meta:
         place = "cpu" if layout.offload else device
         materialise(model, place, values, *(p.pipeline.views if p.pipeline else ()))
-    if mesh.size("shard") == 1 and (p.several or layout.replicate == "data_parallel"):
+    if replicas and mesh.size("shard") == 1 and (p.several or layout.replicate == "data_parallel"):
         use_replicas(p, model)
     if layout.shard_optimizer and mesh.size("replicate") > 1:
         from gradus.parallel.shard import OptimizerShards
@@ -138,12 +143,13 @@ def use_kernel(model: nn.Module, name: str, chunk: int) -> None:
             module.kernel = kernel
 
 
-def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None, p: Parallel | None = None) -> None:
     """Where a task gives its targets, the head over words gives their loss in place of logits: `layers.word_loss`.
 
-    mesh: that of tensor parallelism, which splits the head's rows.
+    mesh: that of tensor parallelism, which splits the head's rows. p: whose observer is told.
     """
-    head = model.get_submodule(models.lookup(model.config.family).head)
+    name = models.lookup(model.config.family).head
+    head = model.get_submodule(name)
     plain, n, words = head.forward, len(head.weight), Words(len(head.weight))
     if mesh:
         words = Words(n, mesh.get_local_rank() * -(-n // mesh.size()), mesh.get_group())
@@ -154,7 +160,11 @@ def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None) -> None:
             return plain(x)
         weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (head.weight, head.bias))
         x = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
-        return chunked_loss(x, weight, bias, Targets.now, words)
+        observer = p.observer if p else Observer()
+        observer.edge(name, "loss")
+        loss = chunked_loss(x, weight, bias, Targets.now, words)
+        observer.gradients(name, getattr(loss.grad_fn, "gradients", ()))
+        return loss
 
     head.forward = forward
 

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradus import models, torch_private
 from gradus.data.collate import IGNORE
@@ -78,8 +77,8 @@ class Split:
         return torch.cat([x[:, i * self.chunk : (i + 1) * self.chunk] for i in self.chunks(rank)], dim=1)
 
 
-class _Sequence(NamedTuple):
-    """What attention needs of a batch's whole sequences."""
+class WholeSequence(NamedTuple):
+    """What attention needs of a batch's whole sequences; stands in the place of its segments, and of a mask."""
 
     split: Split
     segments: Tensor | None = None  # (batch, seq)
@@ -116,14 +115,10 @@ class Context:
         self.redundant = family.attention == "both"
         self.ring = layout.context_method == "ring"
         self.ordinary = get_kernel(layout.attention, layout.chunk)
-        # of each batch that is under way, by its `positions`, which every block is given; of the one now computed
-        self.sequences: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.sequence: _Sequence | None = None
+        self.sequence: WholeSequence | None = None  # of an encoder, from the first block to the last
         for module in model.modules():
             if isinstance(module, Attention):
                 module.kernel = self.attend
-                if not self.redundant:
-                    module.forward = self._with_sequence(module.forward)
         if self.redundant:
             blocks = [m for m in model.modules() if isinstance(m, Block)]
             blocks[0].register_forward_pre_hook(self._before_first, with_kwargs=True)
@@ -135,8 +130,8 @@ class Context:
         """This process's part of a batch, which lies on its device already.
 
         For a decoder, every tensor (batch, seq, ...) becomes (batch, local, ...), in the order of `Split`; padding has
-        the label IGNORE. `positions` is made where it is absent, and this very tensor must reach the model: by it
-        attention finds the whole sequence, with `segments` and `keep`, which are taken out of the batch.
+        the label IGNORE. `positions` is made where it is absent. In the place of `segments` and `keep` stands a
+        `WholeSequence`, which must reach the model as its segments: with it attention knows the whole sequence.
         For an encoder, the batch as it is. Raises UserError for sequences longer than the model's.
         """
         if self.redundant:
@@ -146,31 +141,16 @@ class Context:
         check_length(length, self.config.seq_len)
         batch = {"positions": torch.arange(length, device=ids.device).expand(ids.shape), **batch}
         split = Split(length, self.n, folded=self.ring)
-        sequence = _Sequence(split, batch.pop("segments", None), batch.pop("keep", None))
+        sequence = WholeSequence(split, batch.pop("segments", None), batch.pop("keep", None))
         for key, value in batch.items():
             if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
-                batch[key] = sequence.split.take(value, self.rank, IGNORE if key == "labels" else 0)
-        self.sequences[batch["positions"]] = sequence
-        return batch
-
-    def _with_sequence(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Not a hook: checkpointing's second call must find its sequence too."""
-
-        @functools.wraps(forward)
-        def attention(*args, positions: Tensor | None = None, **kwargs) -> Tensor:
-            self._set(positions)
-            return forward(*args, positions=positions, **kwargs)
-
-        return attention
-
-    @torch_private.uncompiled
-    def _set(self, positions: Tensor | None) -> None:
-        self.sequence = None if positions is None else self.sequences.get(positions)
+                batch[key] = split.take(value, self.rank, IGNORE if key == "labels" else 0)
+        return batch | {"segments": sequence}
 
     @torch_private.uncompiled
     def _before_first(self, block: nn.Module, args: tuple, kwargs: dict):
         x, *rest = args or (kwargs.pop("x"),)  # (batch, seq, d_model)
-        self.sequence = _Sequence(Split(x.shape[1], self.n, folded=False))
+        self.sequence = WholeSequence(Split(x.shape[1], self.n, folded=False))
         local = _on_whole(lambda x: self.sequence.split.take(x, self.rank), x)  # (batch, local, d_model)
         return (local, *rest), kwargs
 
@@ -183,29 +163,30 @@ class Context:
 
     @torch_private.uncompiled
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None,
-        causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | WholeSequence | None = None,
+        bias: Tensor | None = None, causal: bool = False, scale: float | None = None, dropout: float = 0.0,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """The kernel (gradus.layers.kernels) that replaces the model's own.
 
-        q (batch, n_heads, local, head_dim); k, v likewise; mask: None, or of all keys (batch, 1, 1, seq). A causal
-        model that asks without `causal` decodes from a cache, which every process has whole.
+        q (batch, n_heads, local, head_dim); k, v likewise; mask: of a decoder the batch's WholeSequence, of an encoder
+        None or of all keys (batch, 1, 1, seq). A decoder that asks without `causal` decodes from a cache, which every
+        process has whole.
         """
         if not self.redundant and not causal:
             return self.ordinary(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
-        assert self.sequence is not None, (
-            "the batch was not prepared: call Context.prepare, and hand its positions to the model"
+        sequence, mask = (self.sequence, mask) if self.redundant else (mask, None)
+        assert isinstance(sequence, WholeSequence), (
+            "the batch was not prepared: call Context.prepare, and hand its segments to the model"
         )
-        split, segments, keep = self.sequence
+        split, segments, keep = sequence
         assert q.shape[2] == k.shape[2] == split.local, f"{q.shape[2]} queries and {k.shape[2]} keys for {split}"
         assert bias is None, "a split sequence takes no bias on the scores"
         if mask is not None:
             of_all_keys = mask.shape[1:] == (1, 1, split.length)
-            assert self.redundant and of_all_keys, f"mask {tuple(mask.shape)}: it must cover all keys"
+            assert of_all_keys, f"mask {tuple(mask.shape)}: it must cover all keys"
             keep = mask[:, 0, 0]  # (batch, seq)
         if not self.ring:
-            sequence = _Sequence(split, segments, keep)
-            return self._ulysses(q, k, v, sequence, causal, scale, dropout), None
+            return self._ulysses(q, k, v, WholeSequence(split, segments, keep), causal, scale, dropout), None
         q, k, v = kernels.autocast(q, k, v)
         if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
@@ -215,7 +196,7 @@ class Context:
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
 
-    def _ulysses(self, q, k, v, sequence: _Sequence, causal: bool, scale: float | None, dropout: float) -> Tensor:
+    def _ulysses(self, q, k, v, sequence: WholeSequence, causal: bool, scale: float | None, dropout: float) -> Tensor:
         """All heads of `local` tokens → some heads of all tokens, the ordinary kernel, and back (Jacobs et al. 2023,
         section 3.1)."""
         n, (split, segments, keep) = self.n, sequence

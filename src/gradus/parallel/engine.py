@@ -17,6 +17,7 @@ from gradus.models import weights
 from gradus.models.values import held, materialise
 from gradus.parallel import world as worlds
 from gradus.parallel.mesh import AXES, DATA, Mesh
+from gradus.parallel.observe import Observer
 from gradus.parallel.replicate import LocalUpdates, Replicas, sum_in_buckets
 from gradus.recipe.schema import Layout, ModelConfig
 
@@ -38,8 +39,11 @@ class Parallel:
     `model` is what a task calls; `bare` is the same with the parameters' own names.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, mesh: Mesh):
-        self.bare, self.layout, self.mesh = model, layout, mesh
+    def __init__(
+        self, model: nn.Module, layout: Layout, mesh: Mesh, joined: bool = True, observer: Observer = Observer()
+    ):
+        self.bare, self.layout, self.mesh, self.observer = model, layout, mesh, observer
+        self.joined = joined  # False: gradients stay what this process has computed
         self.replicas = Replicas(model)
         self.context = None  # parallel.context.Context
         self.pipeline = None  # parallel.pipeline.Pipeline
@@ -70,6 +74,15 @@ class Parallel:
     def several(self) -> bool:
         return self.mesh.world.size > 1
 
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """While a block lasts, this one watches."""
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
+
     # ------------------------------------------------------------ one step
 
     def forward_backward(
@@ -95,24 +108,33 @@ class Parallel:
             total.append(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach())
             return scaled(loss * self.replicas.scale)
 
-        if self.context:
-            micro_batches = [self.context.prepare(b) for b in micro_batches]
+        self.observer.edge("", "begin")
+        micro_batches = self.prepared(micro_batches)
         with self.around():
             if self.pipeline:
-                self.pipeline.forward_backward(micro_batches, share)
+                self.pipeline.forward_backward(micro_batches, share, self.observer)
             else:
                 for i, batch in enumerate(micro_batches):
                     self.replicas.sync_on(i == len(micro_batches) - 1)
-                    self.backward(share(self.model, batch))
-        self._finish_gradients()
+                    self.observer.edge("", "forward")
+                    self._backward(share(self.model, batch))
+                    self.observer.edge("", "idle")
+        self.finish_gradients()
         loss = torch.stack([t.float() for t in total]).sum() if total else torch.zeros((), device=self.device)
         return self.sum(loss, *DATA, "context", "pipeline") if not self.local_updates else loss
 
-    def backward(self, loss: Tensor) -> None:
+    def prepared(self, micro_batches: list[dict]) -> list[dict]:
+        """This process's part of each."""
+        return [self.context.prepare(b) for b in micro_batches] if self.context else micro_batches
+
+    def _backward(self, loss: Tensor) -> None:
+        self.observer.edge("", "backward")
         loss.backward()
 
-    def _finish_gradients(self) -> None:
-        if self.pipeline:
+    def finish_gradients(self) -> None:
+        """Sum the gradients of the passes over the processes, as far as that has not happened during them."""
+        self.observer.edge("", "end")
+        if self.pipeline and self.joined:
             self.pipeline.reduce_tied()
         if self.mesh.size("tensor") > 1 and not self.summed_by_engine:
             from gradus.parallel.tensor import sum_partial_gradients
@@ -120,9 +142,12 @@ class Parallel:
             sum_partial_gradients(self.part)
         for own in self.trainable:
             own.local.grad = _local_gradient(own.parameter)
+        if self.joined and not self.summed_by_engine and not self.local_updates:
+            self._sum_gradients()
+        self.observer.gradients("", [own.local.grad for own in self.trainable])
+
+    def _sum_gradients(self) -> None:
         with_grad = [h for h in self.trainable if h.local.grad is not None]
-        if self.summed_by_engine or self.local_updates:
-            return
         if type(self.replicas) is not Replicas:
             self.replicas.reduce([h.local.grad for h in with_grad])
             return
@@ -263,7 +288,7 @@ class Parallel:
         """
         if not isinstance(self.model, nn.parallel.DistributedDataParallel):
             return
-        batch = self.context.prepare(micro_batch) if self.context else micro_batch
+        (batch,) = self.prepared([micro_batch])
         # Of its own device alone: asked for their state, the other GPUs would each make a context for this process.
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), self.around():
             (loss_of(self.model, batch) * 0.0).backward()

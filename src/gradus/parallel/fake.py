@@ -30,7 +30,6 @@ from gradus.parallel.world import World
 from gradus.patch import replaced
 from gradus.recipe.schema import Layout
 from gradus.torch_private import (
-    FakeTensor,
     chunking_of_fsdp,
     ddp_buckets,
     forget_meshes,
@@ -89,10 +88,6 @@ def _patches() -> Iterator[contextlib.AbstractContextManager]:
     # DDP is written in C++, reads the gradients' memory, and takes the results of collectives from futures that are
     # empty here.
     yield replaced(replicate, "DDP", BucketedReplicas)
-
-    from gradus.parallel.pipeline import Stage
-
-    yield replaced(Stage, "forward", _in_order(Stage.forward))
     if votes := shape_votes():
         yield replaced(*votes, _all_know_their_shapes)
 
@@ -161,21 +156,6 @@ class BucketedReplicas(replicate.Replicas):
 
     def sync_on(self, last: bool) -> None:
         self.last = last
-
-
-def _in_order(forward: Callable) -> Callable:
-    """A stage reads from a tensor which micro-batch it computes. A fake tensor has no values; the micro-batches come in
-    order."""
-
-    def forward_of(stage: Any, *args, index: Tensor) -> Tensor:
-        if not isinstance(index, FakeTensor):
-            return forward(stage, *args, index=index)
-        run, n = stage.__dict__.get("counted", (None, 0))
-        n = n if run is stage.pipeline.run else 0
-        stage.__dict__["counted"] = stage.pipeline.run, n + 1
-        return forward(stage, *args, index=n)
-
-    return forward_of
 
 
 def _all_know_their_shapes(schedule: Any, stages: list, has_backward: bool, p2p_done: bool) -> None:

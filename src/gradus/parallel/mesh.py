@@ -7,6 +7,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from gradus.parallel.world import World
@@ -78,6 +79,12 @@ class Mesh:
         """The processes that differ from this one only along `axes` (in the order of AXES); None where there is no
         other."""
         return None if self.size(*axes) == 1 else self.sub(*axes).get_group()
+
+    def seed_dropout(self, seed: int, step: int = 0) -> None:
+        """Dropout is drawn from the seed where this process is the only one or the first; processes that split the
+        matrix products of the same samples draw alike, others differ. step: of the run, where it is drawn anew."""
+        place = self.rank("pipeline", "replicate", "expert", "shard", "context")
+        torch.manual_seed(seed + 1_000_003 * place + 7_919 * step)
 
     def describe(self) -> str:
         """For example `shard 2 × tensor 2`."""

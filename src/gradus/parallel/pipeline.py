@@ -35,7 +35,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.parallel.stages import bounds, needed, ranks
+from gradus.parallel.observe import Observer
+from gradus.parallel.stages import Stages, bounds, needed, ranks
 from gradus.recipe.schema import Layout
 from gradus.torch_private import send_nothing_ahead
 
@@ -260,17 +261,13 @@ class Stage(nn.Module):
         self.last = index == pipeline.n_stages - 1
         self.part = _Part(model, slot, () if self.last else pipeline.cutter.carried(end))
         self.slot = slot
+        self.micro_batch = 0  # the one that it computes, counted in the step
         self.__dict__["pipeline"] = pipeline
 
-    def forward(self, received: Tensor | None = None, *, index: Tensor) -> Tensor:
-        """received (capacity, d_model), None on the first stage; index (1,): which micro-batch of the step.
-        Returns the same for the next stage, or on the last stage the loss (1,)."""
-        run: _Run = self.pipeline.run
-        batch = run.micro_batches[int(index)]
-        result = self.compute(received, batch, run.loss_of)
-        if self.last:
-            return (result if int(index) < run.n_real else result * 0.0).reshape(1)
-        return self.pipeline.pack(self, run.capacities[self.index])
+    def forward(self, received: Tensor | None = None) -> Tensor:
+        """received (capacity, d_model), None on the first stage. Returns the same for the next stage, or on the last
+        stage the loss (1,)."""
+        return self.pipeline.run.forward(self, received, self.micro_batch)
 
     def compute(self, received: Tensor | None, batch: dict, function: Callable[[nn.Module, dict], T]) -> T | None:
         """function's result on the last stage; elsewhere None, and what leaves lies in the slot."""
@@ -287,12 +284,11 @@ class Stage(nn.Module):
 
 @dataclasses.dataclass
 class _Run:
-    """What the stages are working on."""
+    """What the stages are working on. forward(stage, received, number of the micro-batch): as of `Stage.forward`."""
 
-    micro_batches: list[dict]
-    n_real: int  # those behind were added to fill the schedule, and count nothing
-    loss_of: Callable[[nn.Module, dict], Tensor]
+    forward: Callable[[Stage, Tensor | None, int], Tensor]
     capacities: list[int]  # of the tensors that leave each stage but the last
+    observer: Observer
 
 
 class Pipeline:
@@ -302,14 +298,18 @@ class Pipeline:
     model's names, and its blocks. Techniques applied to it afterwards reach every stage of this process.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, layout: Layout, device: torch.device):
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, layout: Layout, device: torch.device,
+        stages: Stages | None = None,
+    ):  # fmt: skip
         # the device that the model will be on
         self.model, self.group, self.layout, self.device = model, group, layout, torch.device(device)
-        self.rank, self.rank_of = dist.get_rank(group), ranks(layout)
+        self.cutter = cutter = Cutter(model)
+        rank_of = ranks(layout)
+        stages = stages or Stages(bounds(len(cutter.blocks), len(rank_of)), rank_of)
+        self.rank, self.rank_of, self.bounds = dist.get_rank(group), stages.ranks, stages.bounds
         self.n_stages = len(self.rank_of)
 
-        self.cutter = cutter = Cutter(model)
-        self.bounds = bounds(len(cutter.blocks), self.n_stages)
         own = [set(range(self.bounds[s], self.bounds[s + 1])) for s in range(self.n_stages)]
         names_of = [cutter.parameters_of(model, blocks) for blocks in own]
         self.wire = next(model.parameters()).dtype  # of hidden states between stages
@@ -343,7 +343,9 @@ class Pipeline:
 
     # ------------------------------------------------------------ training
 
-    def forward_backward(self, micro_batches: list[dict], loss_of: Callable[[nn.Module, dict], Tensor]) -> Tensor:
+    def forward_backward(
+        self, micro_batches: list[dict], loss_of: Callable[[nn.Module, dict], Tensor], observer: Observer = Observer()
+    ) -> Tensor:
         """Run every micro-batch forward and backward, in the schedule's order; gradients are added to `.grad`.
 
         loss_of(model, batch): the batch's share of the loss, a scalar. It calls the model once; what it does afterwards
@@ -352,15 +354,28 @@ class Pipeline:
         Returns the sum of the shares, detached; 0 on processes without the last stage. Collective.
         Raises UserError as the model does, for example for a sequence that is too long.
         """
-        n = needed(self.layout, len(micro_batches))
         smallest = min(micro_batches, key=lambda b: self._rows(b, self.bounds[1]))
-        padded = micro_batches + [{**smallest, "idle": True}] * (n - len(micro_batches))
+
+        def forward(stage: Stage, received: Tensor | None, i: int) -> Tensor:
+            real = i < len(micro_batches)  # those behind fill the schedule, and count nothing
+            result = stage.compute(received, micro_batches[i] if real else {**smallest, "idle": True}, loss_of)
+            if stage.last:
+                return (result if real else result * 0.0).reshape(1)
+            return self.pack(stage, self.run.capacities[stage.index])
+
+        return self.run_schedule(micro_batches, forward, observer)
+
+    def run_schedule(
+        self, micro_batches: list[dict], forward: Callable[[Stage, Tensor | None, int], Tensor], observer: Observer
+    ) -> Tensor:
+        """`forward_backward` with stages that compute forward(stage, received, number of the micro-batch)."""
+        n = needed(self.layout, len(micro_batches))
         capacities = [_round_up(max(self._rows(b, bound) for b in micro_batches)) for bound in self.bounds[1:-1]]
-        self.run = _Run(padded, len(micro_batches), loss_of, capacities)
+        self.run = _Run(forward, capacities, observer)
         index, losses = torch.arange(n), []
         target, into = (index, losses) if self.n_stages - 1 in self.stages else (None, None)
         try:
-            self._schedule(n, *capacities).step(index=index, target=target, losses=into, return_outputs=False)
+            self._schedule(n, *capacities).step(target=target, losses=into, return_outputs=False)
         except RuntimeError as e:  # torch wraps what a stage raises
             if isinstance(e.__cause__, UserError):
                 raise e.__cause__ from None
@@ -401,7 +416,20 @@ class Pipeline:
         torch_stage.stage_index_to_group_rank = dict(enumerate(self.rank_of))
         if dist.get_backend(self.group) == "gloo":
             send_nothing_ahead(torch_stage)
+        for edge, name in (
+            ("forward", "forward_one_chunk"), ("backward", "backward_one_chunk"),
+            ("weights", "backward_weight_one_chunk"),
+        ):  # fmt: skip
+            setattr(torch_stage, name, functools.partial(self._pass, stage, edge, getattr(torch_stage, name)))
         return torch_stage
+
+    def _pass(self, stage: Stage, edge: str, run: Callable, micro_batch: int, *args, **kwargs):
+        """A pass of torch's stage, which calls `stage`."""
+        observer, stage.micro_batch = self.run.observer, micro_batch
+        observer.edge("", edge)
+        out = run(micro_batch, *args, **kwargs)
+        observer.edge("", "idle")
+        return out
 
     def reduce_tied(self) -> None:
         """Sum the gradients of parameters that several processes hold, over those processes. Once, after the last

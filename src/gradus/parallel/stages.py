@@ -3,7 +3,17 @@ here imports torch."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from gradus.recipe.schema import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """bounds: the first block of each stage, and the number of all. ranks: the process that has each."""
+
+    bounds: list[int]
+    ranks: list[int]
 
 
 def bounds(n_blocks: int, n_stages: int) -> list[int]:

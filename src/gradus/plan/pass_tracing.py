@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradus import models
 from gradus.layers import Attention, Cache, FeedForward, GatedFeedForward, MixtureOfExperts
+from gradus.layers.capabilities import OTHER, pretending
 from gradus.models.decoding import Steps
 from gradus.models.family import Family
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.pipeline import Skip
-from gradus.patch import replaced
 from gradus.plan.passes import Pass, Usage, active_elements
 from gradus.plan.profiles import block_kinds
 from gradus.plan.trace import Recorder
@@ -86,7 +86,7 @@ class PassTracer(Recorder):
         """(counts, the first tensor that the call returns). The counts: "operations"; ("read", memory of a parameter) →
         how many are like it; ("sum", elements of an output that tensor parallelism sums) → how many of them."""
         self.ops, self.counts, self.counting = {}, Counter(), True
-        with torch.no_grad(), replaced(F, "scaled_dot_product_attention", _fused), self:
+        with torch.no_grad(), pretending(replace(OTHER, attention=_fused)), self:
             output = call()
         self.counts["operations"] = sum(key.flops * times for key, times in self.ops.items())
         return self.counts, tree_leaves(output)[0]

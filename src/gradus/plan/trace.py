@@ -18,7 +18,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,14 +29,17 @@ from torch.distributed.tensor import DTensor
 
 from gradus import models, torch_private
 from gradus.errors import UserError
-from gradus.layers import kernels, masks, word_loss
+from gradus.layers.capabilities import CUDA, pretending
+from gradus.models.values import materialise
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.engine import Parallel
 from gradus.parallel.fake import cast, fake_world
-from gradus.parallel.mesh import AXES, DATA, Mesh
+from gradus.parallel.mesh import AXES, Mesh
+from gradus.parallel.observe import Observer
 from gradus.parallel.pipeline import Stage
 from gradus.parallel.precision import Precision
+from gradus.parallel.stages import Stages
 from gradus.parallel.traffic import collective, group_among, payload_of
 from gradus.parallel.world import World
 from gradus.patch import replaced
@@ -52,7 +55,7 @@ from gradus.plan.work import (
     op_of,
     transfer_of,
 )  # fmt: skip
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.tasks.base import Task
 from gradus.torch_private import (
     FakeTensor,
@@ -633,11 +636,7 @@ def _cuda_rules() -> Iterator[None]:
         for owner, name in ((F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")):
             stack.enter_context(replaced(owner, name, with_fp32_inputs(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", _cuda_attention))
-        stack.enter_context(replaced(masks, "has_block_masks", lambda device: True))
-        stack.enter_context(replaced(kernels, "naive_is_faster", lambda *_: False))
-        stack.enter_context(replaced(word_loss, "casts_first", lambda device: False))
-        stack.enter_context(replaced(kernels, "flex", _cuda_documents))
+        stack.enter_context(pretending(dataclasses.replace(CUDA, attention=_cuda_attention, blocks=_cuda_blocks)))
         yield
 
 
@@ -656,7 +655,7 @@ def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     return torch.native_dropout(x, p, True)[0]
 
 
-def _cuda_documents(q: Tensor, k: Tensor, v: Tensor, documents: masks.Documents, scale: float | None) -> Tensor:
+def _cuda_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float | None) -> Tensor:
     """flex_attention keeps what flash attention keeps. Operations are counted as if a row were one causal document."""
     if q.dtype in (torch.bfloat16, torch.float16):
         return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
@@ -684,6 +683,23 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 # ---------------------------------------------------------------- the trace
 
 
+class Subject:
+    """What is traced: here, a whole model. `plan.tracing` traces parts of one, and notes more of their step."""
+
+    stages: Stages | None = None  # of `apply`
+    replicas = True  # likewise
+
+    def build(self, config: ModelConfig) -> nn.Module:
+        """On the meta device."""
+        return models.build(config, "meta")
+
+    def start(self, recorder: Recorder, parallel: Parallel) -> None:
+        """The second step begins, which is the one that counts."""
+
+    def edge(self, unit: str, name: str) -> None:
+        """It passes an edge (`parallel.observe`)."""
+
+
 def trace_recipe(
     recipe: Recipe,
     n: int = 1,
@@ -692,15 +708,14 @@ def trace_recipe(
     target: Target = "cpu",
     task: Task | None = None,
     micro_batches: list[dict[str, Any]] | None = None,
-    watch: Callable[[Recorder, Stepper], Any] | None = None,
+    subject: Subject = Subject(),
     evaluation: bool = False,
 ) -> Traced:
     """Trace one optimizer step of `rank` of `n` processes. Nothing is allocated and no other process is needed.
 
     task: with its data opened; without it, the batches are synthetic (`batches.micro_batches`). micro_batches: those of
-    this rank, in place of the task's. watch: called before the second step, which is the one that counts. evaluation:
-    of the first of these batches, in place of the steps. Raises UserError for settings that contradict each other or
-    cannot be traced.
+    this rank, in place of the task's. evaluation: of the first of these batches, in place of the steps. Raises
+    UserError for settings that contradict each other or cannot be traced.
     """
     recipe = recipe if task is not None else batches.complete(recipe)
     check.validate(recipe, n)
@@ -718,8 +733,7 @@ def trace_recipe(
             fake_batches = [_fake_batch(b, true_counts) for b in micro_batches]
             recorder = Recorder(mesh or Mesh.single(), true_counts, fake)
             with _recording(recorder, target):
-                run = _evaluation if evaluation else functools.partial(_two_steps, watch=watch)
-                return _trace(recipe, task, mesh, fake_batches, recorder, run)
+                return _trace(recipe, task, mesh, fake_batches, recorder, subject, evaluation)
 
 
 @contextlib.contextmanager
@@ -727,7 +741,6 @@ def _recording(recorder: Recorder, target: Target) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording_resizes(recorder.timeline))
         stack.enter_context(_ignoring_dtensor_trials(recorder))
-        stack.enter_context(_recording_chunked_loss(recorder))
         if target == "cpu":  # a GPU's generator keeps its state, 16 bytes, on the host
             stack.enter_context(_recording_rng_states(recorder.timeline))
         if target == "cuda":
@@ -736,26 +749,33 @@ def _recording(recorder: Recorder, target: Target) -> Iterator[None]:
 
 
 def _trace(
-    recipe: Recipe, task: Task, mesh: Mesh | None, micro_batches: list[dict], recorder: Recorder, run: Callable
-) -> Traced:
+    recipe: Recipe, task: Task, mesh: Mesh | None, micro_batches: list[dict], recorder: Recorder, subject: Subject,
+    evaluation: bool,
+) -> Traced:  # fmt: skip
     timeline, device = recorder.timeline, torch.device("cpu")
     with recorder:
         tensors = [value for batch in micro_batches for value in batch.values() if isinstance(value, Tensor)]
         for value in tensors:
             timeline.record(value, "batch", "activations")
         precision = Precision(recipe.layout.precision, device)
-        model = models.build(recipe.model)
+        model = subject.build(recipe.model)
+        materialise(model, device, None)
         if precision.pure:
             cast(model, precision.dtype)
         parameters = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
-        parallel = apply(model, recipe.layout, mesh, qat=recipe.train.qat)
+        edges = _Edges(recorder, subject)
+        exchanged = {"stages": subject.stages, "replicas": subject.replicas, "observer": edges}
+        parallel = apply(model, recipe.layout, mesh, qat=recipe.train.qat, **exchanged)
         parallel.bare.train()
         stepper = Stepper(recipe, task, parallel, device, precision)
         for p in _local_tensors(parallel):
             timeline.record(p, "weight", "weights")
             recorder.weights.add(memory_id(p))
-        _instrument(recorder, stepper)
-        start = run(recorder, stepper, micro_batches)
+        edges.watch(parallel)
+        if evaluation:
+            start = _evaluation(recorder, stepper, micro_batches)
+        else:
+            start = _two_steps(recorder, stepper, micro_batches, subject)
     peak, peak_event = timeline.peak_since(start)
     return Traced(
         memory=timeline.components(peak_event), peak=peak, peak_phase=timeline.phase_at(peak_event),
@@ -765,9 +785,7 @@ def _trace(
     )  # fmt: skip
 
 
-def _two_steps(
-    recorder: Recorder, stepper: Stepper, micro_batches: list[dict], watch: Callable[[Recorder, Stepper], Any] | None
-) -> int:
+def _two_steps(recorder: Recorder, stepper: Stepper, micro_batches: list[dict], subject: Subject) -> int:
     """Take the first step, which creates state, and the second, which counts. Returns the second's first event."""
     timeline, local_updates = recorder.timeline, stepper.parallel.local_updates
     counts = {kind: sum(b["counts"][kind] for b in micro_batches) for kind in micro_batches[0]["counts"]}
@@ -777,9 +795,8 @@ def _two_steps(
         timeline.phases.append((len(timeline.events), "build"))
         start = len(timeline.events)
         recorder.counting = second
-        if second and watch:
-            watch(recorder, stepper)
         if second:
+            subject.start(recorder, stepper.parallel)
             stepper.step(micro_batches, counts)
         else:
             _first_step(stepper, micro_batches, counts)
@@ -799,7 +816,7 @@ def _evaluation(recorder: Recorder, stepper: Stepper, batches: list[dict]) -> in
     recorder.scope = "micro"
     batch = stepper.precision.cast_batch(stepper.task.to_device(batches[0], stepper.device))
     with torch.no_grad(), stepper.precision.autocast():
-        batch = parallel.context.prepare(batch) if parallel.context else batch
+        (batch,) = parallel.prepared([batch])
         stepper.task.evaluate(parallel.bare.eval(), batch)
     return start
 
@@ -870,78 +887,76 @@ def _first_step(stepper: Stepper, micro_batches: list[dict], counts: dict[str, i
         # the last one too, as its shape may differ
         stepper.step([micro_batches[0], micro_batches[-1]][: len(micro_batches)], counts)
         return
-    finish = parallel._finish_gradients
+    pipeline = parallel.pipeline
 
-    def finish_zero_gradients() -> None:
-        for p in parallel.trainable:
-            if p.parameter.grad is None:
-                p.parameter.grad = torch.zeros_like(p.parameter)
-        finish()
-
-    def without_computing(*_) -> Tensor:
-        finish_zero_gradients()
-        loss = torch.zeros(())
-        return loss if parallel.local_updates else parallel.sum(loss, *DATA, "context", "pipeline")
-
-    def without_blocks(stage: Stage, received: Tensor | None = None, *, index: Tensor) -> Tensor:
-        pipeline = stage.pipeline
+    def without_blocks(stage: Stage, received: Tensor | None, number: int) -> Tensor:
         if stage.last:
             return received.sum().float().reshape(1)
         if received is None:
             received = torch.zeros(1, device=pipeline.device, dtype=pipeline.wire, requires_grad=True)
         return received.sum().expand(pipeline.run.capacities[stage.index], pipeline.cutter.d_model).clone()
 
-    with replaced(parallel, "_finish_gradients", finish_zero_gradients), replaced(Stage, "forward", without_blocks):
-        if parallel.pipeline:
-            stepper.step(micro_batches, counts)
-        else:
-            with replaced(parallel, "forward_backward", without_computing):
-                stepper.step(micro_batches, counts)
+    if pipeline:
+        pipeline.run_schedule(parallel.prepared(micro_batches), without_blocks, parallel.observer)
+    for p in parallel.trainable:
+        if p.parameter.grad is None:
+            p.parameter.grad = torch.zeros_like(p.parameter)
+    parallel.finish_gradients()
+    stepper.update(torch.zeros(()))
 
 
-def _instrument(recorder: Recorder, stepper: Stepper) -> None:
-    """Let the step tell the recorder its scope, its gradients and its logits, without changing what it does."""
-    timeline, parallel = recorder.timeline, stepper.parallel
+class _Edges(Observer):
+    """Tells the recorder its scope, its gradients and its logits, and the subject the edges of the second step."""
 
-    def forward_backward(*args, inner=parallel.forward_backward, **kwargs):
-        recorder.scope = "micro"
-        return inner(*args, **kwargs)
+    def __init__(self, recorder: Recorder, subject: Subject):
+        self.recorder, self.subject = recorder, subject
 
-    def finish(inner=parallel._finish_gradients):
-        recorder.scope, recorder.in_loss = "step", False
-        timeline.enter("optimizer")
-        inner()
-        for p in parallel.local_parameters:
-            for grad in (p.local.grad, p.parameter.grad):
-                if grad is not None:
-                    grad = grad.to_local() if isinstance(grad, DTensor) else grad
-                    timeline.record(grad, "gradient", "gradients")
+    def watch(self, parallel: Parallel) -> None:
+        self.parallel, pipeline = parallel, parallel.pipeline
+        for head in [s.part.model for s in pipeline.stages.values() if s.last] if pipeline else [parallel.bare]:
+            head.register_forward_pre_hook(self._leave_loss)
+            head.register_forward_hook(self._enter_loss)
 
-    def sync_on(last: bool, inner=parallel.replicas.sync_on):
-        for grad in _unsharded_gradients(parallel.bare):
-            timeline.record(grad, "gradient", "gradients")
-        inner(last)
+    def _leave_loss(self, *_: Any) -> None:
+        self.recorder.in_loss = False
 
-    parallel.forward_backward, parallel._finish_gradients, parallel.replicas.sync_on = forward_backward, finish, sync_on
-
-    def leave_loss(*_) -> None:
-        recorder.in_loss = False
-
-    def enter_loss(module: nn.Module, args: tuple, output: Any) -> None:
+    def _enter_loss(self, module: nn.Module, args: tuple, output: Any) -> None:
         logits = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for t in logits:
-            timeline.record(t.to_local() if isinstance(t, DTensor) else t, "logits", "logits")
-        recorder.in_loss = True
+            self._record(t, "logits")
+        self.recorder.in_loss = True
         if logits and logits[0].requires_grad:
-            logits[0].register_hook(leave_loss)
+            logits[0].register_hook(self._leave_loss)
 
-    if parallel.pipeline:
-        heads = [s.part.model for s in parallel.pipeline.stages.values() if s.last]
-    else:
-        heads = [parallel.bare]
-    for head in heads:
-        head.register_forward_pre_hook(leave_loss)
-        head.register_forward_hook(enter_loss)
+    def _record(self, tensor: Tensor | None, tag: str) -> None:
+        if tensor is not None:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self.recorder.timeline.record(local, tag, tag)
+
+    def edge(self, unit: str, name: str) -> None:
+        recorder = self.recorder
+        if name == "begin":
+            recorder.scope = "micro"
+        elif name == "loss":
+            recorder.in_loss = True
+        elif name == "forward" and not self.parallel.pipeline:
+            for gradient in _unsharded_gradients(self.parallel.bare):
+                self._record(gradient, "gradients")
+        if recorder.counting:
+            self.subject.edge(unit, name)
+        if name == "end":
+            recorder.scope, recorder.in_loss = "step", False
+            recorder.timeline.enter("optimizer")
+
+    def gradients(self, unit: str, made: Sequence[Tensor | None]) -> None:
+        if unit:  # those of states grow with the samples, those of weight and bias are as large as a weight
+            self.recorder.in_loss = False
+            for gradient, tag in zip(made, ("activations", "gathered", "gathered")):
+                self._record(gradient, tag)
+            return
+        for p in self.parallel.local_parameters:
+            for gradient in (p.local.grad, p.parameter.grad):
+                self._record(gradient, "gradients")
 
 
 def _unsharded_gradients(model: nn.Module) -> Iterator[Tensor]:
@@ -950,8 +965,7 @@ def _unsharded_gradients(model: nn.Module) -> Iterator[Tensor]:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for grad in torch_private.unsharded_gradients(module):
-                yield grad.to_local() if isinstance(grad, DTensor) else grad
+            yield from torch_private.unsharded_gradients(module)
 
 
 @contextlib.contextmanager
@@ -982,25 +996,6 @@ def _ignoring_dtensor_trials(recorder: Recorder) -> Iterator[None]:
             recorder.paused = before
 
     with replaced(owner, name, unrecorded):
-        yield
-
-
-@contextlib.contextmanager
-def _recording_chunked_loss(recorder: Recorder) -> Iterator[None]:
-    """A loss by chunks arises in the head: what it takes there are logits. What it leaves grows with the samples, or is
-    as large as a weight."""
-    inner = word_loss.summed_by_chunks
-
-    def summed(*args: Any) -> Any:
-        recorder.in_loss = True
-        loss, gradients = inner(*args)
-        recorder.in_loss = False
-        for gradient, tag in zip(gradients, ("activations", "gathered", "gathered")):  # of states, weight, bias
-            if gradient is not None:
-                recorder.timeline.record(gradient, "gradient", tag)
-        return loss, gradients
-
-    with replaced(word_loss, "summed_by_chunks", summed):
         yield
 
 

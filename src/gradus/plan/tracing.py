@@ -15,25 +15,21 @@ schedule take no part: they are arithmetic (`plan.compose`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradus import models
 from gradus.layers import Block
 from gradus.layers.moe import Experts
-from gradus.parallel import apply, engine, pipeline
 from gradus.parallel.engine import Parallel
 from gradus.parallel.shard import ends
-from gradus.patch import replaced
+from gradus.parallel.stages import Stages, ranks
 from gradus.plan import trace
 from gradus.plan.profiles import (
     INDEX,
@@ -55,25 +51,14 @@ from gradus.tasks.base import Task
 from gradus.torch_private import tree_leaves
 
 
-@contextlib.contextmanager
-def few_blocks(config: ModelConfig, part: Part) -> Iterator[None]:
-    """While this lasts, models are built with the chosen blocks of the whole model of this configuration;
-    `part.small` says how many these are."""
-    build, stacks = models.build, models.lookup(config.family).stacks
-
-    def chosen_alone(small: ModelConfig, device: str | torch.device = "cpu", seed: int | None = None) -> nn.Module:
-        if str(device) != "meta":
-            return models.deferred(small, seed, chosen_alone).on(device)
-        model = build(config.trained(small.adapter, small.freeze), "meta")
-        for stack, chosen in zip(stacks, part.chosen):
-            owner, _, name = stack.blocks.rpartition(".")
-            blocks = model.get_submodule(stack.blocks)
-            setattr(model.get_submodule(owner), name, nn.ModuleList(blocks[i] for i in chosen))
-        model.config = small
-        return model
-
-    with replaced(models, "build", chosen_alone):
-        yield
+def few_blocks(config: ModelConfig, part: Part, small: ModelConfig) -> nn.Module:
+    """On the meta device, the chosen blocks of the whole model of a configuration; `small` says how many these are."""
+    model = models.build(config.trained(small.adapter, small.freeze), "meta")
+    for stack, chosen in zip(models.lookup(config.family).stacks, part.chosen):
+        blocks = model.get_submodule(stack.blocks)
+        model.set_submodule(stack.blocks, nn.ModuleList(blocks[i] for i in chosen))
+    model.config = small
+    return model
 
 
 # ---------------------------------------------------------------- the edges
@@ -119,15 +104,6 @@ class _Marks:
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
-
-    def during(self, edge: Edge, function: Any) -> Any:
-        def noting(*args, **kwargs):
-            self.note("", edge)
-            out = function(*args, **kwargs)
-            self.note("", "idle")
-            return out
-
-        return noting
 
 
 def modules_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
@@ -175,32 +151,18 @@ def profile(
     batch: a micro-batch. micro: how many are traced; of one alone the later ones are taken to be like it, which is
     enough for operations.
     """
-    small = part.small
-    few = small_recipe(recipe, small, split_backward)
+    few = small_recipe(recipe, part.small, split_backward)
     layout = few.layout
     within = layout.tensor * layout.context * layout.expert
-    tracing = _Tracing(layout)
-    with contextlib.ExitStack() as stack:
-        # patterns may name blocks that a smaller model has not
-        if small.mixed or recipe.model.freeze or recipe.model.adapter:
-            stack.enter_context(few_blocks(recipe.model, part))
-        like = models.build(few.model, "meta")
-        built = {name: t.element_size() for name, t in itertools.chain(like.named_parameters(), like.named_buffers())}
-        # what depends on how many processes hold a parameter is arithmetic
-        stack.enter_context(replaced(apply, "use_replicas", lambda p, model: None))
-        stack.enter_context(replaced(engine, "sum_in_buckets", lambda gradients, *_: [None for _ in gradients]))
-        stack.enter_context(replaced(pipeline.Pipeline, "reduce_tied", lambda pipeline: None))
-        stack.enter_context(replaced(pipeline, "bounds", lambda n_blocks, n_stages: small.bounds))
-        rank = small.index
-        if not split_backward:  # the first process has this stage, so that one world serves for all parts
-            turned = [(s - small.index) % layout.pipeline for s in range(layout.pipeline)]
-            stack.enter_context(replaced(pipeline, "ranks", lambda layout: turned))
-            rank = 0
-        traced = trace.trace_recipe(
-            few, within * layout.pipeline, within * rank, target=target, task=task, micro_batches=[batch] * micro,
-            watch=lambda recorder, stepper: tracing.watch(recorder, stepper.parallel, built, stack),
-        )  # fmt: skip
-    return _cut(recipe, small, traced, tracing, micro)
+    tracing, rank = _Tracing(recipe.model, part, layout), part.small.index
+    if not split_backward:  # the first process has this stage, so that one world serves for all parts
+        turned = [(s - rank) % layout.pipeline for s in range(layout.pipeline)]
+        tracing.stages, rank = Stages(part.small.bounds, turned), 0
+    traced = trace.trace_recipe(
+        few, within * layout.pipeline, within * rank, target=target, task=task, micro_batches=[batch] * micro,
+        subject=tracing,
+    )  # fmt: skip
+    return _cut(recipe, part.small, traced, tracing, micro)
 
 
 def evaluation_memory(
@@ -210,47 +172,51 @@ def evaluation_memory(
     for all: without a backward pass none leaves anything behind."""
     few = small_recipe(recipe, part.small)
     n = few.layout.tensor * few.layout.context * few.layout.expert
-    with few_blocks(recipe.model, part):
-        traced = trace.trace_recipe(few, n, target=target, task=task, micro_batches=[batch], evaluation=True)
+    traced = trace.trace_recipe(
+        few, n, target=target, task=task, micro_batches=[batch], subject=_FewBlocks(recipe.model, part), evaluation=True
+    )
     return traced.memory | {"weights": 0}
 
 
-class _Tracing:
+class _FewBlocks(trace.Subject):
+    def __init__(self, config: ModelConfig, part: Part):
+        self.config, self.part = config, part
+
+    def build(self, config: ModelConfig) -> nn.Module:
+        return few_blocks(self.config, self.part, config)
+
+
+class _Tracing(_FewBlocks):
     """What is noted while a step is traced: the edges, and what is trained and what is frozen by then."""
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
+    replicas = False  # what depends on how many processes hold a parameter is arithmetic
+
+    def __init__(self, config: ModelConfig, part: Part, layout: Layout):
+        super().__init__(config, part)
+        self.layout, self.stages = layout, Stages(part.small.bounds, ranks(layout))
         self.marks: list[Mark] = []
         self.units: tuple[Units, Units] = {}, {}
 
-    def watch(
-        self, recorder: trace.Recorder, parallel: Parallel, built: dict[str, int], stack: contextlib.ExitStack
-    ) -> None:
-        modules = modules_of(parallel.part, self.layout)
-        notes = _Marks(recorder)
-        self.marks = notes.marks
-        for name, module in modules.items():
-            notes.watch(name, module)
-        backward, finish = type(parallel).backward, parallel._finish_gradients
-        if parallel.pipeline:
-            from torch.distributed.pipelining import PipelineStage as Stage
+    def build(self, config: ModelConfig) -> nn.Module:
+        # patterns may name blocks that a smaller model has not
+        chosen = self.part.small.mixed or self.config.freeze or self.config.adapter
+        model = super().build(config) if chosen else models.build(config, "meta")
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        self.built = {name: t.element_size() for name, t in tensors}
+        return model
 
-            for edge, name in (
-                ("forward", "forward_one_chunk"), ("backward", "backward_one_chunk"),
-                ("weights", "backward_weight_one_chunk"),
-            ):  # fmt: skip
-                stack.enter_context(replaced(Stage, name, notes.during(edge, getattr(Stage, name))))
-        else:
-            sync = parallel.replicas.sync_on
-            parallel.replicas.sync_on = lambda last: (sync(last), notes.note("", "forward"))
-            parallel.backward = lambda loss: (notes.note("", "backward"), backward(parallel, loss))
+    def start(self, recorder: trace.Recorder, parallel: Parallel) -> None:
+        self.parallel, self.modules = parallel, modules_of(parallel.part, self.layout)
+        self.notes = _Marks(recorder)
+        self.marks = self.notes.marks
+        for name, module in self.modules.items():
+            self.notes.watch(name, module)
 
-        def finish_gradients() -> None:
-            self.units = weights_of(modules, parallel, built)
-            notes.note("", "end")
-            finish()
-
-        parallel._finish_gradients = finish_gradients
+    def edge(self, unit: str, name: str) -> None:
+        if name == "end":
+            self.units = weights_of(self.modules, self.parallel, self.built)
+        if not unit and name != "begin":
+            self.notes.note("", name)
 
 
 def _cut(recipe: Recipe, small: Part, traced: trace.Traced, tracing: _Tracing, micro: int) -> Profile:

@@ -38,9 +38,9 @@ from gradus.parallel import world as worlds
 from gradus.parallel.apply import apply
 from gradus.parallel.device import pick_device
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.observe import Observer
 from gradus.parallel.precision import Precision
 from gradus.parallel.processes import run_program
-from gradus.patch import replaced
 from gradus.plan import batches, tables
 from gradus.plan.trace import Recorder, trace_recipe
 from gradus.proof.calibration_points import (
@@ -291,15 +291,14 @@ def dispatch(device: Device, on: torch.device, sizes: Sizes) -> dict[str, float]
 
 def phase_seconds(step: TinyStep) -> dict[str, float]:
     """Seconds of one step by phase; of the host's alone where there is a GPU, for which nothing waits."""
-    parallel, marks = step.stepper.parallel, []
-    plain_backward = parallel.backward
+    marks = []
 
-    def backward(loss: Tensor) -> None:
-        marks.append(clock())
-        plain_backward(loss)
-        marks.append(clock())
+    class BackwardPass(Observer):
+        def edge(self, unit: str, name: str) -> None:
+            if name in ("backward", "idle"):
+                marks.append(clock())
 
-    with replaced(parallel, "backward", backward):
+    with step.stepper.parallel.observed(BackwardPass()):
         marks.append(clock())
         step.stepper.step(step.micro_batches, step.counts)
         marks.append(clock())

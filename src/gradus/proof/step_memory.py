@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradus import torch_private
 from gradus.measure.memory import Timeline, component_bytes, storages
-from gradus.patch import replaced
+from gradus.parallel.observe import Observer
 from gradus.train.clock import begin_peak
 from gradus.train.loop import Trainer
 
@@ -24,15 +24,15 @@ def memory_of_step(trainer: Trainer, micro_batches: list[Batch]) -> Iterator[dic
     """Bytes by name, complete once the step within is done: weights, gradients (all of them, when the optimizer steps),
     optimizer (an outer one too), what `peak_memory_of` measures, and rest (the difference)."""
     gradients: dict[int, int] = {}
-    optimizer_step = trainer.precision.step
 
-    def step(optimizer: Any, bad: Tensor) -> None:
-        parameters = trainer.parallel.local_parameters
-        gradients.update(storages(p.local.grad for p in parameters if p.local.grad is not None))
-        optimizer_step(optimizer, bad)
+    class Gradients(Observer):
+        def step(self, before: bool) -> None:
+            if before:
+                local = (p.local.grad for p in trainer.parallel.local_parameters)
+                gradients.update(storages(grad for grad in local if grad is not None))
 
     before = allocated_storages(micro_batches)
-    with replaced(trainer.precision, "step", step), peak_memory_of(trainer.device, before) as memory:
+    with trainer.parallel.observed(Gradients()), peak_memory_of(trainer.device, before) as memory:
         yield memory
         if isinstance(trainer.parallel.model, nn.parallel.DistributedDataParallel):
             before |= gradients  # its buckets, which are there between steps too

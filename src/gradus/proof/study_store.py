@@ -21,7 +21,7 @@ from gradus.proof import timing
 from gradus.proof.study import Configuration, Study, Values
 from gradus.proof.timing import Timed
 from gradus.rows import Row, RowFile, read_rows
-from gradus.train.log import LOCK, locked
+from gradus.train.folder import LOCK, locked
 
 VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
 SAMPLES, PLAN = "samples.jsonl", "plan.jsonl"

@@ -34,7 +34,7 @@ from gradus.parallel import world as worlds
 from gradus.parallel.engine import Parallel
 from gradus.parallel.precision import Precision
 from gradus.text import say
-from gradus.train.log import write_json
+from gradus.train.folder import write_json
 from gradus.train.optim import load_state_tensors, state_tensors
 
 
@@ -275,8 +275,7 @@ class Checkpoints:
         if alike and all(key in stored for key in keys):
             set_rng_state({key: stored[key].read() for key in keys}, precision.device)
         else:  # not the processes that saved: dropout draws anew, from the run's step
-            place = mesh.rank("pipeline", "replicate", "expert", "shard", "context")
-            torch.manual_seed(seed + 1_000_003 * place + 7_919 * state["step"])
+            mesh.seed_dropout(seed, state["step"])
         precision.load_state(state["scaler"])
         if (path / qat.FILE).is_file():
             qat.restore(parallel.bare, json.loads((path / qat.FILE).read_text()))

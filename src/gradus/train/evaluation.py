@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,9 @@ from gradus.rows import Row
 from gradus.tasks.base import Task
 from gradus.train import machine
 from gradus.train.checkpoint import is_finite
-from gradus.train.hooks import Hook
+from gradus.train.loop import Hook, Taken, Trainer
 from gradus.train.metrics import so_far
 from gradus.train.signals import Cut
-
-if TYPE_CHECKING:
-    from gradus.train.loop import Taken, Trainer
 
 
 class Evaluation(Hook):

@@ -1,23 +1,24 @@
-"""The loop: batches become steps. What else goes on in a run are hooks (train.hooks)."""
+"""The loop: batches become steps. What else goes on in a run are hooks of one protocol: log, evaluations, checkpoints,
+proof, yours."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from gradus.data.loader import Step
 from gradus.parallel.engine import Parallel
+from gradus.parallel.replicate import LocalUpdates
 from gradus.rows import Row
 from gradus.train import machine
 from gradus.train.checkpoint import Checkpoints
 from gradus.train.clock import Clock
-from gradus.train.hooks import Hook
-from gradus.train.local import LocalSync
 from gradus.train.schedule import rate_of
 from gradus.train.signals import StopSignals
 from gradus.train.step import Progress, Stepper
@@ -34,6 +35,38 @@ class Taken:
     rate: float  # of learning
     loss: Tensor  # over the global batch; a scalar that stays on the device
     norm: Tensor  # of the gradient before it was clipped, likewise
+
+
+class Hook:
+    """Override what you need: here, every method does nothing. The hooks of a run are called one after the other, in
+    the same order on every process, so that they may use collectives. A hook that raises ends the run."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step of this start; a run that is resumed stands where it goes on."""
+
+    def around_step(self, trainer: Trainer, step: Step) -> AbstractContextManager:
+        """Entered for every step: its passes and its update happen within."""
+        return contextlib.nullcontext()
+
+    def after_step(self, trainer: Trainer, taken: Taken) -> None:
+        """A step is done, and counted in `trainer.progress`."""
+
+    def rows(self, trainer: Trainer) -> list[Row]:
+        """What is logged beside the loss, every log.every steps."""
+        return []
+
+    def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        """Rows, and a line to print: of the training (`train/loss` first; the device is idle) or of an evaluation."""
+
+    def line(self, text: str) -> None:
+        """A line of the run to print, on the first process."""
+
+    def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
+        """The last step is done, the last evaluation made. Returns lines to print below the summary.
+
+        summary: what goes to summary.json once all hooks have seen it.
+        """
+        return []
 
 
 def elements(batch: dict[str, Tensor]) -> int:
@@ -61,8 +94,9 @@ class Trainer(Stepper):
         self.epoch_steps = 0  # of the epoch under way
         self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of
         self.hooks = [*hooks]
+        self.unsynced_tokens = 0  # of this worker, since the workers synced
         if self.parallel.local_updates:
-            self.hooks.append(LocalSync(self.parallel.local_updates, self.last_step))
+            self.parallel.local_updates.last_step = self.last_step
 
     def run(self) -> Progress:
         """Train to the last step. Raises Stopped after a signal that `signals` has noted, UserError on a loss that is
@@ -109,12 +143,25 @@ class Trainer(Stepper):
                 around.enter_context(hook.around_step(self, step))
             with self.clock.count("train"):
                 loss, norm = self.step(step.micro_batches, totals.counts)
+            if self.parallel.local_updates:
+                self._sync(step, self.parallel.local_updates)
         self.at("reading data", p.step + 2)
         self._know(totals.tokens, *totals.flags)
         p.step, p.epoch_step = p.step + 1, step.step + 1
         p.accumulations += len(step.micro_batches)
         p.samples += step.samples
         return Taken(p.step, rate, loss, norm)
+
+    def _sync(self, step: Step, updates: LocalUpdates) -> None:
+        """The workers of local SGD and DiLoCo sync at every step that is due, and count the tokens that all saw."""
+        number = self.progress.step + 1
+        self.unsynced_tokens += sum(batch["n_tokens"] for batch in step.micro_batches)
+        if updates.due(number):
+            with self.clock.count("train"):
+                self.at("the sync of the workers", number)
+                updates.sync()
+                self.progress.tokens += self.parallel.all_reduce([self.unsynced_tokens])[0]
+            self.unsynced_tokens = 0
 
     def settle(self) -> None:
         """Read the totals of the latest step over all processes, once the device has been waited for. Collective."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +14,7 @@ from gradus.parallel.traffic import Traffic
 from gradus.rows import Row
 from gradus.text import count
 from gradus.train.clock import MEASURES, peaks
-from gradus.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from gradus.train.loop import Taken, Trainer
+from gradus.train.loop import Hook, Taken, Trainer
 
 MEND_TRAINING = (
     "Try a smaller optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, or layout.precision=bf16 or fp32"

@@ -28,9 +28,9 @@ from gradus.train import resolve
 from gradus.train.checkpoint import is_finite
 from gradus.train.clock import MEASURES, begin_run, peaks
 from gradus.train.evaluation import Evaluation, evaluate, examples
-from gradus.train.hooks import Hook
-from gradus.train.log import RunLog, check_trackers, environment, run_folder, write_json, write_text
-from gradus.train.loop import Trainer
+from gradus.train.folder import run_folder, write_json, write_text
+from gradus.train.log import RunLog, check_trackers, environment
+from gradus.train.loop import Hook, Trainer
 from gradus.train.machine import bf16_units
 from gradus.train.metrics import COUNTED_STEP, MEND_TRAINING, Metrics, TrafficCount
 from gradus.train.optim import check_eps

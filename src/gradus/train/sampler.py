@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from gradus.rows import Row
 from gradus.train import machine
-from gradus.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from gradus.train.loop import Trainer
+from gradus.train.loop import Hook, Trainer
 
 PROC = Path("/proc")
 POWERCAP = Path("/sys/class/powercap")

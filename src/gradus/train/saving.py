@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradus.text import say
 from gradus.train.evaluation import chosen_by
-from gradus.train.hooks import Hook
+from gradus.train.loop import Hook, Taken, Trainer
 from gradus.train.metrics import Metrics
 from gradus.train.signals import Stopped
 from gradus.train.step import Progress
-
-if TYPE_CHECKING:
-    from gradus.train.loop import Taken, Trainer
 
 
 class Saving(Hook):

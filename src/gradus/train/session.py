@@ -77,16 +77,11 @@ class Session:
         return self.deferred().on(self.device)
 
     def lay_out(self, start: Deferred | None = None) -> Parallel:
-        """The model, this process's part of it, with the layout applied, ready to be trained. Collective.
-
-        Dropout is drawn from the recipe's seed where this process is the only one or the first; processes that split
-        the matrix products of the same samples draw alike, others differ.
-        """
+        """The model, this process's part of it, with the layout applied, ready to be trained. Collective."""
         start = start or self.deferred()
         more = {"device": self.device, "values": start.values, "qat": self.recipe.train.qat}
         parallel = apply(start.model, self.recipe.layout, self.mesh, **more)
-        place = self.mesh.rank("pipeline", "replicate", "expert", "shard", "context")
-        torch.manual_seed(self.recipe.train.seed + 1_000_003 * place)
+        self.mesh.seed_dropout(self.recipe.train.seed)
         parallel.bare.train()
         return parallel
 

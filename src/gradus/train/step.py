@@ -72,7 +72,7 @@ class Stepper:
         backward pass. So accumulation, ragged lengths, micro-batch sizes and processes change nothing but rounding:
         never a mean of means. counts: None asks the other processes.
         """
-        parallel, optimizer = self.parallel, self.optimizer
+        parallel = self.parallel
         counts = counts or self.totals(micro_batches).counts
         counts = {kind: n.clamp(min=1) if isinstance(n, Tensor) else max(1, n) for kind, n in counts.items()}
 
@@ -87,6 +87,11 @@ class Stepper:
             parallel.warm_up(batches[0], loss_of)
             self.warm = True
         loss = parallel.forward_backward(batches, loss_of, self.precision.scaled)
+        return loss, self.update(loss)
+
+    def update(self, loss: Tensor) -> Tensor:
+        """The optimizer's part of a step whose passes gave this loss. Returns the gradient norm."""
+        parallel, optimizer = self.parallel, self.optimizer
         if optimizer is not None:
             self.precision.unscale(optimizer, parallel)
         self.at("the gradient norm", self.progress.step + 1)
@@ -96,10 +101,12 @@ class Stepper:
                 parameters = [p for _, p in parallel.trained() if p.grad is not None]
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.train.clip_norm, norm)
             finite = torch.isfinite(loss) & torch.isfinite(norm)
+            parallel.observer.step(before=True)
             self.precision.step(optimizer, (~finite).float())  # a bad gradient never reaches the weights
+            parallel.observer.step(before=False)
         parallel.after_step()
         parallel.zero_grad()
-        return loss, norm
+        return norm
 
     def totals(self, micro_batches: list[dict[str, Any]], flags: Sequence[int] = ()) -> Totals:
         """Sums over all processes for the coming step; for each flag, how many processes raise it. Collective.
