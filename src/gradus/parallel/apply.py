@@ -150,11 +150,11 @@ def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None) -> None:
 
     @functools.wraps(plain)
     def forward(x: Tensor) -> Tensor:
-        if Targets.now is None:
+        if (targets := Targets.now()) is None:
             return plain(x)
         weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (head.weight, head.bias))
         x = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
-        return chunked_loss(x, weight, bias, Targets.now, words)
+        return chunked_loss(x, weight, bias, targets, words)
 
     head.forward = forward
 
