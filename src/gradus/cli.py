@@ -529,11 +529,10 @@ def train(args) -> int:
             how = status.command(stop.checkpoint.parent.parent, world.size if status.has_parent() else None)
             say(f"\nstopped; saved {stop.checkpoint}. Resume with: {how}")
         return 128 + stop.signal_number
-    recipe = outcome.trainer.recipe
-    if recipe.task.name == "copy" and world.size == 1:
-        exact = outcome.summary["metrics"].get("valid/exact_match")
-        say(f"exact match on {recipe.data.n_valid:,} held-out sequences: {exact:.4f}")
-        say("\n".join(outcome.trainer.task.examples(outcome.trainer.model.eval(), 1)))
+    if world.size == 1:
+        trainer = outcome.trainer
+        for line in trainer.task.closing(trainer.model, outcome.summary["metrics"]):
+            say(line)
     return 0
 
 

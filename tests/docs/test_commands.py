@@ -37,6 +37,7 @@ from gradus.hardware.files import quotes
 from gradus.models import llama
 from gradus.proof import calibrate, check, fit, study_file
 from gradus.recipe.schema import BertConfig
+from gradus.tasks import causal_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -393,13 +394,15 @@ def test_a_command_prints_what_the_page_says(text, run, record_property):
 @pytest.mark.parametrize("page", [page for page in PAGES if any(kind_of(page, *block) == "python" for block in blocks(page))], ids=lambda page: page.stem)
 def test_python_runs(page, tmp_path, monkeypatch, record_property):
     monkeypatch.chdir(tmp_path)
-    names = dict(vars(llama)) if page.name == "extend.md" else {}  # it quotes that file
+    quoted = {"FAMILY": llama.FAMILY, "KIND": causal_lm.KIND} if page.name == "extend.md" else {}  # it quotes those files
+    names = {**vars(llama), **vars(causal_lm)} if quoted else {}
     for language, text in blocks(page):
         if kind_of(page, language, text) == "python":
             exec(compile(text, str(page), "exec"), names)
             record_property("blocks of Python", 1)
-            for field in re.findall(r"^    (\w+)=", text, re.MULTILINE) if page.name == "extend.md" else ():
-                assert getattr(names["FAMILY"], field) == getattr(llama.FAMILY, field), field
+            for name in re.findall(r"^(\w+) = ", text, re.MULTILINE) if quoted else ():
+                for field in re.findall(r"^    (\w+)=", text, re.MULTILINE):
+                    assert getattr(names[name], field) == getattr(quoted[name], field), field
 
 
 @pytest.mark.docs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,58 @@ def test_of_words_that_are_equally_likely_the_first_is_the_prediction():
     assert int(targets.right) == 1
 
 
+@pytest.mark.parametrize("smoothing, dtype, tolerance", [(0.0, None, 2e-6), (0.1, None, 2e-6), (0.0, torch.bfloat16, 2e-2)])
+def test_a_loss_of_each_word_has_a_gradient_of_its_own(smoothing, dtype, tolerance):
+    """As a preference weighs whole answers: the sums of rows are squared, so that each word's factor is known in the backward pass alone."""
+    model, batch = common.build("gpt", tie_output=False), common.batch("gpt", 0)
+    found = []
+    for _ in range(2):
+        targets = Targets(batch["labels"], smoothing, each=True)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None), targets.given():
+            losses = targets.loss(model(batch["ids"]))  # (batch, seq)
+        found.append((losses.detach(), gradients(model, losses.sum(-1).square().sum())))
+        assert losses.dtype == torch.float32 and losses.shape == batch["labels"].shape
+        use_chunked_loss(model, None)
+    (whole, expected), (chunked, own) = found
+    assert not whole[batch["labels"] == word_loss.IGNORE].any() and (chunked - whole).abs().max() <= tolerance * whole.abs().max()
+    near(own, expected, tolerance)
+
+
+@pytest.mark.parametrize("of", ["losses", "one each"])
+def test_two_threads_that_train_at_once_get_the_losses_that_each_gets_alone(of):
+    """Both are inside their models before either's head computes: what one thread asks, the other's head must not answer."""
+
+    def train(seed: int, met: threading.Barrier | None = None) -> list[float]:
+        model, losses = common.build("gpt"), []
+        use_chunked_loss(model, None)
+        if met:
+            model.register_forward_pre_hook(lambda *_: (met.wait(), None)[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = common.batch("gpt", seed, rows=4 + seed % 2)
+        for _ in range(4):
+            if of == "losses":
+                loss = sum(common.losses("gpt", model, batch).values())
+            else:
+                targets = Targets(batch["labels"], each=bool(seed % 2))  # the other thread asks for a sum
+                with targets.given():
+                    loss = targets.loss(model(batch["ids"]))
+                assert loss.shape == (batch["labels"].shape if seed % 2 else ())
+            (loss.sum() / batch["counts"]["tokens"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach().sum()))
+        return losses
+
+    seeds, met, found = (0, 51), threading.Barrier(2, timeout=60), {}
+    alone = {seed: train(seed) for seed in seeds}
+    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: train(seed, met)})) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone and alone[0][-1] < alone[0][0]
+
+
 def test_a_model_without_a_head_over_words_is_refused():
     assert "vit has no logits over words" in next(fits(common.CONFIGS["vit"], Layout(**CHUNKED)))
     classifier = common.CONFIGS["bert"].model_copy(update={"head": "classification", "n_classes": 3})
@@ -220,6 +273,16 @@ def split_words(world):
     expected.backward()
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     assert int(targets.right) == int((logits.argmax(-1) == words).sum()) >= 1
+    for a, b in zip(parts, [full[0].grad, full[1].grad[own], full[2].grad[own]]):
+        assert torch.allclose(a.grad, b, rtol=1e-5, atol=1e-5)
+    losses = chunked_loss(*parts, Targets(words, 0.1, each=True), Words(13, 7 * rank, torch.distributed.group.WORLD))
+    each = F.cross_entropy(F.linear(*full), words, reduction="none", label_smoothing=0.1, ignore_index=word_loss.IGNORE)
+    assert torch.allclose(losses, each, rtol=1e-5, atol=1e-5)
+    for inputs, values in ((parts, losses), (full, each)):
+        for t in inputs:
+            t.grad = None
+        values.square().sum().backward()
+    torch.distributed.all_reduce(parts[0].grad)
     for a, b in zip(parts, [full[0].grad, full[1].grad[own], full[2].grad[own]]):
         assert torch.allclose(a.grad, b, rtol=1e-5, atol=1e-5)
 

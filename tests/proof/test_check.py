@@ -233,7 +233,7 @@ def test_attention_that_is_not_a_distribution(monkeypatch):
 def test_short_sequences_that_fail(monkeypatch):
     seen = looked()
     true = seen.task.losses
-    from gradus.tasks.translation import Copy
+    from gradus.tasks.copy import Copy
 
     def losses(self, model, batch):
         if batch["source"].shape[1] < 64:

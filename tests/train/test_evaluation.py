@@ -94,7 +94,7 @@ def test_an_evaluation_computes_in_the_precision_of_the_run(precision, dtype, te
 
 def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path, monkeypatch):
     """The evaluation is cut, the run saved; when it goes on, the evaluation is made first: the same weights, rows and best."""
-    from gradus.tasks.translation import Copy
+    from gradus.tasks.copy import Copy
 
     run, real, calls = tmp_path / "run", Copy.evaluate, []
 
@@ -123,7 +123,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_it(undisturbed, tmp_path,
 
 @pytest.mark.slow
 def test_a_stop_during_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
-    from gradus.tasks.translation import Copy
+    from gradus.tasks.copy import Copy
 
     run, real, calls = tmp_path / "run", Copy.evaluate, []
 
@@ -178,7 +178,7 @@ def test_the_evaluation_before_the_first_step_costs_no_patience(tmp_path):
 
 
 def test_patience_is_counted_through_a_stop(tmp_path, monkeypatch):
-    from gradus.tasks.translation import Copy
+    from gradus.tasks.copy import Copy
 
     real, steps = Copy.evaluate, [0]
 

@@ -165,7 +165,7 @@ def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, 
     """For each layout: (metrics of the validation split, sequences that this process decoded, what it translated) of fresh weights."""
     from gradus.models import decoding
     from gradus.parallel.apply import apply
-    from gradus.tasks import translation
+    from gradus.tasks import copy, translation
     from gradus.train.evaluation import evaluate
     from gradus.train.session import open_session
 
@@ -175,7 +175,7 @@ def decode(world, name: str, layouts: list[list[str]]) -> list[tuple[dict, int, 
         counts.append(len(prompts))
         return decoding.complete(model, prompts, **kwargs)
 
-    translation.complete = counted
+    copy.complete = translation.complete = counted
     for overrides in layouts:
         session, mine = open_session(recipes.load(name, overrides), world=world), {}
         if hasattr(session.task, "decode_split"):

@@ -17,6 +17,7 @@ from gradus.data.cache import identity
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError
 from gradus.limits import CONFIG_FILE, TOKEN, read_json, read_object
+from gradus.models.decoding import Encoded
 from gradus.models.finite import not_finite, weights_not_finite
 from gradus.models.weights import checksums, peft
 from gradus.parallel.device import pick_device
@@ -210,16 +211,6 @@ def special(tokenizer: Tokenizer, *roles: str) -> int | None:
     """The id of the first of these roles (bos, eos, cls ...) that the tokenizer has."""
     ids: list[Any] = [getattr(tokenizer, f"{role}_id") for role in roles]
     return next((i for i in ids if i is not None), None)
-
-
-@dataclasses.dataclass
-class Encoded:
-    """Texts ready for `models.decoding`: decoders continue `prompts`; encoder-decoders read `sources` and start from
-    `prompts`."""
-
-    prompts: list[list[int]]
-    sources: list[list[int]] | None
-    ends: list[int] | None  # any of them ends a text
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:

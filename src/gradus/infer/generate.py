@@ -32,7 +32,7 @@ class Continuation:
         family, self.prompts = source.family, prompts or [""]
         if max_new < 1:
             raise UserError(f"--max-new={max_new}: must be at least 1.")
-        if family.attention == "both" or (source.recipe is not None and source.recipe.task.name == "copy"):
+        if family.attention == "both" or (source.recipe is not None and source.recipe.task.vocabulary):  # numbers
             use = f"gradus predict {source.name} INPUT"
             raise UserError(f"{source.name}: this model does not generate text. Use {use}.")
         if sliding and family.attention != "causal":

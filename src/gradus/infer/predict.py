@@ -27,7 +27,6 @@ from gradus.data.images import fit, read_image
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import InputError, UserError, did_you_mean
 from gradus.infer import (
-    Encoded,
     ModelSource,
     encode,
     fits,
@@ -49,9 +48,8 @@ from gradus.parallel.mesh import single_process
 from gradus.parallel.precision import Precision
 from gradus.recipe.presets import beside_weights
 from gradus.recipe.schema import ImagesData, Preprocess, Recipe
-from gradus.tasks.base import Task
-from gradus.tasks.classification import Classification, ImageClassification
-from gradus.tasks.translation import Copy, Translation
+from gradus.tasks.base import Task, likeliest
+from gradus.tasks.kinds import task_class
 from gradus.text import short
 from gradus.train.evaluation import evaluate as evaluate_split
 from gradus.train.resolve import RunContext
@@ -210,6 +208,8 @@ def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngi
     for one that cannot be read."""
     config, model = source.config, model or LazyEngine(source)
     head = getattr(config, "head", None)
+    if source.recipe is not None and task_class(source.recipe).read:
+        return read_by_task(source, inputs, top, model)
     if config.reads == "images" and config.n_classes:
         return label_images(source, inputs, top, model)
     if head == "classification":
@@ -240,14 +240,9 @@ def labels(
         if outputs == "none":
             yield from ({"input": n, "scores": dict(zip(classes, row))} for (n, _), row in zip(part, values.tolist()))
             continue
-        values, ids = (values.sigmoid() if outputs == "sigmoid" else values.softmax(-1)).topk(min(top, len(classes)))
-        for (name, _), chosen, probabilities in zip(part, ids.tolist(), values.tolist()):
-            best = ranked([classes[i] for i in chosen], probabilities)
+        values = values.sigmoid() if outputs == "sigmoid" else values.softmax(-1)
+        for (name, _), (_, best) in zip(part, likeliest(values, classes.__getitem__, top)):
             yield {"input": name, **best[0], "top": best}
-
-
-def ranked(names: list[str], probabilities: list[float]) -> list[dict[str, Any]]:
-    return [{"label": name, "probability": p} for name, p in zip(names, probabilities)]
 
 
 def class_names(source: ModelSource) -> list[str]:
@@ -255,6 +250,19 @@ def class_names(source: ModelSource) -> list[str]:
     n = source.config.n_classes
     names = getattr(source.recipe and source.recipe.task, "classes", None) or source.config.classes
     return list(names) if len(names) == n else [f"class {i}" for i in range(n)] if n > 1 else ["score"]
+
+
+@torch.no_grad()
+def read_by_task(source: ModelSource, texts: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
+    """What the task of a run makes of texts, all of which are read before the first is answered."""
+    task = task_class(source.recipe).without_data(source.recipe, tokenizers=tasks.load_tokenizers(source.path))
+    samples = []
+    for text in texts:
+        samples.append(task.read(text, source.config.seq_len))
+        fits([text], [samples[-1].get("source", samples[-1].get("ids"))], source.config.seq_len)
+    for part in batches(list(zip(texts, samples))):
+        records = task.answers(model, [sample for _, sample in part], top)
+        yield from ({"input": text, **record} for (text, _), record in zip(part, records))
 
 
 # ---------------------------------------------------------------- texts
@@ -318,25 +326,20 @@ def fill_masks(source: ModelSource, texts: list[str], top: int, model: LazyEngin
         batch = torch.tensor([row], device=model.device)
         out = model(batch, select=batch == tokenizer.mask_id)
         chances = (out[0] if isinstance(out, tuple) else out).float().softmax(-1)
-        likeliest = chances.topk(min(top, chances.shape[-1]))  # (n_masks, top)
-        tokens = likeliest.indices.tolist()
-        names = [[tokenizer.decode([i]).strip() or tokenizer.token(i) for i in mask] for mask in tokens]
-        first = iter([mask[0] for mask in tokens])
+        name = lambda i: tokenizer.decode([i]).strip() or tokenizer.token(i)  # noqa: E731
+        masks = list(likeliest(chances, name, top))
+        first = iter([chosen[0] for chosen, _ in masks])
         filled = tokenizer.decode([next(first) if i == tokenizer.mask_id else i for i in ids])
-        yield {"input": text, "filled": filled, "masks": list(map(ranked, names, likeliest.values.tolist()))}
+        yield {"input": text, "filled": filled, "masks": [best for _, best in masks]}
 
 
 @torch.no_grad()
 def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterator[Record]:
-    """Greedy answers of an encoder-decoder: translations, filled sentinels, or copies of numbers. An empty text's is
-    empty."""
-    if source.recipe is not None and source.recipe.task.name == "copy":
-        yield from copies(source, texts, model)
-        return
+    """Greedy answers of an encoder-decoder: translations or filled sentinels. An empty text's is empty."""
     penalty, tokenizers = repetition_penalty(source), source.tokenizers()
     tokenizer = tokenizers.get("target", tokenizers[""])
     asked = source.recipe.evaluate.max_new if source.recipe is not None else None
-    spans = source.recipe is not None and source.recipe.task.name == "span_corruption"  # decode leaves sentinels out
+    written = (Task if source.recipe is None else task_class(source.recipe)).written
 
     def answered(texts: list[str]) -> list[list[int]]:
         encoded = encode(source, tokenizers, texts)
@@ -349,26 +352,7 @@ def answers(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterato
         rows = iter(answered(read) if (read := [text for text in part if text.strip()]) else [])
         for text in part:
             row = next(rows) if text.strip() else []
-            yield {"input": text, "answer": " ".join(map(tokenizer.token, row)) if spans else tokenizer.decode(row)}
-
-
-def copies(source: ModelSource, texts: list[str], model: LazyEngine) -> Iterator[Record]:
-    task = Copy(source.recipe)
-    n, length = task.task.n_symbols, min(source.config.seq_len, task.task.length)
-    rows = []
-    for text in texts:
-        words = text.split()
-        if not words or not all(w.isdecimal() and len(w) <= len(str(n)) and 0 < int(w) < n for w in words):
-            raise InputError(f"{short(text, 40)!r}: this model copies numbers from 1 to {n - 1}, such as '1 2 3'.")
-        if len(words) != length:
-            note(f"{len(words)} numbers, where the model was trained on sequences of {length}: {short(text, 40)}")
-        rows.append([int(w) for w in words])
-        fits([text], rows[-1:], source.config.seq_len)
-    for row in rows:
-        start = row[0] if task.task.start == "first" else 0
-        copy = task.decode(model.on(Encoded([[start]], [row], None)), [row])[0]
-        text = " ".join(map(str, row))
-        yield {"input": text, "answer": " ".join(map(str, copy)), "truth": text, "right": copy == row}
+            yield {"input": text, "answer": written(tokenizer, row)}
 
 
 # ---------------------------------------------------------------- images
@@ -426,7 +410,7 @@ def split_records(source: ModelSource, args: Any) -> Iterator[Record]:
         raise UserError(f"--split={args.split}: {source.name} belongs to no run. Give inputs, or a run folder.")
     task = tasks.open_task(asking_for(source.recipe, args.split), tasks.load_tokenizers(source.path))
     task.complete(source.config)  # labels are numbered as the head's
-    if not isinstance(task, Classification | Copy | Translation):
+    if type(task).answers is Task.answers:
         raise UserError(f"--split={args.split}: task {source.recipe.task.name} has no right answers. Give texts.")
     chosen = range(min(args.n, len(split_of(task, args.split, source.run))))
     return sample_records(source, task, args.split, chosen, args.top, LazyEngine(source))
@@ -437,31 +421,12 @@ def sample_records(
     source: ModelSource, task: Task, split: str, chosen: Sequence[int], top: int, model: LazyEngine
 ) -> Iterator[Record]:
     """Predictions for samples of a split, with the right answers; of a task that has none their texts alone."""
-    decode = task.tokenizer.decode if task.tokenizers else lambda ids: " ".join(map(str, ids))
-
-    def logits(part: list[Any]) -> Tensor:
-        return task.logits(model, task.to_device(task.collate(part), model.device))
-
     for part in batches(chosen):
         samples = [task.splits[split][i] for i in part]
-        if isinstance(task, ImageClassification):
-            names = [f"{split} {i}" for i in part]
-        else:
-            names = [decode(sample.get("ids", sample.get("source")).tolist()) for sample in samples]
-        if isinstance(task, Classification):
-            for sample, record in zip(samples, labels(source, names, samples, logits, top)):  # of a run: no scores
-                truth = class_names(source)[int(sample["label"])]
-                pixels = {"pixels": sample["image"]} if "image" in sample else {}
-                yield {**record, "truth": truth, "right": record["label"] == truth, **pixels}
-        elif isinstance(task, Translation):
-            rows = [task.sequences(sample)[0].tolist() for sample in samples]
-            engine = model.on(Encoded([[task.start_id]] * len(rows), rows, None))
-            written = task.translate(engine, rows, task.recipe.evaluate.max_new)
-            for name, sample, answer in zip(names, samples, written):
-                truth = task.target_tokenizer.decode(sample["target"].tolist())
-                yield {"input": name, "answer": answer, "truth": truth}
-        else:
-            yield from answers(source, names, model) if isinstance(task, Copy) else ({"input": name} for name in names)
+        for i, sample, record in zip(part, samples, task.answers(model, samples, top)):
+            ids = sample.get("ids", sample.get("source"))
+            named = {"input": task.tokenizer.decode(ids.tolist()) if task.tokenizers else f"{split} {i}"}
+            yield named | record | ({"pixels": sample["image"]} if "image" in sample else {})
 
 
 def asking_for(recipe: Recipe, split: str) -> Recipe:
@@ -529,7 +494,8 @@ def by_loss(source: ModelSource, task: Task, split: str, sums: list[dict], model
     """Predictions for the samples of a split, by their loss, the largest first: of a classifier all, else WORST. sums:
     of the metrics of each sample (see `evaluate_split`)."""
     losses = {int(each["samples"][0]): each["loss"][0] / max(1, each["loss"][1]) for each in sums}
-    chosen = sorted(losses, key=losses.get, reverse=True)[: None if isinstance(task, Classification) else WORST]
+    chosen = sorted(losses, key=losses.get, reverse=True)
+    chosen = chosen if task.recipe.task.head == "classification" else chosen[:WORST]
     for n, (i, record) in enumerate(zip(chosen, sample_records(source, task, split, chosen, 1, model))):
         pixels = record.pop("pixels", None)
         shown = {} if pixels is None or n >= WORST else {"pixels": pixels.tolist()}
@@ -576,8 +542,8 @@ def open_evaluation(
     tokenizers = tasks.load_tokenizers(path) if path.is_dir() else None
     session = open_session(asking_for(recipe, split), tokenizers)
     split_of(session.task, split, Path(name) if is_run else None)  # raises where there is none
-    if isinstance(task := session.task, Classification) and not config.classes:
-        names = ", ".join(task.classes[:10])
+    if recipe.task.head == "classification" and not config.classes:
+        names = ", ".join(session.task.classes[:10])
         note(f"classes: the head's have no names (id2label); they are taken to be, in order, {names}")
     for text in session.task.notes(split):
         note(text)

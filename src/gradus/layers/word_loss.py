@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,48 +21,62 @@ IGNORE = -100  # a target that does not count
 ROWS = 2048  # of a chunk: the weight's gradient is read and written once a chunk, beside products over so many rows
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def summed_cross_entropy(
+    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, reduction: str = "sum"
+) -> Tensor:
     """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
-    targets (n,)."""
+    targets (n,). reduction: none: one value a target, 0 where it does not count."""
     return F.cross_entropy(
-        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing, ignore_index=IGNORE
+        logits.float(), targets, reduction=reduction, label_smoothing=label_smoothing, ignore_index=IGNORE
     )
 
 
 @dataclasses.dataclass
 class Targets:
-    """What a model is to predict, known to its head while the model is called in `given`. A head that computes by
-    chunks (layout.loss) then gives their summed loss in place of logits.
+    """What a model is to predict, known to its head while the model is called in `given`, in that thread alone. A head
+    that computes by chunks (layout.loss) then gives their loss in place of logits.
 
     ids: IGNORE where there is none; shaped as the logits without their last dimension. count_right: whether right
-    predictions are counted.
+    predictions are counted. each: whether a loss is asked for each of them, shaped as ids, and not their sum: of
+    label_smoothing=0 what a preference is learned from, the words' negative log-probabilities.
     """
 
     ids: Tensor
     label_smoothing: float = 0.0
     count_right: bool = False
+    each: bool = False
     answered: bool = False
     right: Tensor | None = None
-    now: ClassVar[Targets | None] = None
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
-        Targets.now = self
+        before = _given.set(self)
         try:
             yield
         finally:
-            Targets.now = None
+            _given.reset(before)
+
+    @staticmethod
+    def now() -> Targets | None:
+        """Those given to the model that is called in this thread. A backward pass, whose threads are others, does not
+        ask: no head is computed again in it."""
+        return _given.get()
 
     def loss(self, output: Tensor) -> Tensor:
-        """The summed loss, a fp32 scalar, of what the model gave: logits (..., vocab), or that loss."""
+        """The summed loss, a fp32 scalar, or those of `each`, of what the model gave: logits (..., vocab), or that."""
         if self.answered:
             return output
-        return summed_cross_entropy(output.flatten(0, -2), self.ids.flatten(), self.label_smoothing)
+        reduction = "none" if self.each else "sum"
+        loss = summed_cross_entropy(output.flatten(0, -2), self.ids.flatten(), self.label_smoothing, reduction)
+        return loss.view_as(self.ids) if self.each else loss
 
     def sums(self, output: Tensor, n: int) -> dict[str, tuple[Tensor, int]]:
         """Loss and accuracy as (sum, count) over n targets. Needs `count_right`."""
         right = self.right if self.answered else (output.argmax(-1) == self.ids).sum()
         return {"loss": (self.loss(output), n), "accuracy": (right, n)}
+
+
+_given: ContextVar[Targets | None] = ContextVar("targets", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +95,24 @@ class Words:
 
 
 def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words) -> Tensor:
-    """The summed loss, a fp32 scalar, of hidden states x (..., d_model). weight (words, d_model), bias (words,): of the
-    process's own words. The gradient of x is that of these words alone."""
+    """The loss, fp32, that `targets` ask for, of hidden states x (..., d_model). weight (words, d_model), bias
+    (words,): of the process's own words. The gradient of x is that of these words alone."""
     targets.answered = True
     return _ChunkedLoss.apply(x, weight, bias, targets, own, torch.is_grad_enabled())
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss is a sum, so its gradients are known but for one factor, which the backward pass brings."""
+    """The loss is a sum, so its gradients are known but for one factor, which the backward pass brings. Of each loss
+    that is asked for it brings a factor of its own: logits are then computed again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words,
                 train: bool) -> Tensor:  # fmt: skip
-        wanted = tuple(train and needed for needed in ctx.needs_input_grad[:3])
+        wanted = tuple(train and needed and not targets.each for needed in ctx.needs_input_grad[:3])
+        if targets.each:
+            kind = x.device.type
+            ctx.save_for_backward(x, weight, bias)
+            ctx.rest, ctx.cast = (targets, own), (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         loss, ctx.gradients = summed_by_chunks(x, weight, bias, targets, own, wanted)
         ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
         return loss
@@ -100,6 +120,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.saved_tensors:
+            with torch.autocast(*ctx.cast):
+                given = *ctx.saved_tensors, *ctx.rest, ctx.needs_input_grad[:3], factor.flatten()
+                _, ctx.gradients = summed_by_chunks(*given)
+            factor = torch.ones((), device=factor.device)
         (by_x, *by_parameters), ctx.gradients = ctx.gradients, None
         if by_x is not None:
             by_x *= factor
@@ -111,10 +136,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def summed_by_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words, wanted: tuple[bool, ...]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """(summed loss, its gradients by x, weight and bias; None of what is not wanted). Gradients of parameters are added
-    up in fp32. Matrix products are computed as autocast would."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets, own: Words, wanted: tuple[bool, ...],
+    factors: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """(summed loss, or each as targets.ids; its gradients by x, weight and bias; None of what is not wanted). Gradients
+    of parameters are added up in fp32. Matrix products are computed as autocast would. factors (rows,): of each loss in
+    the gradients."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with no_autocast(x.device):
@@ -123,13 +150,19 @@ def summed_by_chunks(
             torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, least), device=t.device) if want else None
             for t, want, least in zip((x, weight, bias), wanted, (x.dtype, torch.float32, torch.float32))
         )
-        loss = torch.zeros((), device=x.device)
+        loss = torch.zeros(targets.ids.numel() if targets.each else (), device=x.device)
         right = torch.zeros((), dtype=torch.int64, device=x.device)
         states, words = x.flatten(0, -2), targets.ids.flatten()
         for rows in (slice(at, at + ROWS) for at in range(0, len(words), ROWS)):
             chunk = states[rows].to(dtype)  # (rows, d_model)
             of_chunk, n_right, gradient = _of_chunk(F.linear(chunk, w, b), words[rows], targets, own)
-            loss, right = loss + of_chunk, right + n_right
+            right = right + n_right
+            if targets.each:
+                loss[rows] = of_chunk
+            else:
+                loss = loss + of_chunk
+            if factors is not None:
+                gradient *= factors[rows, None]
             if by_x is not None:
                 by_x.view(states.shape)[rows] = gradient @ w
             if by_bias is not None:
@@ -142,12 +175,12 @@ def summed_by_chunks(
                     by_weight[own_words] += gradient[:, own_words].T @ chunk
             del gradient  # or it would be there beside the next chunk's logits
     targets.right = right if targets.count_right else None
-    return loss, [by_x, by_weight, by_bias]
+    return loss.view_as(targets.ids) if targets.each else loss, [by_x, by_weight, by_bias]
 
 
 def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tuple[Tensor, Tensor | int, Tensor]:
-    """(summed loss, right predictions, gradient) of logits (rows, words), which are not kept: in fp32 the gradient
-    takes their memory.
+    """(summed loss or each, right predictions, gradient) of logits (rows, words), which are not kept: in fp32 the
+    gradient takes their memory.
 
     It is softmax - (1 - smoothing) · one-hot - smoothing / vocabulary in the rows that count, 0 in the others (label
     smoothing: Szegedy et al. 2016, section 7; over processes: Shoeybi et al. 2019, section 3).
@@ -171,7 +204,9 @@ def _of_chunk(logits: Tensor, words: Tensor, targets: Targets, own: Words) -> tu
     gradient = p if in_fp32 else torch.empty_like(p, dtype=dtype)
     torch.addcmul(shift[:, None], p, factor[:, None], out=gradient)
     gradient.scatter_(1, index, of_target[:, None].to(gradient.dtype))
-    return losses.masked_fill(~counts, 0.0).sum(), right, gradient.to(dtype)
+    loss = losses.masked_fill(~counts, 0.0)
+    loss = loss if targets.each else loss.sum()
+    return loss, right, gradient.to(dtype)
 
 
 def _right(logits: Tensor, words: Tensor, own: Words) -> Tensor:

@@ -53,11 +53,11 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
 
 def _complete(recipe: Recipe) -> ModelConfig:
     """Raises UserError for what only the data or the task would tell."""
-    model, task = recipe.model, recipe.task.name
+    model, head = recipe.model, recipe.task.head
     for key, unknown in (
-        ("head", getattr(model, "head", None) == "none" and task in ("masked_lm", "classification")),
+        ("head", getattr(model, "head", None) == "none" and head is not None),
         ("vocab_size", model.vocab_size is None and model.reads == "text"),
-        ("n_classes", task == "classification" and model.n_classes is None),
+        ("n_classes", head == "classification" and model.n_classes is None),
     ):
         if unknown:
             raise UserError(f"model.{key}: only the data tell it. Set model.{key}, or leave out --no-data.")

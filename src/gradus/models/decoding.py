@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,16 @@ from gradus.layers import Cache
 from gradus.models.finite import NotFinite, finite, first_not_finite, not_finite, spoiled
 
 Choose = Callable[[Tensor], Tensor]  # logits (batch, vocab) -> ids (batch,)
+
+
+@dataclasses.dataclass
+class Encoded:
+    """Texts ready for decoding: decoders continue `prompts`; encoder-decoders read `sources` and start from
+    `prompts`."""
+
+    prompts: list[list[int]]
+    sources: list[list[int]] | None
+    ends: list[int] | None  # any of them ends a text
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -156,13 +156,13 @@ def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None, p: Parallel | No
 
     @functools.wraps(plain)
     def forward(x: Tensor) -> Tensor:
-        if Targets.now is None:
+        if (targets := Targets.now()) is None:
             return plain(x)
         weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (head.weight, head.bias))
         x = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
         observer = p.observer if p else Observer()
         observer.edge(name, "loss")
-        loss = chunked_loss(x, weight, bias, Targets.now, words)
+        loss = chunked_loss(x, weight, bias, targets, words)
         observer.gradients(name, getattr(loss.grad_fn, "gradients", ()))
         return loss
 

@@ -35,6 +35,7 @@ from gradus.plan.work import Op, OpCounts, Target, Work, op_of, transfer_of
 from gradus.recipe.axes import data_parallel_size, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
+from gradus.tasks.kinds import task_class
 from gradus.text import size
 from gradus.train import machine
 
@@ -483,12 +484,12 @@ def kept_share(recipe: Recipe) -> float:
         return 0.0
     if recipe.layout.tensor > 1:
         return FREED_TENSOR
-    return FREED_SHARDED if recipe.layout.shard > 1 else FREED_MASKED if recipe.task.name == "masked_lm" else FREED
+    return FREED_SHARDED if recipe.layout.shard > 1 else FREED_MASKED if task_class(recipe).varies else FREED
 
 
 def shapes_vary(recipe: Recipe) -> bool:
     """Whether batches have other shapes from step to step."""
-    return getattr(recipe.data, "pad", "max_length") != "max_length" or recipe.task.name == "masked_lm"
+    return getattr(recipe.data, "pad", "max_length") != "max_length" or task_class(recipe).varies
 
 
 def with_process(memory: Memory, resident: int, recipe: Recipe) -> Memory:

@@ -20,7 +20,7 @@ from gradus.models import weights
 from gradus.models.weights import fields, others
 from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
-from gradus.recipe.schema import MODELS, ModelConfig, Recipe
+from gradus.recipe.schema import MODELS, TASKS, ModelConfig, Recipe
 
 ROTARY = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # besides the numbers of a way to rescale
 
@@ -162,7 +162,7 @@ def published(config: ModelConfig) -> dict[str, Any]:
 
     every, classifies = presets.runs(), getattr(config, "head", None) == "classification"
     runs = [run for run in every if run["family"] == config.family] or list(filter(learned_alike, every))
-    runs = [run for run in runs if (run["task"]["name"] == "classification") == classifies] or runs
+    runs = [run for run in runs if ("classification" in TASKS[run["task"]["name"]].heads) == classifies] or runs
     if not runs:
         raise UserError(f"model.family={config.family}: no published training is like its own. Give a recipe.")
     name = presets.ALIASES.get(config.preset or "", config.preset)
@@ -268,9 +268,9 @@ def _model(config: ModelConfig, notes: list[str]) -> dict[str, Any]:
 
 
 def _task_and_data(config: ModelConfig, task: dict[str, Any], length: int | None) -> dict[str, Any]:
-    kind = config.learns[task["name"]]
-    if task["name"] == "masked_lm":
-        task = {**task, "next_sentence": getattr(config, "head", None) != "masked_lm"}
+    name, head = task["name"], getattr(config, "head", None)
+    kind = config.learns[name]
+    task = {**task, **TASKS[name].heads.get("pretraining" if head == "none" else head, {})}
     data = {"path": IMAGES} if kind == "images" else {"path": TEXT, "max_len": length}
     return {"task": task, "data": {"kind": kind, **data}}
 

@@ -245,15 +245,11 @@ TINY_REST = {
 
 
 def tiny_steps(device: torch.device) -> Iterator[TinyStep]:
-    for model, task in presets.TINY:
+    for tiny in presets.TINY:
         for precision in ("fp32", "bf16"):
-            sections = {
-                "model": model | TINY_MODEL,
-                "task": task,
-                "data": {"kind": "synthetic"} if task["name"] == "copy" else {"kind": "text", "path": "-"},
-                "layout": {"precision": precision, "device": device.type},
-            }
-            recipe = batches.complete(schema.Recipe.model_validate({**TINY_REST, **sections}))
+            layout = {"precision": precision, "device": device.type}
+            sections = {**TINY_REST, **tiny, "model": tiny["model"] | TINY_MODEL, "layout": layout}
+            recipe = batches.complete(schema.Recipe.model_validate(sections))
             micro_batches = batches.micro_batches(recipe)
             parallel = apply(models.build(recipe.model).to(device), recipe.layout)
             parallel.bare.train()

@@ -222,7 +222,7 @@ class SessionChecks:
     def classes(self) -> int:
         """The number of classes of the main loss."""
         m = self.recipe.model
-        if self.recipe.task.name == "classification":
+        if self.recipe.task.head == "classification":
             return m.n_classes
         return getattr(m, "target_vocab_size", None) or m.vocab_size
 

@@ -87,11 +87,9 @@ def _task_and_family(task, data, model) -> Iterator[Problem]:
 def _head(task, model) -> Iterator[Problem]:
     if not hasattr(model, "head"):
         return
-    pretraining = getattr(task, "next_sentence", False)
-    heads = {"masked_lm": "pretraining" if pretraining else "masked_lm", "classification": "classification"}
-    wanted = heads.get(task.name)
+    wanted = task.head
     if wanted and model.head not in ("none", wanted):
-        what = f"{task.name}{' with next_sentence' if pretraining else ''}"
+        what = f"{task.name}{' with next_sentence' if getattr(task, 'next_sentence', False) else ''}"
         text = f"task {what} trains {wanted}, not {model.head}. Set model.head={wanted} or leave it out."
         yield Problem("model.head", text, ("task.name",))
     if wanted in ("classification", "pretraining") and not model.pooler:

@@ -134,12 +134,16 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "labelled": {"family": "bert", **SHALLOW, "d_ff": 512, "seq_len": 1024},
 }
 
-# (model, task) whose step is nearly all the framework's, once they have tiny sizes.
-TINY: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    ({"family": "gpt"}, {"name": "causal_lm"}),
-    ({"family": "llama"}, {"name": "causal_lm"}),
-    ({"family": "seq2seq", "dropout": 0.1}, {"name": "copy", "n_symbols": 32, "length": 8}),
-)
+# Sections of models whose step is nearly all the framework's, once they have tiny sizes.
+_LM = {"task": {"name": "causal_lm"}, "data": {"kind": "text", "path": "-"}}
+TINY: tuple[dict[str, dict[str, Any]], ...] = (
+    {"model": {"family": "gpt"}, **_LM},
+    {"model": {"family": "llama"}, **_LM},
+    {
+        "model": {"family": "seq2seq", "dropout": 0.1}, "task": {"name": "copy", "n_symbols": 32, "length": 8},
+        "data": {"kind": "synthetic"},
+    },
+)  # fmt: skip
 
 
 def fields(name: str) -> dict[str, Any]:

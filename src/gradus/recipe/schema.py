@@ -439,7 +439,24 @@ MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for 
 # ---------------------------------------------------------------- task
 
 
-class CopyTask(Section):
+class TaskConfig(Section):
+    """What every task has: all that a recipe must know of it without torch."""
+
+    heads: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # a model's head → the keys with which the task trains it
+
+    @property
+    def head(self) -> str | None:
+        """The head that it trains, of a family that has several."""
+        told = self.model_dump()
+        return next((head for head, keys in self.heads.items() if keys.items() <= told.items()), None)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many numbers there are, of a task whose sequences are numbers; None: they are text or images."""
+        return None
+
+
+class CopyTask(TaskConfig):
     """Copy a sequence of symbols 1 .. n_symbols-1 (0 is padding and start)."""
 
     name: Literal["copy"] = "copy"
@@ -447,31 +464,36 @@ class CopyTask(Section):
     length: Annotated[Whole, upto(limits.COPIED, 2)] = 10  # symbols per sequence
     start: Literal["zero", "first"] = "zero"  # first: symbol 1 starts sequence and decoder (the Annotated Transformer)
 
+    @property
+    def vocabulary(self) -> int:
+        return self.n_symbols
 
-class TranslationTask(Section):
+
+class TranslationTask(TaskConfig):
     """Source sequence to target sequence, teacher forced."""
 
     name: Literal["translation"] = "translation"
     label_smoothing: Fraction = 0.0  # share of the target spread over all tokens
 
 
-class CausalLMTask(Section):
+class CausalLMTask(TaskConfig):
     """Predict the next token."""
 
     name: Literal["causal_lm"] = "causal_lm"
     label_smoothing: Fraction = 0.0  # share of the target spread over all tokens
 
 
-class MaskedLMTask(Section):
+class MaskedLMTask(TaskConfig):
     """Predict masked tokens (Devlin et al. 2019, section 3.1): of the chosen ones 80 % become [MASK], 10 % a random
     token, 10 % stay."""
 
+    heads = {"masked_lm": {"next_sentence": False}, "pretraining": {"next_sentence": True}}
     name: Literal["masked_lm"] = "masked_lm"
     mask_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15  # share of the tokens to predict
     next_sentence: bool = False  # also tell whether the second sentence follows the first
 
 
-class SpanCorruptionTask(Section):
+class SpanCorruptionTask(TaskConfig):
     """Replace spans by sentinels and predict them (Raffel et al. 2020, section 3.1.4)."""
 
     name: Literal["span_corruption"] = "span_corruption"
@@ -479,9 +501,10 @@ class SpanCorruptionTask(Section):
     mean_span: Annotated[float, Field(ge=1.0, le=limits.REAL)] = 3.0  # mean length of a span in tokens
 
 
-class ClassificationTask(Section):
+class ClassificationTask(TaskConfig):
     """One label per text or image."""
 
+    heads = {"classification": {}}
     name: Literal["classification"] = "classification"
     classes: list[str] | None = None  # names for printing; from the data when not given
     label_smoothing: Fraction = 0.0  # share of the target spread over all classes
@@ -492,7 +515,7 @@ Task = Annotated[
     CopyTask | TranslationTask | CausalLMTask | MaskedLMTask | SpanCorruptionTask | ClassificationTask,
     Field(discriminator="name"),
 ]
-TASKS = tuple(task.model_fields["name"].default for task in get_args(get_args(Task)[0]))
+TASKS: dict[str, type[TaskConfig]] = {c.model_fields["name"].default: c for c in get_args(get_args(Task)[0])}
 
 
 # ---------------------------------------------------------------- data and tokenizer
@@ -888,7 +911,26 @@ def register_model(config: type[ModelConfig]) -> None:
     if name in MODELS:
         raise TypeError(f"{config.__name__}: family {name} is {MODELS[name].__name__}'s. Choose another name")
     MODELS[name] = config
-    field: Any = Recipe.model_fields["model"]
+    _admit("model", config)
+
+
+def register_task(config: type[TaskConfig], learners: Mapping[str, str]) -> None:
+    """Let `task.name` of a recipe be that of this class too. learners: family → the kind of data from which it learns
+    the task, of families whose own `learns` do not say so. Raises TypeError where another task has the name."""
+    name = config.model_fields["name"].default
+    if TASKS.get(name) is config:
+        return
+    if name in TASKS:
+        raise TypeError(f"{config.__name__}: task {name} is {TASKS[name].__name__}'s. Choose another name")
+    TASKS[name] = config
+    for family, kind in learners.items():
+        MODELS[family].learns = {**MODELS[family].learns, name: kind}
+    _admit("task", config)
+
+
+def _admit(section: str, config: type[Section]) -> None:
+    """Let this class describe the section too."""
+    field: Any = Recipe.model_fields[section]
     field.annotation |= config
     Recipe.model_rebuild(force=True)
     for module in [m for path, m in sys.modules.items() if path.startswith("gradus.recipe.")]:

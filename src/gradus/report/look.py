@@ -24,15 +24,15 @@ from gradus.data.images import fit
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError, not_written
 from gradus.infer import ModelSource, encode, find, note
-from gradus.infer.checked import LazyEngine
 from gradus.infer.engines import Torch, by_name
-from gradus.infer.predict import asking_for, copies, line_of, preparation, read_images, records_of, rows_of, split_of
+from gradus.infer.predict import asking_for, line_of, preparation, read_images, records_of, rows_of, split_of
 from gradus.layers import Attention, observe_attention
 from gradus.models.decoding import complete
 from gradus.models.finite import finite
 from gradus.recipe.schema import Preprocess
 from gradus.report.look_page import Layer, Seen, content
 from gradus.report.page import to_html
+from gradus.tasks.kinds import task_class
 
 TOKENS = 48  # of a text that are read
 NEAREST = 5
@@ -58,8 +58,8 @@ def look(args: Any) -> Iterator[str]:
     if source.config.reads == "images":
         seen = look_at_image(source, text, args.sample)
     else:
-        copying = source.recipe is not None and source.recipe.task.name == "copy"
-        seen = look_at_copy(source, text) if copying else look_at_text(source, text, args.tokenizer)
+        numbers = source.recipe is not None and source.recipe.task.vocabulary
+        seen = look_at_numbers(source, text) if numbers else look_at_text(source, text, args.tokenizer)
     page = to_html(f"{source.name}: a look inside", content(seen))
     try:
         files.write_text(to, page)
@@ -113,13 +113,12 @@ def look_at_image(source: ModelSource, file: str, sample: int | None) -> Seen:
     return seen
 
 
-def look_at_copy(source: ModelSource, text: str) -> Seen:
+def look_at_numbers(source: ModelSource, text: str) -> Seen:
     whole = text.split()
-    record = next(copies(source, [" ".join(whole[: source.config.seq_len])], LazyEngine(source)))
+    record = next(records_of(source, [" ".join(whole[: source.config.seq_len])], 1))
     read, written = (shortened([int(word) for word in record[key].split()]) for key in ("input", "answer"))
-    target = [read[0] if source.recipe.task.start == "first" else 0, *written]
-    del target[1 if source.recipe.task.start == "first" else -1]  # the start is in the answer, or its end unread
-    n = source.recipe.task.n_symbols
+    target = task_class(source.recipe).without_data(source.recipe).decoder_reads(read, written)
+    n = source.recipe.task.vocabulary
     seen = look_at_ids(source, Side(read, str, n, len(whole)), Side(target, str, n, len(whole)))
     seen.input, seen.says = text, f"{record['answer']} ({'right' if record['right'] else 'wrong'})"
     return seen

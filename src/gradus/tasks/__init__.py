@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradus import limits
+from gradus.tasks.kinds import task_class
 
 if TYPE_CHECKING:
     from gradus.data.tokenizers import Tokenizer
@@ -20,17 +21,7 @@ GENERATION = "generation_config.json"  # Hugging Face's: the tokens that end a t
 def open_task(recipe: Recipe, tokenizers: dict | None = None) -> Task:
     """The recipe's task with its data opened. `tokenizers` (by place below a checkpoint) replace those that the recipe
     would make."""
-    from gradus.tasks.causal_lm import CausalLM
-    from gradus.tasks.classification import ImageClassification, TextClassification
-    from gradus.tasks.masked_lm import MaskedLM
-    from gradus.tasks.span_corruption import SpanCorruption
-    from gradus.tasks.translation import Copy, Translation
-
-    kinds = {"copy": Copy, "translation": Translation, "causal_lm": CausalLM, "masked_lm": MaskedLM,
-             "span_corruption": SpanCorruption}  # fmt: skip
-    images = recipe.data.kind == "images"
-    kind = kinds.get(recipe.task.name) or (ImageClassification if images else TextClassification)
-    return kind(recipe, tokenizers)
+    return task_class(recipe)(recipe, tokenizers)
 
 
 def load_tokenizers(checkpoint: Path) -> dict | None:

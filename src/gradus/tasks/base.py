@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,12 @@ from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.layers import Targets
 from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.tasks.made import Sample, Unopened
 
 Batch = dict[str, Any]  # tensors, and the ints `counts` (kind of target -> how many) and `n_tokens`
 
 
-class Task:
+class Task(abc.ABC):
     """Turns a recipe's data into batches, and batches into sums of losses and metrics.
 
     A loss is a *sum* over targets; the trainer divides by the global count that `collate` put into `batch["counts"]`.
@@ -29,13 +31,30 @@ class Task:
     decodes = False  # whether `evaluate` generates token by token, for which a process needs the whole model
     opened = 0  # bytes that its data take in this process, where a plan has opened them
     counts_tokens = True  # speed is reported in tokens (else in samples)
+    varies = False  # whether batches of samples of one length differ in shape
     units = {"loss": "nats/token", "perplexity": "", "accuracy": ""}  # of every metric this task has
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
         self.recipe = recipe
         self.splits: dict[str, Any] = {}  # train, valid, perhaps test
         # place below a checkpoint -> tokenizer ("" the first, "target" the second)
         self.tokenizers: dict[str, Any] = {}
+
+    @classmethod
+    def without_data(cls, recipe: Recipe, length: int | None = None, tokenizers: dict | None = None) -> Self:
+        """The task over samples that are made (`Unopened`). length: tokens of a sequence as the model reads it (None:
+        as the recipe says). Raises UserError for one that the model cannot take."""
+        if length:
+            if (longest := recipe.model.longest) and length > longest:
+                why = f"longer than model.seq_len={longest}: shorten it, or raise model.seq_len"
+                raise UserError(f"a sequence of {length} tokens is {why}")
+            recipe = cls.of_length(recipe, length)
+        return cls(recipe, Unopened(recipe, tokenizers))
+
+    @staticmethod
+    def of_length(recipe: Recipe, n: int) -> Recipe:
+        """The recipe for sequences of n tokens."""
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_len": n})})
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -48,6 +67,7 @@ class Task:
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration completed with what only the data knows (vocabulary, classes). Raises UserError
         where they clash."""
+        model = fit_head(model, self.recipe)
         return fit_vocabulary(model, self.tokenizer.vocab_size) if self.tokenizers else model
 
     def resolved(self, recipe: Recipe) -> Recipe:
@@ -78,8 +98,8 @@ class Task:
     prepare = None  # (sample, rng) -> sample, for training
     prepare_evaluation = None  # the same for evaluation, where chance must play no part or the same part every time
 
-    def collate(self, samples: list[dict[str, Any]]) -> Batch:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def collate(self, samples: list[Sample]) -> Batch: ...
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         pin = self.recipe.data.pin and device.type == "cuda"
@@ -88,13 +108,13 @@ class Task:
             for k, v in batch.items()
         }
 
+    @abc.abstractmethod
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Kind of target -> loss summed over this batch's targets, fp32 scalar."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         """Metric -> (sum, count) over this batch."""
-        raise NotImplementedError
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
         """The means over a whole split, and what follows from them, such as perplexity."""
@@ -113,11 +133,35 @@ class Task:
         """Lines that show what the model does on `n` validation samples."""
         return []
 
+    def closing(self, model: nn.Module, metrics: Mapping[str, float]) -> list[str]:
+        """Lines that `gradus train` ends with, in one process."""
+        return []
+
+    # ------------------------------------------------------------ what `gradus predict` says
+
+    read: ClassVar[Callable[..., Sample] | None] = None
+    """(self, text, longest) → the sample of an input, for `answers`, where the model's head does not say how it is
+    read. longest: tokens that the model reads. Raises InputError for an input that is none."""
+
+    def answers(self, model: Any, samples: list[Sample], top: int) -> Iterator[dict[str, Any]]:
+        """What the model says of each: label, probability and the `top` likeliest, or answer; the data's truth, and
+        whether it is right; and as what the sample is shown (input), where no tokenizer tells. model: as a module with
+        its `device`; what decodes asks `model.on(Encoded(...))` first. Not overridden: a task without right answers.
+        """
+        yield from ({} for _ in samples)
+
+    @staticmethod
+    def written(tokenizer: Tokenizer, ids: list[int]) -> str:
+        """An answer that the model wrote, as text."""
+        return tokenizer.decode(ids)
+
 
 class TokenTask(Task):
     """Predicts the tokens in `labels` (batch, seq), each place with IGNORE aside."""
 
-    label_smoothing = 0.0
+    @property
+    def label_smoothing(self) -> float:
+        return getattr(self.recipe.task, "label_smoothing", 0.0)
 
     def output(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (batch, seq, vocab), or where the head computes by chunks their loss."""
@@ -154,12 +198,29 @@ def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[in
     return t.before, t.after
 
 
+def fit_head(model: ModelConfig, recipe: Recipe) -> ModelConfig:
+    """The model with the head that the recipe's task trains, where it has none yet."""
+    head = recipe.task.head
+    if head is None or getattr(model, "head", None) != "none":
+        return model
+    return model.model_copy(update={"head": head, "pooler": head != "masked_lm"})
+
+
 def fit_vocabulary(model: ModelConfig, n: int, key: str = "vocab_size") -> ModelConfig:
     """The model with a vocabulary of n where it has none. Raises UserError where it has a smaller one."""
     size = getattr(model, key)
     if size is not None and size < n:
         raise UserError(f"model.{key}={size}: the data has {n} tokens. Leave it out, or set {n} or more.")
     return model.model_copy(update={key: n}) if size is None else model
+
+
+def likeliest(
+    probabilities: Tensor, name: Callable[[int], str], top: int
+) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
+    """Of each row of probabilities (batch, n): the `top` numbers that are likeliest, and their names with these."""
+    values, ids = probabilities.topk(min(top, probabilities.shape[-1]))
+    for row, chosen in zip(values.tolist(), ids.tolist()):
+        yield chosen, [{"label": name(i), "probability": p} for i, p in zip(chosen, row)]
 
 
 def perplexity(loss: float) -> float:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from gradus.data.collate import IGNORE, pad_sequences
 from gradus.layers import keep_balance
 from gradus.models.decoding import complete, sampler
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import CausalLMTask, Recipe
 from gradus.tasks.base import Batch, TokenTask, perplexity
+from gradus.tasks.kinds import TaskKind
 from gradus.tasks.sources import open_running_text
 
 
@@ -24,7 +25,6 @@ class CausalLM(TokenTask):
         super().__init__(recipe)
         self.seq_len = recipe.data.max_len or recipe.model.seq_len
         self.tokenizers, self.splits, self.sizes = open_running_text(recipe, tokenizers, self.seq_len)
-        self.label_smoothing = recipe.task.label_smoothing
         kind = getattr(self.tokenizer, "kind", None)
         self.characters = kind == "char"  # a token is a character
         self.words = kind not in ("char", "byte")  # characters and bytes have no perplexity per word
@@ -85,3 +85,6 @@ class CausalLM(TokenTask):
         )  # fmt: skip
         start = self.tokenizer.decode(sample)
         return [f"{start}│{self.tokenizer.decode(row)}" for row in rows]
+
+
+KIND = TaskKind(config=CausalLMTask, tasks={"text": CausalLM}, drafts=("text",))

@@ -17,8 +17,10 @@ from gradus.data import preprocessor
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.layers import Targets
-from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, around
+from gradus.recipe.schema import ClassificationTask, ModelConfig, Recipe
+from gradus.tasks.base import Batch, Task, around, likeliest
+from gradus.tasks.kinds import TaskKind
+from gradus.tasks.made import Sample, Unopened
 from gradus.tasks.sources import open_labelled
 
 SPLIT_NAMES = {"valid": "validation"}  # in notes
@@ -149,6 +151,13 @@ class Classification(Task):
             how = "" if self.weights else ", and so does task.class_weights=balanced in the loss"
             yield f"uneven classes ({few}, {many}): macro_f1 weighs all classes alike{how}."
 
+    def answers(self, model: Any, samples: list[Sample], top: int) -> Iterator[dict[str, Any]]:
+        batch = self.to_device(self.collate(samples), model.device)
+        chances = self.logits(model, batch).float().softmax(-1)
+        for sample, (_, best) in zip(samples, likeliest(chances, self.classes.__getitem__, top)):
+            truth = self.classes[int(sample["label"])]
+            yield {**best[0], "top": best, "truth": truth, "right": best[0]["label"] == truth}
+
     def shown(self, sample: dict[str, Any]) -> str:
         """A sample as a line of `examples` ends."""
         return ""
@@ -225,12 +234,18 @@ class ImageClassification(Classification):
 
         super().__init__(recipe)
         model, data = recipe.model, recipe.data
-        if model.init and not (data.preprocess and data.mean and data.std):
+        unopened = isinstance(tokenizers, Unopened)
+        if not unopened and model.init and not (data.preprocess and data.mean and data.std):
             file = models.locate(model.init) / preprocessor.FILE
             data = preprocessor.as_published(data, file, models.config_of(model.init), model.image_size)
-        n_channels = model.n_channels if data.preprocess else 1  # published weights read grey images as RGB
-        self.splits = open_images(data, model.image_size, recipe.task.classes, n_channels)
-        self.classes = [str(c) for c in self.splits["train"].classes]
+        n_channels = model.n_channels if data.preprocess or unopened else 1  # published weights read grey images as RGB
+        if unopened:
+            image, half = np.zeros((n_channels, *[model.image_size] * 2), np.uint8), [0.5] * n_channels
+            self.splits, self.classes = tokenizers.labelled(lambda i: {"image": image})
+            data = data.model_copy(update={"mean": data.mean or half, "std": data.std or half})
+        else:
+            self.splits = open_images(data, model.image_size, recipe.task.classes, n_channels)
+            self.classes = [str(c) for c in self.splits["train"].classes]
         self.augment = Augment(data, model.image_size, self.splits["train"])
         self.prepare = self.augment.prepare
         self.n_patches = (recipe.model.image_size // recipe.model.patch_size) ** 2
@@ -254,3 +269,9 @@ class ImageClassification(Classification):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["images"])
+
+
+KIND = TaskKind(
+    config=ClassificationTask, tasks={"labelled": TextClassification, "images": ImageClassification},
+    drafts=("labelled", "images"), comment="The classes and their names come from the data.",
+)  # fmt: skip

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from gradus.data.collate import pad_sequences
 from gradus.errors import UserError
 from gradus.layers import Targets, summed_cross_entropy
-from gradus.recipe.schema import ModelConfig, Recipe
-from gradus.tasks.base import Batch, Task, around
+from gradus.recipe.schema import MaskedLMTask, Recipe
+from gradus.tasks.base import Batch, Task, around, likeliest
+from gradus.tasks.kinds import TaskKind
 from gradus.tasks.sources import open_documents
 
 
@@ -34,6 +35,7 @@ class MaskedLM(Task):
     """Of each sequence `mask_rate` of the tokens are chosen; of these 80 % become [MASK], 10 % a random token, 10 %
     stay (Devlin et al. 2019, section 3.1 and appendix A.1). The choice is a pure function of (seed, epoch, sample)."""
 
+    varies = True  # the rows of the head: as many as there are masks
     units = Task.units | {"next_sentence_accuracy": ""}
 
     def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
@@ -52,12 +54,6 @@ class MaskedLM(Task):
                     "is another row's. Give more text, a larger data.limit or task.next_sentence=false."
                 )
             self.splits[split] = _Placed(data, split)
-
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        if model.head == "none":  # another head than the task's own is a mistake in the recipe
-            head = "pretraining" if self.next_sentence else "masked_lm"
-            model = model.model_copy(update={"head": head, "pooler": self.next_sentence})
-        return super().complete(model)
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         ids, split = sample["ids"], len(sample["ids"])
@@ -120,23 +116,21 @@ class MaskedLM(Task):
             sums["next_sentence_accuracy"] = ((follows.argmax(-1) == batch["follows"]).sum(), len(batch["follows"]))
         return sums
 
-    def fill(self, model: nn.Module, ids: list[int], k: int = 5) -> list[list[tuple[str, float]]]:
-        """For every masked place of ids (without [CLS] and [SEP]): the k likeliest tokens with their probabilities."""
-        device = next(model.parameters()).device
-        row = torch.tensor([[*self.before, *ids, *self.after]], device=device)
-        with torch.no_grad():
-            out = model(row, select=row == self.tokenizer.mask_id)
-        top = (out[0] if isinstance(out, tuple) else out).float().softmax(-1).topk(k)
-        ids, probabilities = top.indices.tolist(), top.values.tolist()  # (n_masked, k) each
-        return [[(self.tokenizer.token(i), p) for i, p in zip(a, b)] for a, b in zip(ids, probabilities)]
-
+    @torch.no_grad()
     def examples(self, model: nn.Module, n: int) -> list[str]:
-        lines = []
+        lines, device = [], next(model.parameters()).device
         for i in range(min(n, len(self.splits["valid"]))):
             ids = self.splits["valid"][i]["ids"][:30].tolist()
             place = len(ids) // 2
             masked = [*ids[:place], self.tokenizer.mask_id, *ids[place + 1 :]]
-            guesses = ", ".join(f"{token} {p:.2f}" for token, p in self.fill(model, masked, 3)[0])
+            row = torch.tensor([[*self.before, *masked, *self.after]], device=device)
+            out = model(row, select=row == self.tokenizer.mask_id)
+            chances = (out[0] if isinstance(out, tuple) else out).float().softmax(-1)  # (1, vocab)
+            _, best = next(likeliest(chances, self.tokenizer.token, 3))
+            guesses = ", ".join(f"{guess['label']} {guess['probability']:.2f}" for guess in best)
             before, after = self.tokenizer.decode(ids[:place]), self.tokenizer.decode(ids[place + 1 :])
             lines.append(f"{before} [{self.tokenizer.token(ids[place])}] {after}  →  {guesses}")
         return lines
+
+
+KIND = TaskKind(config=MaskedLMTask, tasks={"text": MaskedLM})

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradus import limits, models
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
 from gradus.data.readers import Readable
@@ -15,6 +17,7 @@ from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
 from gradus.recipe.schema import Recipe
+from gradus.tasks.made import Unopened
 from gradus.text import say
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
@@ -77,6 +80,10 @@ def open_running_text(
     """Return (tokenizers, splits of windows, sizes of the evaluated texts) for next-token prediction. saved: tokenizers
     of a checkpoint, used in place of new ones."""
     data = recipe.data
+    if isinstance(saved, Unopened):
+        ones = np.ones(seq_len + 1, np.int64)
+        more = {"segments": ones, "positions": np.arange(seq_len + 1)} if data.pack == "documents" else {}
+        return saved, saved.texts(seq_len + 1, **more), {}
     corpora = running_text(recipe, documents=data.pack == "documents")
     # a character table must know every character of the text, as in char-rnn; a BPE is trained on the training text
     seen = list(corpora) if recipe.tokenizer is not None and recipe.tokenizer.kind == "char" else ["train"]
@@ -96,6 +103,8 @@ def open_running_text(
 
 def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
     """Return (tokenizers, splits of rows of at most `room` tokens) for masked language models and span corruption."""
+    if isinstance(saved, Unopened):
+        return saved, saved.texts(room)
     data, corpora = recipe.data, running_text(recipe, documents=True)
     tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
     tokens = {split: TokenFile.of(corpus, tokenizers[""], cache=data.cache) for split, corpus in corpora.items()}
@@ -107,6 +116,8 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
     """Return (tokenizers, splits, class names) of labelled texts. Without a valid split the test split serves as one,
     and a note says so; without both, a fixed tenth of the training rows of every class. A split without any label is
     not used."""
+    if isinstance(saved, Unopened):
+        return saved, *saved.labelled(lambda i: {"ids": saved.words(i, room)})
     data, files = recipe.data, _files(recipe)
     asked = {"valid": data.valid, "test": recipe.evaluate.test or data.test}
     if "valid" in files and not asked["test"]:
@@ -139,6 +150,8 @@ def open_pairs(
 ) -> tuple[Tokenizers, dict[str, Any], dict[str, tuple[Corpus, Corpus]]]:
     """Return (tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth
     training pair is held out."""
+    if isinstance(saved, Unopened):
+        return saved, saved.pairs(room + 1, "source", "target"), {}
     data, path = recipe.data, needs_path(recipe)
     corpora = {}
     for split in ("train", "valid", "test"):

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.models.decoding import complete
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import Recipe, SpanCorruptionTask
+from gradus.tasks.kinds import TaskKind
 from gradus.tasks.sources import open_documents
 from gradus.tasks.translation import SequenceToSequence
 
@@ -67,6 +69,10 @@ class SpanCorruption(SequenceToSequence):
         target = sample["target"]
         return sample["source"], np.concatenate(([self.pad_id], target[:-1])), target
 
+    @staticmethod
+    def written(tokenizer: Tokenizer, ids: list[int]) -> str:
+        return " ".join(tokenizer.token(int(i)) for i in ids)  # decode leaves sentinels out
+
     def examples(self, model: nn.Module, n: int) -> list[str]:
         lines = []
         for i in range(min(n, len(self.splits["valid"]))):
@@ -75,7 +81,9 @@ class SpanCorruption(SequenceToSequence):
                 model, [[self.pad_id]], sources=[sample["source"].tolist()], max_new=len(sample["target"]) + 10,
                 eos_id=self.tokenizer.eos_id,
             )[0]
-            show = lambda ids: " ".join(self.tokenizer.token(int(t)) for t in ids)  # noqa: E731
-            lines += [f"source  {show(sample['source'])}", f"hidden  {show(sample['target'])}"]
-            lines += [f"ours    {show(new)}", ""]
+            shown = (self.written(self.tokenizer, ids) for ids in (sample["source"], sample["target"], new))
+            lines += [f"{name}  {text}" for name, text in zip(("source", "hidden", "ours  "), shown)] + [""]
         return lines
+
+
+KIND = TaskKind(config=SpanCorruptionTask, tasks={"text": SpanCorruption})

@@ -1,19 +1,21 @@
-"""Sequence to sequence: translation of real text, and the copy task of the annotated Transformer."""
+"""Sequence to sequence: translation of real text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradus import models
 from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
-from gradus.models.decoding import beam_search, complete
-from gradus.recipe.schema import ModelConfig, Recipe
+from gradus.models.decoding import Encoded, beam_search, complete
+from gradus.recipe.schema import ModelConfig, Recipe, TranslationTask
 from gradus.tasks.base import Batch, Task, TokenTask, fit_vocabulary
+from gradus.tasks.kinds import TaskKind
+from gradus.tasks.made import Sample
 from gradus.tasks.sources import open_pairs
 
 
@@ -25,7 +27,7 @@ class SequenceToSequence(TokenTask):
 
     def sequences(self, sample: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, target in, target out) ids of one sample."""
-        raise NotImplementedError
+        return sample["source"], sample["target_in"], sample["target_out"]
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         sources, targets_in, targets_out = zip(*(self.sequences(s) for s in samples))
@@ -44,63 +46,11 @@ class SequenceToSequence(TokenTask):
         return model(batch["source"], batch["target"], source_keep=batch.get("keep"))
 
 
-def _fit_vocabularies(model: ModelConfig, source: int, target: int, separate: bool) -> ModelConfig:
+def fit_vocabularies(model: ModelConfig, source: int, target: int, separate: bool) -> ModelConfig:
     """As `fit_vocabulary`, both of a model; a target vocabulary is given to it where it is `separate`."""
     if getattr(model, "target_vocab_size", None) is not None or (separate and hasattr(model, "target_vocab_size")):
         model = fit_vocabulary(model, target, "target_vocab_size")
     return fit_vocabulary(model, source)
-
-
-class Copy(SequenceToSequence):
-    """Copy symbols 1 .. n_symbols-1; 0 is padding and, with start=zero, the decoder's first symbol."""
-
-    decodes = True
-    units = Task.units | {"exact_match": ""}
-
-    def __init__(self, recipe: Recipe, tokenizers: dict | None = None):
-        from gradus.data.synthetic import CopyDataset
-
-        super().__init__(recipe)
-        task, data, seed = recipe.task, recipe.data, recipe.train.seed
-        self.task = task
-        self.splits = {
-            split: CopyDataset(n, task.n_symbols, task.length, seed, start=task.start, split=split)
-            for split, n in (("train", data.n_train), ("valid", data.n_valid))
-        }
-
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        return _fit_vocabularies(model, self.task.n_symbols, self.task.n_symbols, False)
-
-    def sequences(self, sample):
-        return sample["source"], sample["target_in"], sample["target_out"]
-
-    def decode(self, model: nn.Module, sources: list[list[int]]) -> list[list[int]]:
-        """Greedy copies of `sources`, as long as they are."""
-        first = self.task.start == "first"
-        starts = [[s[0]] if first else [0] for s in sources]
-        new = complete(model, starts, sources=sources, max_new=[len(s) - first for s in sources])
-        return [(starts[i] if first else []) + row for i, row in enumerate(new)]
-
-    def evaluate(self, model, batch):
-        sums, sources = super().evaluate(model, batch), batch["source"].tolist()
-        exact = sum(copy == source for copy, source in zip(self.decode(model, sources), sources))
-        return {**sums, "exact_match": (exact, len(sources))}
-
-    def examples(self, model: nn.Module, n: int) -> list[str]:
-        sources = [list(range(1, self.task.n_symbols))[: self.task.length]]  # 1 2 3 ... first, then held-out ones
-        valid = self.splits["valid"]
-        sources += [valid[i]["source"].tolist() for i in range(min(n - 1, len(valid)))]
-        copies = self.decode(model, sources)
-        return [f"{' '.join(map(str, s))}  →  {' '.join(map(str, c))}" for s, c in zip(sources, copies)]
-
-    def untrained(self) -> list[str]:
-        """Greedy decodes of 1 2 3 ... from symbol 0 by ten untrained models, each from its own seed."""
-        source, lines = list(range(1, self.task.n_symbols))[: self.task.length], []
-        for seed in range(10):
-            torch.manual_seed(seed)
-            model = models.build(self.recipe.model).eval()
-            lines.append(" ".join(map(str, complete(model, [[0]], sources=[source], max_new=len(source))[0])))
-        return lines
 
 
 class Translation(SequenceToSequence):
@@ -116,7 +66,6 @@ class Translation(SequenceToSequence):
         self.room = min(seq_len, longest or seq_len) - 1
         self.tokenizers, self.splits, self.corpora = open_pairs(recipe, tokenizers, self.room)
         self.target_tokenizer = self.tokenizers.get("target", self.tokenizer)
-        self.label_smoothing = recipe.task.label_smoothing
         if (beams := recipe.evaluate.beams) > (n := self.target_tokenizer.vocab_size):
             raise UserError(f"evaluate.beams={beams}: more than the vocabulary's {n:,} tokens. 4 is usual.")
         self.pad_id = self.tokenizer.pad_id or 0
@@ -132,7 +81,7 @@ class Translation(SequenceToSequence):
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         sizes = self.tokenizer.vocab_size, self.target_tokenizer.vocab_size
-        return _fit_vocabularies(model, *sizes, "target" in self.tokenizers)
+        return fit_vocabularies(model, *sizes, "target" in self.tokenizers)
 
     def sequences(self, sample):
         source, target = sample["source"][: self.source_room], sample["target"][: self.room]
@@ -147,6 +96,12 @@ class Translation(SequenceToSequence):
         starts, beams = [[self.start_id]] * len(sources), self.recipe.evaluate.beams
         new = complete(model, starts, **options) if beams == 1 else beam_search(model, starts, beams=beams, **options)
         return [self.target_tokenizer.decode(row) for row in new]
+
+    def answers(self, model: Any, samples: list[Sample], top: int) -> Iterator[dict[str, Any]]:
+        rows = [self.sequences(sample)[0].tolist() for sample in samples]
+        engine = model.on(Encoded([[self.start_id]] * len(rows), rows, None))
+        for sample, answer in zip(samples, self.translate(engine, rows, self.recipe.evaluate.max_new)):
+            yield {"answer": answer, "truth": self.target_tokenizer.decode(sample["target"].tolist())}
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Translations. The split alone determines the batches, of samples of similar length; the processes take
@@ -179,3 +134,6 @@ class Translation(SequenceToSequence):
             lines.append(f"reference  {self.target_tokenizer.decode(sample['target'].tolist())}")
             lines += [f"ours       {ours}", ""]
         return lines
+
+
+KIND = TaskKind(config=TranslationTask, tasks={"pairs": Translation}, drafts=("pairs",))

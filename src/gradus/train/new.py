@@ -22,6 +22,7 @@ from gradus.errors import UserError, not_written
 from gradus.recipe import presets
 from gradus.recipe.check import learners
 from gradus.recipe.schema import Adapter, ModelConfig, Recipe
+from gradus.tasks.kinds import drafted, lookup
 from gradus.train import machine, resolve
 from gradus.train.inspect_data import WHAT, DataSummary, look
 from gradus.train.schedule import SMALL, fine_tuning_rate
@@ -32,7 +33,6 @@ Sections = dict[str, dict[str, Any]]  # of a recipe
 WHOLE, LONGEST = 0.95, 1024  # share of the texts that a sample holds whole; tokens, where a model sets no limit
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
-TASK = {"labelled": "classification", "images": "classification", "text": "causal_lm", "pairs": "translation"}
 HELD_OUT = {**dict.fromkeys(("labelled", "images"), "A tenth of each class"), "text": "The last tenth of the text",
             "pairs": "Every tenth pair"}  # fmt: skip
 
@@ -97,7 +97,7 @@ def _target(file: str) -> Path:
 def _weights(init: str, summary: DataSummary) -> ModelConfig:
     """The configuration of weights to fine-tune. Raises UserError where there are none that learn these data."""
     config = models.config_of(init)
-    if config.family not in (known := learners(TASK[summary.kind])[summary.kind]):
+    if config.family not in (known := learners(drafted(summary.kind))[summary.kind]):
         raise UserError(f"--init {init}: a {config.family}, and {WHAT[summary.kind]} are for {' or '.join(known)}.")
     models.load_deferred(init, strict=False)  # headers only
     return config
@@ -183,7 +183,7 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
     """The sections of a recipe that opens these data."""
     kind, path = summary.kind, summary.data["path"]
     model = {"init": init} if init else dict(presets.DRAFTS[kind])
-    sections: Sections = {"task": {"name": TASK[kind]}, "model": model, "data": dict(summary.data)}
+    sections: Sections = {"task": {"name": drafted(kind)}, "model": model, "data": dict(summary.data)}
     if init and kind != "images":
         sections["tokenizer"] = {"kind": "file"}
         if kind == "text":
@@ -273,9 +273,8 @@ def _comments(sections: Sections, init: str | None) -> dict[str, str]:
     kind = sections["data"]["kind"]
     more = {"images": "flip: true mirrors images at random.", "pairs": "Swap source and target for the other way."}
     held_out = f"{HELD_OUT[kind]} is held out where there is no valid split (data.valid). {more.get(kind, '')}".strip()
-    classes = sections["task"]["name"] == "classification"
     comments = {
-        "task": f"What the model learns.{' The classes and their names come from the data.' if classes else ''}",
+        "task": f"What the model learns. {lookup(sections['task']['name']).comment}".strip(),
         "model": "Small, for a first result on a CPU. With more data: more n_layers and d_model, or model.init=FOLDER.",
         "data": f"A relative path is looked for below the working directory, then beside this file. {held_out}",
         "tokenizer": "Made from the training text and kept with the weights.",
