@@ -42,7 +42,7 @@ def test_help_and_import_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-VERBS = {name: of for group in cli.JOURNEY.values() for name, of in group.items()}
+VERBS = {verb.name: verb for group in cli.JOURNEY.values() for verb in group}
 
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
@@ -59,27 +59,27 @@ def test_the_first_screen(words, capsys):
     for line in shown.split("\n\n")[2].splitlines():
         group = line[:9].strip() or group
         found.setdefault(group, []).extend(filter(None, (line[9:22].strip(), line[55:68].strip())))
-    assert list(found.items()) == [(group, list(verbs)) for group, verbs in cli.JOURNEY.items()]
+    assert list(found.items()) == [(group, [verb.name for verb in verbs]) for group, verbs in cli.JOURNEY.items()]
     examples = [line.removeprefix("For example:").strip() for line in lines[-3:]]
     assert {shlex.split(example)[1] for example in examples} == {cli.parse(shlex.split(example)[1:]).verb for example in examples} == {"demo", "plan", "train"}
 
 
 def test_the_journey_has_every_verb_once():
-    named = [name for group in cli.JOURNEY.values() for name in group]
-    assert sorted(named) == sorted(cli.parser()._subparsers._group_actions[0].choices)
+    named = [verb.name for group in cli.JOURNEY.values() for verb in group]
+    assert named == [*cli.parser()._subparsers._group_actions[0].choices]
     assert list(cli.JOURNEY) == ["start", "plan", "train", "use", "measure", "move"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_help_of_a_verb_opens_with_an_example_and_a_page(verb, capsys):
-    example, page = VERBS[verb]
+    example, page = VERBS[verb].example, VERBS[verb].page
     program, *words = shlex.split(example)
     assert program == "gradus" and cli.parse(words).verb == verb
-    assert (Path(__file__).parents[1] / page).is_file()
+    assert (Path(__file__).parents[1] / "docs" / f"{page}.md").is_file()
     with pytest.raises(SystemExit) as e:
         main([verb, "--help"])
     shown = capsys.readouterr().out
-    assert e.value.code == 0 and shown.startswith(f"example: {example}\nmore:    the documentation, page {Path(page).stem}\n\nusage: gradus {verb} ")
+    assert e.value.code == 0 and shown.startswith(f"example: {example}\nmore:    the documentation, page {page}\n\nusage: gradus {verb} ")
 
 
 @pytest.mark.parametrize(
@@ -365,10 +365,10 @@ EIO, ENOSPC, ENETDOWN = ((number, os.strerror(number)) for number in (errno.EIO,
     ],
 )
 def test_a_fault_of_the_machine_has_an_exit_code_of_its_own(capsys, monkeypatch, raised, code, told):
-    def fail(args):
+    def fail():
         raise raised
 
-    monkeypatch.setattr(cli, "recipes", fail)
+    monkeypatch.setattr(recipes, "names", fail)
     assert main(["recipes"]) == code
     error = capsys.readouterr().err
     assert error.startswith(told) and (error.count("\n") == 1 or told == "Traceback")
@@ -389,13 +389,13 @@ def test_closed_standard_streams_lead_to_nothing(tmp_path):
 
 @pytest.mark.parametrize(("cause", "code"), [(OSError(*EIO, "/x"), FAULT), (FileNotFoundError(errno.ENOENT, "no", "/x"), 2), (KeyError("x"), 2)])
 def test_a_line_made_from_an_error_of_the_system_keeps_its_code(capsys, monkeypatch, cause, code):
-    def fail(args):
+    def fail():
         try:
             raise cause
         except Exception:
             raise UserError("/x: cannot be read. Give another.") from None
 
-    monkeypatch.setattr(cli, "recipes", fail)
+    monkeypatch.setattr(recipes, "names", fail)
     assert main(["recipes"]) == code
     assert capsys.readouterr().err == "error: /x: cannot be read. Give another.\n"
 
@@ -532,10 +532,10 @@ def test_what_a_stream_cannot_encode_is_printed_in_plain_signs(encoding, monkeyp
 
     for words in (["keys"], ["recipes"], ["hardware"], []):
         assert len(printed(words)[0]) > 1000
-    for number, (example, _) in enumerate(VERBS.values()):
-        args = cli.parse(shlex.split(example)[1:])
+    for number, verb in enumerate(VERBS.values()):
+        args = cli.parse(shlex.split(verb.example)[1:])
         args.function = (lambda _: [text]) if number % 2 else error(text)
-        monkeypatch.setattr(cli, "parse", lambda _, args=args: args)
+        monkeypatch.setattr(cli.running, "parse", lambda _, args=args: args)
         assert printed([], 0 if number % 2 else 2)[0 if number % 2 else 1] == (plain if number % 2 else f"error: {plain}") + "\n"
 
 

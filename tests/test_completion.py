@@ -8,11 +8,13 @@ import subprocess
 
 import pytest
 
-from gradus.cli import main, parser
+from gradus.cli import main
+from gradus.cli import parser as command_line
 from gradus.completion import script
 from gradus.recipe import names
 from gradus.recipe.presets import ALIASES, PRESETS
 
+VERBS = command_line()._subparsers._group_actions[0].choices
 # what is typed, the last word unfinished → what it may become, all of it
 ASKED = [
     ("gradus cal", {"calibrate"}),
@@ -36,17 +38,17 @@ def run(shell: str, code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(("typed", "wanted"), [*ASKED, ("gradus ", set(parser()._subparsers._group_actions[0].choices)), ("gradus show ", {*names(), *PRESETS, *ALIASES})])
+@pytest.mark.parametrize(("typed", "wanted"), [*ASKED, ("gradus ", set(VERBS)), ("gradus show ", {*names(), *PRESETS, *ALIASES})])
 def test_bash(typed, wanted):
     words = [*typed.split(), *([""] if typed.endswith(" ") else [])]
-    code = f"{script('bash', parser())}\nCOMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _gradus; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    code = f"{script('bash', VERBS)}\nCOMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _gradus; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     assert run("bash", code) == wanted
 
 
 @pytest.mark.skipif(not shutil.which("fish"), reason="no fish here")
 @pytest.mark.parametrize(("typed", "wanted"), ASKED)
 def test_fish(typed, wanted):
-    assert run("fish", f"{script('fish', parser())}\ncomplete -C {shlex.quote(typed)} | string replace -r '\\t.*' ''; true") == wanted
+    assert run("fish", f"{script('fish', VERBS)}\ncomplete -C {shlex.quote(typed)} | string replace -r '\\t.*' ''; true") == wanted
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -54,9 +56,8 @@ def test_the_script_is_whole(shell, capsys):
     """Its syntax where the shell is here; in any case every verb, option, recipe and section."""
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
-    verbs = parser()._subparsers._group_actions[0].choices
     words = set(text.replace('"', " ").split())
-    assert {*verbs, *names(), "--json_file", "--max-restarts", "layout.tensor=", "train.steps="} <= words
+    assert {*VERBS, *names(), "--json_file", "--max-restarts", "layout.tensor=", "train.steps="} <= words
     if shutil.which(shell):
         assert subprocess.run([shell, "--no-execute" if shell == "fish" else "-n"], input=text, text=True).returncode == 0
 

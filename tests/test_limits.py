@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus import cli, limits
+from gradus import cli, limits, options
 from gradus.errors import UserError
 
 
@@ -55,7 +55,7 @@ def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path):
 @given(st.integers(-10, 10**7) | st.integers(-(10**45), 10**45), st.integers(0, 10**6))
 def test_a_whole_number_of_the_command_line_is_what_it_says_or_refused(number, most):
     try:
-        assert limits.whole(0, most)(str(number)) == number and 0 <= number <= most
+        assert options.whole(most, 0)(str(number)) == number and 0 <= number <= most
     except argparse.ArgumentTypeError as e:
         assert not 0 <= number <= most
         assert str(e).endswith("must be at least 0." if number < 0 else f"must be at most {most:,.15g}.")
@@ -64,7 +64,7 @@ def test_a_whole_number_of_the_command_line_is_what_it_says_or_refused(number, m
 @pytest.mark.parametrize("text", ["", "x", "nan", "1_0_", "\u0663", "0", "-1"])
 def test_what_is_no_positive_number(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be a positive number"):
-        limits.real(above=0)(text)
+        options.real(above=0)(text)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ In bash, `eval "$(gradus completion bash)"` in ~/.bashrc; in zsh the same with z
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from gradus.recipe import names
 from gradus.recipe.keys import keys
@@ -60,9 +61,8 @@ complete -c gradus -n "__fish_seen_subcommand_from {name}; and test (count (comm
 complete -c gradus -n "__fish_seen_subcommand_from {name}" -a "{dashed}\""""
 
 
-def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Of what the parser and the recipes hold now."""
-    verbs = parser._subparsers._group_actions[0].choices
+def script(shell: str, verbs: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Of what the recipes and the parsers of the verbs hold now."""
     arm = IN_FISH if shell == "fish" else ARM
     lines = "\n".join(arm.format(name=name, **_words(name, p)) for name, p in verbs.items())
     settings = dict.fromkeys(f"{line.split()[0]}=" for line in keys() if line[:1] not in ("", " ", "#"))

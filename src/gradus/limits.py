@@ -7,7 +7,6 @@ answer, or one line that says why there is none.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -16,7 +15,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -211,45 +210,6 @@ def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES
 
 
 # ---------------------------------------------------------------- the command line
-
-
-def whole(least: int = 1, most: int = SEED) -> Callable[[str], int]:
-    """For argparse: a whole number from `least` to `most`."""
-    return _reader(int, None, least, most)
-
-
-def real(above: float | None = None, least: float = -math.inf, most: float = REAL) -> Callable[[str], float]:
-    """For argparse: a finite number above `above`, of at least `least` and at most `most`."""
-    return _reader(float, above, least, most)
-
-
-def svg_file(name: str) -> str:
-    """For argparse: the name of a file for a picture."""
-    if name and not name.lower().endswith(".svg"):
-        last = "Name it so, or put the option last, without a name"
-        raise argparse.ArgumentTypeError(f"={name[:40]}: a picture is an SVG, whose name ends in .svg. {last}.")
-    return name
-
-
-def _reader(kind: type, above: float | None, least: float, most: float) -> Callable[[str], Any]:
-    """An error's text begins with "="; the parser (cli.Parser) puts the option's name before it."""
-
-    def read(text: str) -> Any:
-        try:
-            digits = text.encode("ascii")
-            number = kind(digits) if len(digits) < 40 else float(digits)
-        except ValueError:
-            number = math.nan
-        wrong = None
-        if math.isnan(number) or (above is not None and number <= above):
-            wrong = f"a {'positive ' if above == 0 else ''}{'whole ' if kind is int else ''}number"
-        elif not least <= number <= most:
-            wrong = f"at least {least:,.15g}" if number < least else f"at most {most:,.15g}"
-        if wrong:
-            raise argparse.ArgumentTypeError(f"={text[:40]}: must be {wrong}.")
-        return number
-
-    return read
 
 
 def numbers(text: str, option: str, most: int = PROCESSES) -> list[int]:

@@ -66,12 +66,13 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield from ("", f"### {below.prog}", "", line, *options(below))
 
 
-def group_page(name: str, of: dict[str, tuple[str, str]]) -> Iterator[str]:
+def group_page(name: str, of: list[cli.verb.Verb]) -> Iterator[str]:
     known = verbs(cli.parser())
-    yield from (f"# {name.capitalize()}: {', '.join(of)}", "", MARK)
-    for verb, (example, page) in of.items():
-        more = f"More: [{Path(page).stem}](../{page.removeprefix('docs/')})."
-        yield from ("", f"## gradus {verb}", "", f"{known[verb][1]} {more}", "", "```", example, "```", *options(known[verb][0]))
+    yield from (f"# {name.capitalize()}: {', '.join(verb.name for verb in of)}", "", MARK)
+    for verb in of:
+        p, line = known[verb.name]
+        more = f"More: [{verb.page}](../{verb.page}.md)."
+        yield from ("", f"## gradus {verb.name}", "", f"{line} {more}", "", "```", verb.example, "```", *options(p))
 
 
 def keys_page(title: str, sections: list[str]) -> Iterator[str]:
@@ -100,7 +101,7 @@ def python_page() -> Iterator[str]:
 
 def index_page() -> Iterator[str]:
     yield from ("# Reference", "", MARK, "", "Every verb, by the stage of a project it belongs to; then the keys of a recipe and the functions in Python.")
-    known, each = verbs(cli.parser()), [(group, verb) for group, of in cli.JOURNEY.items() for verb in of]
+    known, each = verbs(cli.parser()), [(group, verb.name) for group, of in cli.JOURNEY.items() for verb in of]
     rows = [[f"[{group}]({group}.md)", f"[`gradus {verb}`]({group}.md#gradus-{verb})", known[verb][1]] for group, verb in each]
     yield from table(["stage", "verb", "what it does"], rows)
     yield from ("", *(f"- [{title}]({name}.md)" for name, (title, _) in KEYS.items()), "- [Python: gradus.api](python.md)")

@@ -70,7 +70,7 @@ def test_it_trains_there_and_comes_back(other, capfd):
     printed = capfd.readouterr().out
     assert "step 4/4" in printed and "training ended with exit code 0; its run folder is runs/a" in printed
     assert {"job.sh", "recipe.yaml", "metrics.jsonl", "summary.json", "checkpoints", "log.txt"} <= {f.name for f in Path("runs/a").iterdir()}
-    assert (other / "gradus" / "source" / "pyproject.toml").is_file() and (other / "gradus" / "source" / "src" / "gradus" / "cli.py").is_file()
+    assert (other / "gradus" / "source" / "pyproject.toml").is_file() and (other / "gradus" / "source" / "src" / "gradus" / "cli" / "__init__.py").is_file()
     asked = (other.parent / "other.log").read_text()
     calls = [line.split()[0] for line in asked.splitlines()]
     assert calls == ["ssh", "scp", "scp", "scp", "ssh", "ssh", "ssh", "scp"] and asked.count("ssh -p 2222 me@there") == 4

@@ -9,12 +9,13 @@ import contextlib
 import os
 import re
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradus.errors import UserError
+from gradus.options import FORCE, JSON_FILE, Option, option
 
 if TYPE_CHECKING:
     from gradus.recipe.schema import Recipe
@@ -42,20 +43,10 @@ def read(args: Namespace, processes: int) -> tuple[Recipe, str]:
     return recipe, str(new_run_folder(recipe.log, recipe.name))
 
 
-def json_file(p: ArgumentParser) -> None:
-    """The option of every verb that takes a recipe."""
-    add = p.add_argument
-    what = 'a JSON file of Hugging Face\'s TrainingArguments, or with them in an object "TrainingArgs"'
-    add("--json_file", "--json-file", metavar="FILE", help=what)
-
-
-def train_options(p: ArgumentParser, nargs: str | None = None) -> None:
+def train_options(nargs: str | None = None) -> tuple[Option, ...]:
     """RECIPE key=value ... and options of `gradus train` that its other forms have too. nargs: of RECIPE."""
-    add = p.add_argument
-    add("recipe", nargs=nargs, metavar="RECIPE", help="a packaged recipe, a file or a run folder")
-    add("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
-    json_file(p)
-    add("--force", action="store_true", help="start even if the plan says that the run will not fit")
+    recipe = option("recipe RECIPE", "a packaged recipe, a file or a run folder", nargs=nargs)
+    return recipe, option("overrides key=value", "settings of the recipe", nargs="*"), JSON_FILE, FORCE
 
 
 def train_words(

@@ -19,11 +19,11 @@ from gradus.text import say
 
 
 def train(
-    n: int, recipe: str, overrides: list[str], *, max_restarts: int = 0, resume: bool = False,
-    auto_resume: bool = False, json_file: str | None = None, flags: Sequence[str] = (),
+    n: int, recipe: str, overrides: list[str], json_file: str | None = None, max_restarts: int = 0, *,
+    resume: bool = False, auto_resume: bool = False, **flags: bool,
 ) -> int:  # fmt: skip
     """`gradus train RECIPE ... --processes n`. A mistake in the recipe is found here, before anything is started.
-    flags: more of the workers' options."""
+    flags: more of the workers' options, by name."""
     from gradus.parallel.check import validate
     from gradus.parallel.device import enough_devices
     from gradus.parallel.world import World, find
@@ -38,7 +38,7 @@ def train(
     folder = resolve.run_to_resume(recipe, overrides, context) if resume else None
     recipe = str(folder or recipe)  # of workers too, whose newest run may be another by then
     argv = ["train", recipe, *overrides, *(["--json_file", json_file] if json_file else [])]
-    argv += flags
+    argv += [f"--{name.replace('_', '-')}" for name, is_set in flags.items() if is_set]
     argv += ["--resume"] if resume else ["--auto-resume"] if auto_resume else []
     config = resolve.load(recipe, overrides, context)[0]
     validate(config, n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pprint
 import re
@@ -10,6 +9,7 @@ import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradus import files
 from gradus.errors import UserError, did_you_mean, requirements
@@ -25,7 +25,10 @@ from gradus.launch import (
     train_words,
     travelling,
 )
-from gradus.recipe.schema import Recipe
+from gradus.options import option
+
+if TYPE_CHECKING:
+    from gradus.recipe.schema import Recipe
 
 GPUS = (
     "T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100", "H100!", "H200",
@@ -33,16 +36,17 @@ GPUS = (
 )  # fmt: skip
 
 
-def options(p: argparse.ArgumentParser) -> None:
-    """The options of `gradus launch modal`."""
-    add = p.add_argument
-    train_options(p, nargs="?")
-    add("--to", required=True, metavar="FILE.py", help="where to write the app")
-    add("--gpu", default="A100", metavar="TYPE[:N]", help="e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only")
-    add("--model", metavar="MODEL", help="to generate from: a folder or a name on the hub (default: the recipe's run)")
-    text = "of generation: weights and arithmetic (default fp32)"
-    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help=text)
-    add("--secret", metavar="NAME", help="holds HF_TOKEN, for weights and data that need one")
+OPTIONS = (
+    *train_options(nargs="?"),
+    option("--to FILE.py", "where to write the app", required=True),
+    option("--gpu TYPE[:N]", "e.g. T4, A100-80GB, H100:4 (default A100); none: CPU only", default="A100"),
+    option("--model MODEL", "to generate from: a folder or a name on the hub (default: the recipe's run)"),
+    option(
+        "--precision", "of generation: weights and arithmetic (default fp32)",
+        choices=["fp32", "bf16", "fp16"], default="fp32",
+    ),
+    option("--secret NAME", "holds HF_TOKEN, for weights and data that need one"),
+)  # fmt: skip
 
 
 def launch(args: Namespace) -> int:

@@ -3,7 +3,6 @@ itself."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import os
@@ -17,9 +16,11 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from gradus import files, limits
+from gradus import files
 from gradus.errors import FAULT, UserError, reason
 from gradus.launch import one_line, preview, read, train_options, train_words
+from gradus.limits import AXIS
+from gradus.options import option, whole
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 ENDED = {
@@ -30,39 +31,43 @@ TIME = re.compile(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}")
 TAIL = 10  # lines
 
 
-def options(p: argparse.ArgumentParser) -> None:
-    """The options of `gradus launch slurm`, by sbatch's own names where it has them."""
-    add, number = p.add_argument, {"type": limits.whole(1, limits.AXIS), "metavar": "N"}
-    several = {"action": "append", "default": []}
-    train_options(p, nargs="?")
-    add("-J", "--job-name", metavar="NAME", help="name of the job (default: the recipe's name)")
-    add("-D", "--chdir", metavar="DIR", default=".", help="to which all paths are relative (default: this folder)")
-    add("-o", "--output", metavar="FILE", help="what the job prints (default: slurm-%%j.out in the run folder)")
-    add("-e", "--error", metavar="FILE", help="its error output (default: the same file)")
-    add("-N", "--nodes", default=1, **number, help="machines (default 1)")
-    add("-n", "--ntasks", **number, help="processes in all, instead of --ntasks-per-node")
-    add("--ntasks-per-node", **number, help="processes per node (default: one per GPU; without GPUs, one)")
-    add("-c", "--cpus-per-task", **number, help="processors per process")
-    add("--gpus", default="0", metavar="N|TYPE:N", help="GPUs per node (--gres gpu:N); 0 (default): none")
-    add("-t", "--time", metavar="LIMIT", help="minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)")
-    add("-p", "--partition", metavar="NAME", help="queue to submit to (sinfo lists them)")
-    add("-A", "--account", metavar="NAME", help="project that is charged")
-    add("-q", "--qos", metavar="NAME", help="quality of service: limits and priority")
-    add("--directive", **several, metavar="TEXT", help="any other of sbatch's, e.g. mem=64G; may be repeated")
-    add("--module", **several, metavar="NAME", help="module to load, after a purge; may be repeated")
-    add("--venv", metavar="DIR", help="to activate, or none (default: the one this command runs in)")
-    add("--container", metavar="IMAGE", help="run inside this image")
-    text = "that runs the image (default: apptainer exec, or apptainer exec --nv with GPUs)"
-    add("--container-command", metavar="COMMAND", help=text)
-    add("--offline", action="store_true", help=f"set {', '.join(OFFLINE)}")
-    add("--setup", **several, metavar="LINE", help="shell line to run before training; may be repeated")
-    help_ = "this long before the limit: save, requeue, resume (default USR1@120); none: never"
-    add("--signal", default="USR1@120", metavar="NAME@SECONDS", help=help_)
-    add("--max-requeues", type=limits.whole(0, 10**6), default=100, metavar="N", help="times to requeue (default 100)")
-    add("--to", metavar="FILE", help="where to write the script (default: job.sbatch in the run folder)")
-    add("--dry-run", action="store_true", help="write the script, do not submit it")
-    add("--follow", action="store_true", help="show the log until the job has ended")
-    add("--status", metavar="JOBID", help="the state of a job and the end of its log, instead of starting one")
+SEVERAL = {"action": "append", "default": []}
+# by sbatch's own names where it has them
+OPTIONS = (
+    *train_options(nargs="?"),
+    option("-J --job-name NAME", "name of the job (default: the recipe's name)"),
+    option("-D --chdir DIR", "to which all paths are relative (default: this folder)", default="."),
+    option("-o --output FILE", "what the job prints (default: slurm-%%j.out in the run folder)"),
+    option("-e --error FILE", "its error output (default: the same file)"),
+    option("-N --nodes N", "machines (default 1)", whole(AXIS), default=1),
+    option("-n --ntasks N", "processes in all, instead of --ntasks-per-node", whole(AXIS)),
+    option("--ntasks-per-node N", "processes per node (default: one per GPU; without GPUs, one)", whole(AXIS)),
+    option("-c --cpus-per-task N", "processors per process", whole(AXIS)),
+    option("--gpus N|TYPE:N", "GPUs per node (--gres gpu:N); 0 (default): none", default="0"),
+    option("-t --time LIMIT", "minutes, HH:MM:SS or D-HH:MM:SS (default: the partition's)"),
+    option("-p --partition NAME", "queue to submit to (sinfo lists them)"),
+    option("-A --account NAME", "project that is charged"),
+    option("-q --qos NAME", "quality of service: limits and priority"),
+    option("--directive TEXT", "any other of sbatch's, e.g. mem=64G; may be repeated", **SEVERAL),
+    option("--module NAME", "module to load, after a purge; may be repeated", **SEVERAL),
+    option("--venv DIR", "to activate, or none (default: the one this command runs in)"),
+    option("--container IMAGE", "run inside this image"),
+    option(
+        "--container-command COMMAND",
+        "that runs the image (default: apptainer exec, or apptainer exec --nv with GPUs)",
+    ),
+    option("--offline", f"set {', '.join(OFFLINE)}"),
+    option("--setup LINE", "shell line to run before training; may be repeated", **SEVERAL),
+    option(
+        "--signal NAME@SECONDS",
+        "this long before the limit: save, requeue, resume (default USR1@120); none: never", default="USR1@120",
+    ),
+    option("--max-requeues N", "times to requeue (default 100)", whole(10**6, 0), default=100),
+    option("--to FILE", "where to write the script (default: job.sbatch in the run folder)"),
+    option("--dry-run", "write the script, do not submit it"),
+    option("--follow", "show the log until the job has ended"),
+    option("--status JOBID", "the state of a job and the end of its log, instead of starting one"),
+)  # fmt: skip
 
 
 def launch(args: Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -29,22 +28,20 @@ from gradus.launch import (
     train_words,
     travelling,
 )
+from gradus.options import option, whole
 
-
-def options(p: argparse.ArgumentParser) -> None:
-    """The options of `gradus launch ssh`."""
-    add = p.add_argument
-    train_options(p)
-    add("--host", metavar="USER@HOST", help="run the commands on this machine; without it, they are printed")
-    add("-p", "--port", type=limits.whole(1, 65_535), default=22, metavar="N", help="port of ssh there (default 22)")
-    add("--dry-run", action="store_true", help="print the commands, run none")
-    number = limits.whole(1, limits.PROCESSES)
-    add("--processes", type=number, default=1, metavar="N", help="to start there, one per GPU (default 1)")
-    add("--folder", default="gradus", metavar="DIR", help="folder there, below the home folder (default: gradus)")
-    add("--copy", choices=["scp", "rsync"], default="scp", help="rsync (must be there too) sends only what changed")
-    add("--python", default="python3", metavar="COMMAND", help="Python there, 3.11 or newer (default: python3)")
-    add("--setup", action="append", default=[], metavar="LINE", help="line to run instead of the set-up; repeatable")
-    add("--follow", action="store_true", help="show the log until training has ended, then fetch the run folder")
+OPTIONS = (
+    *train_options(),
+    option("--host USER@HOST", "run the commands on this machine; without it, they are printed"),
+    option("-p --port N", "port of ssh there (default 22)", whole(65_535), default=22),
+    option("--dry-run", "print the commands, run none"),
+    option("--processes N", "to start there, one per GPU (default 1)", whole(limits.PROCESSES), default=1),
+    option("--folder DIR", "folder there, below the home folder (default: gradus)", default="gradus"),
+    option("--copy", "rsync (must be there too) sends only what changed", choices=["scp", "rsync"], default="scp"),
+    option("--python COMMAND", "Python there, 3.11 or newer (default: python3)", default="python3"),
+    option("--setup LINE", "line to run instead of the set-up; repeatable", action="append", default=[]),
+    option("--follow", "show the log until training has ended, then fetch the run folder"),
+)
 
 
 @dataclasses.dataclass
