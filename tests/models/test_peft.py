@@ -212,6 +212,11 @@ def test_of_a_family_that_transformers_does_not_have(tmp_path):
     models.save(ours, tmp_path / "adapter")
     assert models.load(tmp_path / "adapter").eval()(IDS, IDS).equal(ours(IDS, IDS))
     assert far(merged(ours).eval()(IDS, IDS), ours(IDS, IDS)) < 1e-5
+    experts = CONFIGS["gpt"].model_copy(update={"n_experts": 4})
+    models.save(shaken(models.build(experts, seed=1)), tmp_path / "experts")
+    ours = adapted("gpt", tmp_path / "experts", targets=["attention"]).eval()
+    models.save(ours, tmp_path / "beside")
+    assert models.load(tmp_path / "beside").eval()(IDS).equal(ours(IDS))
 
 
 def test_other_ways_to_load_ours(bases, tmp_path):

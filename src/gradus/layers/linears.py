@@ -12,6 +12,11 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
+def within(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:
+    """What the names of modules inside one of this kind begin with."""
+    return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, kind))
+
+
 def use_linears(model: nn.Module, kind: Callable[[str, nn.Linear], nn.Module]) -> None:
     """Put `kind(name, linear)` in the place of every Linear, which may be the same Linear again."""
     for name, linear in linears(model).items():

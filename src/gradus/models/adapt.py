@@ -17,6 +17,7 @@ from torch import nn
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
 from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, SmallLinear, linears, small, use_linears
+from gradus.layers.linears import within
 from gradus.models.family import Family
 from gradus.models.weights import first_names, in_head
 from gradus.recipe.schema import Adapter, ModelConfig
@@ -88,11 +89,6 @@ def adaptable(model: nn.Module) -> list[str]:
     others = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
     inside = within(model, LoRALinear)
     return [name for name, m in linears(model).items() if m not in others and not name.startswith(inside)]
-
-
-def within(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:
-    """What the names of modules inside one of this kind begin with."""
-    return tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, kind))
 
 
 def matches(pattern: str, name: str) -> bool:

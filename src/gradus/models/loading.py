@@ -92,16 +92,13 @@ def load_deferred(
     """As `load`, before the model has memory. seed: of what is freshly initialised, as in `build`."""
     path = locate(name_or_path)
     stored, tensors = opened(path, weights_too=True)
-    return _fitted(_override(stored, overrides), stored, tensors, path, strict, seed)
-
-
-def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
-    known = set(type(config).model_fields) - {"family", "preset", "init"}
+    known = set(type(stored).model_fields) - {"family", "preset", "init"}
     for key in overrides:
         if key not in known:
-            raise UserError(f"load: {key} is not a field of a {config.family} model.{did_you_mean(key, known)}")
+            raise UserError(f"load: {key} is not a field of a {stored.family} model.{did_you_mean(key, known)}")
     with one_line("load"):
-        return config.changed(**overrides) if overrides else config
+        config = stored.changed(**overrides) if overrides else stored
+    return _fitted(config, stored, tensors, path, strict, seed)
 
 
 def load_start(config: ModelConfig, seed: int | None) -> Deferred:

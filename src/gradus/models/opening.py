@@ -214,8 +214,7 @@ def _of_peft(base: schema.ModelConfig, about: dict, tensors: dict[str, Stored]) 
         rank=about.get("r", 8), alpha=about.get("lora_alpha", 8), rslora=bool(about.get("use_rslora")),
         dropout=about.get("lora_dropout", 0.0), targets=targets,
     )  # fmt: skip
-    table = weights.rules_of(config.family).rules(config)
-    whole = {name for rule in table if rule.theirs in saved for name in rule.names}
+    whole = {name for rule in weights.table_of(config) if rule.theirs in saved for name in rule.names}
     names = sorted({name.rpartition(".")[0] for name in whole if not weights.in_head(name)})
     return config.trained(adapter, [f"-{name}" for name in names]), tensors
 

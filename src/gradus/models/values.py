@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from gradus import spin
 from gradus.layers import LoRALinear, SmallLinear
 from gradus.layers.init import Draw
+from gradus.layers.linears import within
 from gradus.models.weights import LoadReport, Stored
 from gradus.torch_private import FakeTensor, local_shape_and_offset, unset_fake_temporarily
 
@@ -81,9 +82,8 @@ def stored_small(model: nn.Module, values: Values) -> Values:
 
 def held(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that have values of their own: parameters, and weights stored small."""
-    small = (f"{name}." for name, module in model.named_modules() if isinstance(module, SmallLinear))
-    inside = tuple(small)
-    buffers = {name: b for name, b in model.named_buffers() if inside and name.startswith(inside)}
+    inside = within(model, SmallLinear)
+    buffers = {name: b for name, b in model.named_buffers() if name.startswith(inside)}
     return {**dict(model.named_parameters()), **buffers}
 
 

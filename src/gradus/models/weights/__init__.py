@@ -258,11 +258,16 @@ def read_pickle(file: Path) -> dict[Any, Any]:
     return state
 
 
+def table_of(config: ModelConfig) -> list[Rule]:
+    """Those of a family."""
+    return rules_of(config.family).rules(config)
+
+
 def rules(model: nn.Module) -> list[Rule]:
     """Those of a model's family, and of its adapter. Raises UserError for an adapter that PEFT's layout cannot hold."""
     from gradus.models.weights import peft
 
-    table = rules_of(model.config.family).rules(model.config)
+    table = table_of(model.config)
     return [*table, *peft.rules(model)] if model.config.adapter else table
 
 

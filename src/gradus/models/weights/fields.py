@@ -42,7 +42,10 @@ def as_ours(config: ModelConfig, model_type: str, architecture: str) -> dict[str
 
 
 def from_ours(hf: Mapping[str, Any]) -> dict[str, Any]:
-    others = ("model_type", "architectures", "dtype", "id2label", "label2id", "problem_type", "sentence_transformers")
+    others = (
+        "model_type", "architectures", "dtype", "id2label", "label2id", "problem_type", "sentence_transformers",
+        "gradus",
+    )  # fmt: skip
     return {k: v for k, v in hf.items() if k not in others}
 
 

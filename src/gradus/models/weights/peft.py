@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gradus import limits
 from gradus.errors import UserError, some
 from gradus.models.family import rules_of
-from gradus.models.weights import Rule, Stored, family_of, fields, first_names, identity, in_head, transpose
+from gradus.models.weights import Rule, Stored, family_of, fields, first_names, identity, in_head, table_of, transpose
 from gradus.models.weights import read_tensors as read_file
 
 if TYPE_CHECKING:
@@ -80,14 +80,10 @@ def _reordered(rule: Rule, axis: int, back: bool, matrix: Tensor) -> Tensor:
     return matrix.index_select(axis, order.argsort() if back else order)
 
 
-def _table(config: ModelConfig) -> list[Rule]:
-    return rules_of(config.family).rules(config)
-
-
 def _matrices(config: ModelConfig) -> Iterator[tuple[Rule, list[str]]]:
     """The base's rules of weights, each with the names of our modules; of a module with several the first."""
     seen: set[tuple[str, ...]] = set()
-    for rule in _table(config):
+    for rule in table_of(config):
         if rule.names in seen:
             continue
         seen.add(rule.names)
@@ -110,7 +106,7 @@ def _diagonal(*parts: Tensor) -> Tensor:
 
 def described(model: nn.Module, base: str, task: str | None) -> dict[str, Any]:
     """adapter_config.json of an adapted model. base: what names its base. task: PEFT's task_type."""
-    config, own, table = model.config.adapter, adapted(model), _table(model.config)
+    config, own, table = model.config.adapter, adapted(model), table_of(model.config)
     modules, ranks, alphas, transposed = [], {}, {}, False
     for rule, names in _matrices(model.config):
         if names[0] not in own:
@@ -137,7 +133,7 @@ def trained_whole(model: nn.Module) -> list[str]:
     first, parameters = first_names(model), dict(model.named_parameters())
     trained = {name: parameters[one].requires_grad for name, one in first.items()}
     shared = {one for name, one in first.items() if name != one}
-    table = [(f"{module_of(rule.theirs, model.config)}.", rule) for rule in _table(model.config)]
+    table = [(f"{module_of(rule.theirs, model.config)}.", rule) for rule in table_of(model.config)]
     modules = sorted({  # of a head the whole, which may be several layers
         f"{module.partition('.')[0]}." if all(map(in_head, rule.names)) else module
         for module, rule in table if any(trained[name] for name in rule.names)
@@ -230,7 +226,7 @@ def read_tensors(folder: Path, config: ModelConfig) -> dict[str, Stored]:
     stored = read_file(file)
     if others := [name for name in stored if "lora_embedding" in name or "lora_magnitude" in name]:
         raise UserError(f"{folder}: {some(others)}: not supported. Merge it with PEFT (merge_and_unload) and give that")
-    whole = {f"{module_of(r.theirs, config)}.{r.theirs.rpartition('.')[2]}": r.theirs for r in _table(config)}
+    whole = {f"{module_of(r.theirs, config)}.{r.theirs.rpartition('.')[2]}": r.theirs for r in table_of(config)}
     out = {}
     for name, tensor in stored.items():
         module, dot, matrix = name.removeprefix(PREFIX).rpartition(".lora_")
@@ -304,7 +300,7 @@ def _lacking(
 def lacking_whole(config: ModelConfig, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Iterator[str]:
     """What modules_to_save names and the file has not."""
     seen: set[tuple] = set()
-    for rule in _table(config):
+    for rule in table_of(config):
         first = (rule.names, rule.index) not in seen
         if first and rule.theirs not in tensors and _saved(about, module_of(rule.theirs, config)):
             yield PREFIX + rule.theirs
