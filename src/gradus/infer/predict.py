@@ -77,10 +77,11 @@ def predict(args: Any) -> Iterator[str]:
     """
     if args.split and args.inputs:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
-    if args.grid_file and Path(args.grid_file).suffix != ".svg":
-        raise UserError(f"--grid={args.grid_file}: the picture is saved as .svg. Give a name with that ending.")
-    if args.to and Path(args.to).suffix != ".jsonl":
-        raise UserError(f"--to={args.to}: this is saved as .jsonl. Give a name with that ending.")
+    for option, file, what, end in (
+        ("--grid", args.grid_file, "the picture", ".svg"), ("--to", args.to, "this", ".jsonl"),
+    ):  # fmt: skip
+        if file and Path(file).suffix != end:
+            raise UserError(f"{option}={file}: {what} is saved as {end}. Give a name with that ending.")
     sources = sources_of(args.model, args.adapter, args.engine, args.precision)
     if len(sources) > 1 and (args.inputs in ([], ["-"]) or args.split):
         raise UserError("several of --adapter answer the same inputs: give these as arguments.")
@@ -500,13 +501,14 @@ def evaluate(
     source, session = open_evaluation(name, [*overrides, *alone], split, checkpoint, json_file)
     source.engine, source.precision = engine, precision
     plain = not source.export_info and (engine or "torch", precision or "fp32") == ("torch", "fp32")
+    instead = None if plain else LazyEngine(source)
     task, sums = session.task, []
     model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
         models.load_weights(model, source.path)
         with_finite_weights(source, model)
     rounds = plain and session.recipe.train.qat and (source.path / qat.FILE).is_file()  # as training evaluated
-    parallel, instead = apply(model, session.recipe.layout, qat=rounds), None if plain else LazyEngine(source)
+    parallel = apply(model, session.recipe.layout, qat=rounds)
     if rounds:
         qat.restore(model, read_json(source.path / qat.FILE, limits.CONFIG_FILE))
     precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own
