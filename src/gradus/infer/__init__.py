@@ -256,11 +256,12 @@ def repetition_penalty(source: ModelSource, applied: bool = True) -> float:
     one that is no positive number."""
     penalty = None
     for file, asked in source.settings.items():
-        penalty = penalty or (asked.get("repetition_penalty") if applied else 1)
+        own = asked.pop("repetition_penalty", None) if applied else 1
+        penalty = penalty or own
         if penalty is not None and (type(penalty) not in (int, float) or penalty <= 0):
             raise UserError(f"{file}: repetition_penalty={penalty!r:.40}: must be a positive number.")
         answers = UNAPPLIED.search if file.name != GENERATION else lambda key: not HARMLESS.search(key)
-        unapplied = [(k, v) for k, v in asked.items() if answers(k) and not (applied and k == "repetition_penalty")]
+        unapplied = [(key, value) for key, value in asked.items() if answers(key)]
         if told := [f"{key}={v!s:.40}" for key, v in unapplied if v is True or v not in (None, 0, 1, [])]:
             note(f"{file}: not applied: {', '.join(told)}. gradus generate --help lists what can be set")
     if (penalty or 1) != 1:

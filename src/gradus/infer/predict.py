@@ -77,11 +77,10 @@ def predict(args: Any) -> Iterator[str]:
     """
     if args.split and args.inputs:
         raise UserError(f"--split={args.split} takes inputs from the data; leave out {args.inputs[0]!r}, or --split.")
-    for option, file, what, end in (
-        ("--grid", args.grid_file, "the picture", ".svg"), ("--to", args.to, "this", ".jsonl"),
-    ):  # fmt: skip
-        if file and Path(file).suffix != end:
-            raise UserError(f"{option}={file}: {what} is saved as {end}. Give a name with that ending.")
+    if args.grid_file and Path(args.grid_file).suffix != ".svg":
+        raise UserError(f"--grid={args.grid_file}: the picture is saved as .svg. Give a name with that ending.")
+    if args.to and Path(args.to).suffix != ".jsonl":
+        raise UserError(f"--to={args.to}: this is saved as .jsonl. Give a name with that ending.")
     sources = sources_of(args.model, args.adapter, args.engine, args.precision)
     if len(sources) > 1 and (args.inputs in ([], ["-"]) or args.split):
         raise UserError("several of --adapter answer the same inputs: give these as arguments.")
