@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from gradus import recipe as recipes
-from gradus.proof.optimizations import Candidates, LadderContext, Optimization
+from gradus.proof.optimizations import LadderContext, Optimization
 from gradus.proof.study_store import StudyStore
 
 TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "schedule.warmup_steps=4",
@@ -43,17 +43,17 @@ configurations:
 """
 
 
-def of_samples(samples) -> StudyStore:
+def of_samples(study, samples) -> StudyStore:
     """As if these had been measured: configuration → samples."""
     store = StudyStore.__new__(StudyStore)
-    store.samples, store.common = samples, {}
+    store.study, store.samples, store.common = study, samples, {}
     return store
 
 
 COPY = ["copy-task", "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8",
         "schedule.warmup_steps=2", "batch.samples=16", "train.steps=4", "layout.device=cpu", "layout.threads=1"]  # fmt: skip
 NAIVE = recipes.load("copy-task", [*COPY[1:], "layout.attention=naive"])
-KERNEL = Optimization("kernel", lambda *_: Candidates([{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}], []))
+KERNEL = Optimization("kernel", lambda *_: [{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}])
 
 
 def context(goal: str = "speed", original=NAIVE) -> LadderContext:

@@ -17,7 +17,7 @@ from gradus.cli import main
 from gradus.errors import UserError
 from gradus.infer import engines, find
 from gradus.parallel.world import World
-from gradus.proof import bench, engine_runner, harness, study, study_rows, study_store
+from gradus.proof import bench, engine_runner, harness, study, study_store
 from gradus.proof.timing import Timed
 from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ViTConfig
 from gradus.rows import read_rows
@@ -230,9 +230,9 @@ def test_best_and_rates_are_by_the_medians_that_are_shown(tmp_path):
         for name in ("torch", "onnx")
     ]  # fmt: skip
     samples = {"torch": rounds([0.2] * 10, [0.24] * 10), "onnx": rounds([0.1] * 9 + [10.0], [0.1] * 10)}
-    store = of_samples(samples)
     both = study.Study("x", made, against="torch fp32")
-    of = {(r.name, r.conditions["configuration"]): r for r in [*study_rows.rows_of(both, store, [], {}), *bench.BenchPlan(place, both, {}, set()).rows(both, store)]}
+    store = of_samples(both, samples)
+    of = {(r.name, r.conditions["configuration"]): r for r in [*store.rows([], {}), *bench.BenchPlan(place, both, {}, set()).rows(store)]}
     speed, ratio = of["samples_per_s", "torch"], of["ratio", "onnx"]
     assert speed.value == pytest.approx(statistics.median(speed.conditions["samples"])) and speed.conditions["samples"] == pytest.approx([5.0, 1 / 0.24])
     assert ratio.value == pytest.approx(2.2), "the median of what its range is of"

@@ -45,7 +45,7 @@ def calibrated(tmp_path_factory):
     file = tmp_path_factory.mktemp("hardware") / "hardware.yaml"
     file.write_text("devices:\n  mine: {peaks: {fp32: 1 TFLOP/s}, memory: 1 GiB, bandwidth: 1 GB/s}\n")
     try:
-        found = calibrate.calibrate(60.0, torch.device("cpu"))
+        found = calibrate.calibrate(60.0, torch.device("cpu"), lambda line: None)
         hardware.add_device(found, file)
     finally:
         small.undo()

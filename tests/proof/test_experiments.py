@@ -17,7 +17,8 @@ from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.parallel import processes
 from gradus.plan.answer import Request, answer
-from gradus.proof import engine_runner, harness, results, study_file, study_rows, study_store
+from gradus.proof import engine_runner, harness, results, study_file, study_store
+from gradus.proof.study import unit_of
 from gradus.proof.timing import Timed, Window, time_it
 from gradus.recipe.schema import BertConfig
 from gradus.rows import Row, read_rows
@@ -42,8 +43,8 @@ def test_it_can_be_read_and_its_page_is_its_rows(file):
     first, last, text = f"<!-- {file.stem} -->\n", f"<!-- end of {file.stem} -->\n", page.read_text(encoding="utf-8")
     assert f"{first}{table}\n{last}" in text
     if file.stem != "claimed-ranges":  # it has a table of its own, below
-        own_page = study_file.Page.read(ROOT / "none", file, told)
-        assert text == own_page.before + table + "\n" + own_page.after, "the page says what the study file says"
+        before, after = study_file.around_table(ROOT / "none", file, told)
+        assert text == before + table + "\n" + after, "the page says what the study file says"
     assert {r["configuration"] for r in read_rows(rows)} == {c.name for c in study.configurations}
 
 
@@ -57,7 +58,7 @@ def test_what_a_page_says_is_planned_is_today_s_plan(file):
     study, told = study_file.load(file)
     kept = read_rows(ROOT / "experiments/results" / f"{file.stem}.jsonl")
     plan = [row for c in study.configurations for row in harness.source_rows(c)]
-    plan += study_rows.planned_ratios(study, plan)
+    plan += study_store.planned_ratios(study, plan)
     today = {(row.conditions["configuration"], row.name): row.value for row in plan if row.conditions["kind"] == "planned"}
     assert {(r["configuration"], r["name"]) for r in kept if r["kind"] == "planned"} == set(today)
     again = [{**r, "value": today[r["configuration"], r["name"]]} if r["kind"] == "planned" else r for r in kept]
@@ -153,8 +154,8 @@ def test_the_road_is_planned_in_hours_an_epoch():
     first = next(c.reference for c in study.configurations if c.name == "L/16 1 × A40 fp32, batch 32")
     values = first.figures()
     step = answer(Request(str(RECIPES / "cifar10-vit-l16.yaml"), ("data.path=null", "layout.device=cuda", "layout.precision=fp32"), "1xA40")).value("time/step")
-    assert values["time/step"][0] == pytest.approx(step, rel=1e-6)
-    assert values["time/epoch"] == (pytest.approx(math.ceil(50_000 / 32) * step / 3600, rel=1e-3), "h")
+    assert values["time/step"] == pytest.approx(step, rel=1e-6)
+    assert values["time/epoch"] == pytest.approx(math.ceil(50_000 / 32) * step / 3600, rel=1e-3) and unit_of("time/epoch") == "h"
 
 
 def test_the_vertex_posts_columns_agree():

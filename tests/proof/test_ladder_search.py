@@ -10,13 +10,13 @@ import pytest
 from gradus import recipe as recipes
 from gradus.proof import optimizations
 from gradus.proof.ladder_search import Trial, climb
-from gradus.proof.optimizations import OPTIMIZATIONS, Candidates, Optimization, words
+from gradus.proof.optimizations import OPTIMIZATIONS, Optimization, words
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
 from proof_cases import KERNEL, NAIVE, context  # noqa: E402
 
-HALF = Optimization("half", lambda *_: Candidates([{"layout.precision": "bf16"}], ["fp16: for GPUs"]))
+HALF = Optimization("half", lambda *_: [{"layout.precision": "bf16"}, "fp16: for GPUs"])
 
 
 def measure(**of: dict):

@@ -40,7 +40,7 @@ def test_a_study_is_of_one_machine(tmp_path, monkeypatch):
     made = study.Study("x", [study.Configuration("a", None)])
     StudyStore(made, tmp_path).add(made.configurations[0], study_store.Sample(1, values={"samples_per_s": (1.0, "")}))
     StudyStore(made, tmp_path)
-    monkeypatch.setattr(study_store, "conditions", lambda: {"cpu": "another"})
+    monkeypatch.setattr(study_store.machine, "conditions", lambda: {"cpu": "another"})
     with pytest.raises(UserError, match=r"samples of another machine .*; this is another\. Go on there, or give another --to"):
         StudyStore(made, tmp_path)
 

@@ -8,7 +8,6 @@ import pytest
 
 from gradus import recipe as recipes
 from gradus.proof.study import Configuration, Study
-from gradus.proof.study_rows import rows_of
 from gradus.proof.study_store import Sample, StudyStore, claimed
 from gradus.proof.timing import Timed
 from gradus.report import plots, studies, study_plots
@@ -41,7 +40,7 @@ def harness(tmp_path_factory):
             at = {"precision": precision, "processes": f"{n} of them"}
             made.append(Configuration(" · ".join(at.values()), recipes.load("copy-task", [f"layout.precision={precision}"]), at, processes=n))
     study = Study("pair", made, steps=2, rounds=2, against="fp32")
-    with claimed(folder, "study", {"study": "pair"}, {"configurations": {c.name: c.describe() for c in made}}):
+    with claimed(folder, "study", {"study": "pair"}, {"configurations": {c.name: c.identity() for c in made}}):
         store = StudyStore(study, folder)
         for k in (1, 2):
             for i, c in enumerate(made):
@@ -51,6 +50,6 @@ def harness(tmp_path_factory):
         store.add(made[-1], Sample(3, failed="the <memory> is full"))
         store.file.close()
     planned = [row("memory/allocated", 8_000_000, c.name, "bytes", kind="predicted") for c in made]
-    lines = [json.dumps(r) for r in planned] + [r.json() for r in rows_of(study, store, [], {})]
+    lines = [json.dumps(r) for r in planned] + [r.json() for r in store.rows([], {})]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
     return folder

@@ -80,6 +80,11 @@ class ModelSource:
         paths = (next((folder / name for folder in folders if (folder / name).is_file()), None) for name in names)
         return [path for path in paths if path]
 
+    @property
+    def settings(self) -> dict[Path, dict[str, Any]]:
+        """What generation_config.json and config.json beside its weights hold."""
+        return {file: read_object(file) for file in self.beside(GENERATION, "config.json")}
+
     def content(self) -> list[str]:
         """Hashes of all that it computes with."""
         about = (place / name for place in self.places for name in (peft.CONFIG, peft.OURS, "config.json"))
@@ -171,7 +176,7 @@ def sources(
     model, digest = base.load(), models.digest(base.path)
     out = [find(adapter) for adapter in adapters]
     for source in out:
-        of = models.config_of(source.path).init
+        of = source.config.init
         if of is None or models.digest(models.locate(of)) != digest:
             whose = f"an adapter of {of}, not of {name}" if of else "not an adapter"
             raise UserError(f"--adapter {source.name}: {whose}. Give an adapter of {name}.")
@@ -218,8 +223,8 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
     tokenizer's. Raises UserError for ids that the model does not have."""
     usual = special(tokenizer, "bos" if source.path.is_file() else "eos", "sep")  # of llama2.c: the next one's begin
     n = getattr(source.config, "target_vocab_size", None) or source.config.vocab_size
-    for file in source.beside(GENERATION, *(["config.json"] if source.recipe is None else [])):
-        configured = read_object(file).get("eos_token_id")
+    for file, asked in source.settings.items():
+        configured = asked.get("eos_token_id") if file.name == GENERATION or source.recipe is None else None
         ends = [i for i in (configured if isinstance(configured, list) else [configured]) if i is not None]
         if not all(type(i) is int and 0 <= i < n for i in ends):
             said = f"eos_token_id: expected an id below {n:,} or a list of them, got {configured!r:.60}"
@@ -229,13 +234,19 @@ def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
     return [i for i in [usual] if i is not None]
 
 
+def decoder_start(source: ModelSource, tokenizer: Tokenizer) -> int | None:
+    """The token that an encoder-decoder's answer starts with; None: the tokenizer has none."""
+    if source.family.decoder_start == "padding":
+        return special(tokenizer, "pad") or 0
+    return special(tokenizer, "bos", "cls", "pad")
+
+
 def repetition_penalty(source: ModelSource, applied: bool = True) -> float:
     """That of generation_config.json, else of a published config.json; 1 is none. A note tells of it, and of settings
     there that transformers applies and Gradus does not. applied: False where it is one of these. Raises UserError for
     one that is no positive number."""
     penalty = None
-    for file in source.beside(GENERATION, "config.json"):
-        asked = read_object(file)
+    for file, asked in source.settings.items():
         own = asked.pop("repetition_penalty", None) if applied else 1
         penalty = penalty or own
         if penalty is not None and (type(penalty) not in (int, float) or penalty <= 0):
@@ -270,14 +281,14 @@ def encode(source: ModelSource, tokenizers: dict[str, Tokenizer], texts: list[st
         sources = [tokenizer.with_special_tokens(row) for row in rows]
         if fit:
             fits(texts, sources, config.longest)
-        padding = family.decoder_start == "padding"
-        start = special(target, "pad") or 0 if padding else special(target, "bos", "cls", "pad")
+        start = decoder_start(source, target)
         if start is None:
             own = "Use the model's own (gradus generate: --tokenizer PATH)."
             raise UserError(f"the tokenizer has no begin token. {own}")
-        for file in source.beside(GENERATION) if recipe is None else ():
-            if (asked := read_object(file).get("decoder_start_token_id", start)) not in (start, None):
-                raise UserError(f"{file}: decoder_start_token_id={asked!s:.40}: Gradus starts an answer with {start}.")
+        for file, asked in source.settings.items() if recipe is None else ():
+            other = asked.get("decoder_start_token_id", start) if file.name == GENERATION else None
+            if other not in (start, None):
+                raise UserError(f"{file}: decoder_start_token_id={other!s:.40}: Gradus starts an answer with {start}.")
         return Encoded([[start]] * len(rows), sources, ends)
 
     documents = recipe is None or in_documents(recipe)

@@ -94,19 +94,13 @@ def line(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def verdict(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises UserError for an engine whose results are of no use."""
-    v = _values(rows)
-    at, delta, largest = rows[0], float(v["max_abs_delta"]), float(v["largest"])
-    limit = CLOSE * largest if v["computes"] == "fp32" else largest
+def verdict(figures: dict[str, Any], engine: str, precision: str) -> None:
+    """Raises UserError for an engine whose results are of no use. figures: of a check, by the ends of their names."""
+    delta, largest = float(figures["max_abs_delta"]), float(figures["largest"])
+    limit = CLOSE * largest if figures["computes"] == "fp32" else largest
     if not delta <= limit:
         off = f"differs from PyTorch in fp32 by {delta:.1e} where logits reach {largest:.3g}"
-        raise UserError(f"--engine={at['engine']} --precision={at['precision']}: {off}. Use --engine torch.")
-
-
-def check_file(source: ModelSource, engine: Engine) -> Path:
-    """Where the check of an engine on these weights, and of the files that it runs, is kept."""
-    return files.cache_dir() / "engines" / f"{cache_key(source, engine.name, engine.precision, engine.content())}.jsonl"
+        raise UserError(f"--engine={engine} --precision={precision}: {off}. Use --engine torch.")
 
 
 def read_check(file: Path) -> list[dict[str, Any]]:
@@ -155,7 +149,8 @@ def checked(
     if source.export_info:  # checked when it was written
         say(source.export_info["told"], sys.stderr)
         return engine
-    file = check_file(source, engine)
+    key = cache_key(source, name, precision, engine.content())  # of these weights, and of the files that it runs
+    file = files.cache_dir() / "engines" / f"{key}.jsonl"
     if not (rows := read_check(file)):
         reference = Torch(dataclasses.replace(source, model=None), "fp32")
         rows = compare(engine, reference, inputs)
@@ -167,5 +162,5 @@ def checked(
             files.write_text(file, as_lines(rows))
         rows = read_rows(file)
     say(line(rows), sys.stderr)
-    verdict(rows)
+    verdict(_values(rows), name, precision)
     return engine

@@ -98,18 +98,6 @@ class Engine:
         out = self.forward(**{name: value for name, value in inputs.items() if value is not None})
         return out if select is None else out[select]
 
-    def prefill(
-        self, ids: Tensor, lengths: Tensor, sources: Tensor | None = None, source_lengths: Tensor | None = None, *,
-        room: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        raise UserError(f"--engine={self.name}: it does not generate text. Use --engine torch.")
-
-    def decode(self, ids: Tensor, positions: Tensor) -> Tensor:
-        raise UserError(f"--engine={self.name}: it does not generate text. Use --engine torch.")
-
-    def reorder(self, rows: Tensor) -> None:
-        raise UserError(f"--engine={self.name}: it has no beam search. Use --beams 1, or --engine torch.")
-
 
 class Torch(Steps, Engine):
     """The model as it is."""

@@ -35,7 +35,7 @@ def export(
     """
     source = find(name)
     graphs = kind != "hf"
-    adapted = models.config_of(source.path).adapter is not None
+    adapted = source.config.init is not None
     hf = peft.CONFIG if adapted and not merge else "config.json"
     free(source, to, exported.FILE if graphs else hf, "export" if graphs else "model")
     if source.export_info:
@@ -89,7 +89,7 @@ def in_hugging_face_layout(
     if merge:
         yield merged_line(source, model, models.load(to).eval(), precision or "fp32")
     elif adapted:
-        yield f"an adapter: PEFT and transformers load it beside {models.base_of(models.config_of(source.path))}"
+        yield f"an adapter: PEFT and transformers load it beside {models.base_of(source.config)}"
         return
     known, why = weights.loads_in_transformers(source.config)
     unknown = f"transformers does not know this architecture ({why}); gradus loads it"

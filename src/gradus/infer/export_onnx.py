@@ -29,9 +29,9 @@ class Onnx(GraphEngine):
     packages = ("onnxruntime", "onnx", "onnxscript")
 
     @classmethod
-    def write(cls, graph: Graph, folder: Path, opset: int | None = None, **options: Any) -> dict[str, Any]:
+    def write(cls, graph: Graph, folder: Path, precision: str, opset: int | None = None) -> dict[str, Any]:
         about = write(graph, folder, opset)
-        if options.get("precision") == "int8":
+        if precision == "int8":
             quantize(folder / about["file"])
         return about
 
@@ -52,11 +52,9 @@ class Onnx(GraphEngine):
         except Exception as e:  # of its own kinds, for a file or an operator that this build does not run
             raise UserError(f"ONNX Runtime {ort.__version__} cannot run it here ({str(e).splitlines()[0]})") from None
 
-    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = self.graphs[graph]
-        arrays = {name: inputs[name].detach().cpu().contiguous().numpy() for name in names["inputs"]}
-        outputs = self.sessions[graph].run(None, arrays)
-        return dict(zip(names["outputs"], map(torch.from_numpy, outputs), strict=True))
+    def call(self, graph: str, inputs: list[Tensor]) -> list[Tensor]:
+        arrays = {name: x.detach().numpy() for name, x in zip(self.graphs[graph]["inputs"], inputs)}
+        return [torch.from_numpy(out) for out in self.sessions[graph].run(None, arrays)]
 
 
 def write(graph: Graph, folder: Path, opset: int | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,9 @@ class Pt2(GraphEngine):
         if device.type == "cpu" and not has_compiler():
             raise UserError("--as pt2: AOTInductor finds no C++ compiler here. Install g++, or use --as onnx.")
         try:
-            # Without asserts of what held for the example: a `past` of 0 is as good.
-            options = {"scalar_asserts": False}
             print(f"compiling {graph.name}: a minute or more", file=sys.stderr, flush=True)
-            packed = compile_ahead(program, options)
+            # Without asserts of what held for the example: a `past` of 0 is as good.
+            packed = compile_ahead(program, {"scalar_asserts": False})
         except RuntimeError as e:  # of its many kinds, e.g. no compiler
             why = next(iter(str(e).strip().splitlines()), type(e).__name__)
             raise UserError(f"--as pt2: AOTInductor cannot compile it ({why}). Use --as onnx.") from None
@@ -55,7 +55,5 @@ class Pt2(GraphEngine):
             raise UserError(f"--engine pt2: it was compiled for {self.device}, and there is none here. Export it here.")
         self.loaded = {name: load_ahead(str(path)) for name, path in paths.items()}
 
-    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = self.graphs[graph]
-        out = self.loaded[graph](*(inputs[name].to(self.device).contiguous() for name in names["inputs"]))
-        return dict(zip(names["outputs"], out, strict=True))
+    def call(self, graph: str, inputs: list[Tensor]) -> Sequence[Tensor]:
+        return self.loaded[graph](*inputs)

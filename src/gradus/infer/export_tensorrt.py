@@ -45,7 +45,7 @@ class TensorRT(GraphEngine):
         return torch.device("cuda")
 
     @classmethod
-    def write(cls, graph: Graph, folder: Path, precision: str = "fp32", opset: int | None = None) -> dict[str, Any]:
+    def write(cls, graph: Graph, folder: Path, precision: str, opset: int | None = None) -> dict[str, Any]:
         about = export_onnx.write(graph, folder, opset)
         about |= {"onnx": about["file"], "file": f"{graph.name}.plan"}
         recipe = build_recipe(graph, precision, about["onnx"], about["file"])
@@ -71,23 +71,22 @@ class TensorRT(GraphEngine):
                 raise UserError(f"{path}: TensorRT {trt.__version__} does not load it. Export it again here.")
             self.contexts[name] = plan.create_execution_context()
 
-    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        names, context, arrays, out = self.graphs[graph], self.contexts[graph], [], {}
-        for name in names["inputs"]:
-            arrays.append(inputs[name].to(self.device).contiguous())
-            context.set_input_shape(name, tuple(arrays[-1].shape))
-            context.set_tensor_address(name, arrays[-1].data_ptr())
+    def call(self, graph: str, inputs: list[Tensor]) -> list[Tensor]:
+        names, context, outputs = self.graphs[graph], self.contexts[graph], []
+        for name, x in zip(names["inputs"], inputs):
+            context.set_input_shape(name, tuple(x.shape))
+            context.set_tensor_address(name, x.data_ptr())
         cached = list(self.graphs.values())[-1]["inputs"]  # keys and values come out as they go in
         for name in names["outputs"]:
             kind = cached.get(name.replace("present", "past_key_values"), ["float32"])[0]
             shape = tuple(context.get_tensor_shape(name))
-            out[name] = torch.empty(shape, dtype=getattr(torch, kind), device=self.device)
-            context.set_tensor_address(name, out[name].data_ptr())
+            outputs.append(torch.empty(shape, dtype=getattr(torch, kind), device=self.device))
+            context.set_tensor_address(name, outputs[-1].data_ptr())
         stream = torch.cuda.current_stream()
         if not context.execute_async_v3(stream.cuda_stream):
             raise UserError(f"--engine tensorrt: sizes outside the profile of {graph}.build.json. Export other sizes.")
         stream.synchronize()
-        return out
+        return outputs
 
 
 def package() -> Any:
@@ -100,13 +99,13 @@ def package() -> Any:
 
 def build_recipe(graph: Graph, precision: str, onnx: str, plan: str) -> dict[str, Any]:
     """All that a plan is built from. The command is of TensorRT's own tool."""
-    profile = {}
-    for name, tensor in graph.inputs.items():
-        axes = [graph.axes[name].get(i, n) for i, n in enumerate(tensor.shape)]
-        profile[name] = {kind: sizes(graph, axes, i) for i, kind in enumerate(("min", "opt", "max"))}
+    kinds = ("min", "opt", "max")
+    profile = {
+        name: {kind: sizes(graph, shape, i) for i, kind in enumerate(kinds)} for name, shape in graph.shapes.items()
+    }
     shapes_of = {
         kind: ",".join(f"{name}:{'x'.join(map(str, shapes[kind]))}" for name, shapes in profile.items())
-        for kind in ("min", "opt", "max")
+        for kind in kinds
     }
     return {
         "onnx": onnx, "plan": plan, "precision": precision, "strongly_typed": True, "workspace_bytes": WORKSPACE,
@@ -118,10 +117,10 @@ def build_recipe(graph: Graph, precision: str, onnx: str, plan: str) -> dict[str
     }  # fmt: skip
 
 
-def sizes(graph: Graph, axes: list[int | str], which: int) -> list[int]:
+def sizes(graph: Graph, shape: list[int | str], which: int) -> list[int]:
     longest = graph.module.model.config.longest or SIZES["seq"][2]
     most = {"batch": SIZES["batch"][2]}
-    return [n if isinstance(n, int) else min(SIZES[n][which], most.get(n, longest)) for n in axes]
+    return [n if isinstance(n, int) else min(SIZES[n][which], most.get(n, longest)) for n in shape]
 
 
 def build(trt: Any, onnx: Path, recipe: dict[str, Any]) -> bytes:

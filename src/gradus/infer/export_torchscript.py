@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,5 @@ class TorchScript(GraphEngine):
                 why = str(e).splitlines()[0]
                 raise UserError(f"{next(iter(paths.values()))}: not a TorchScript file ({why})") from None
 
-    def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = self.graphs[graph]
-        return dict(zip(names["outputs"], self.loaded[graph](*(inputs[name] for name in names["inputs"])), strict=True))
+    def call(self, graph: str, inputs: list[Tensor]) -> Sequence[Tensor]:
+        return self.loaded[graph](*inputs)

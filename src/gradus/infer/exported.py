@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,15 @@ class GraphEngine(Engine):
         """paths: graph → file. Raises UserError where this machine cannot run them."""
         raise NotImplementedError
 
+    def call(self, graph: str, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """The outputs of a graph. inputs: on the engine's device. Both in the order of the graph's names."""
+        raise NotImplementedError
+
     def run(self, graph: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of a graph by name, in their order."""
-        raise NotImplementedError
+        names = self.graphs[graph]
+        outputs = self.call(graph, [inputs[name].to(self.device).contiguous() for name in names["inputs"]])
+        return dict(zip(names["outputs"], outputs, strict=True))
 
     def content(self) -> str:
         return (self.folder / checksums.FILE).read_text(encoding="utf-8")
@@ -186,10 +192,7 @@ def fill(
     lowered = lower(reference if precision == "fp32" else copy.deepcopy(reference), precision)
     about = {"format": kind.name, "precision": precision, "torch": torch.__version__, "graphs": {}}
     for graph in graphs(lowered):
-        inputs = {
-            name: [str(x.dtype).removeprefix("torch."), *(axes.get(i, n) for i, n in enumerate(x.shape))]
-            for (name, x), axes in zip(graph.inputs.items(), graph.axes.values(), strict=True)
-        }
+        inputs = {name: [str(x.dtype).removeprefix("torch."), *graph.shapes[name]] for name, x in graph.inputs.items()}
         written = kind.write(graph, folder, precision=precision, **options)
         about["graphs"][graph.name] = {**written, "inputs": inputs, "outputs": graph.outputs}
     size = sum(file.stat().st_size for file in folder.iterdir())

@@ -16,7 +16,6 @@ whatever the precision, keys and values of its type.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from typing import Any
 
@@ -136,26 +135,26 @@ class DecoderWithCross(ModelGraph):
 # ---------------------------------------------------------------- their inputs and outputs
 
 
-@dataclasses.dataclass
 class Graph:
-    """name: of its file. inputs: name → an example. axes: name → which of its dimensions may change, by name."""
+    """name: of its file. inputs: name → an example. shapes: name → each dimension: its size, or the name of one that
+    may change."""
 
-    name: str
-    module: nn.Module
-    inputs: dict[str, Tensor]
-    axes: dict[str, dict[int, str]]
-    outputs: list[str]
-
-    def __post_init__(self):
-        self.module.eval()
-        self.inputs = {name: tensor.contiguous() for name, tensor in self.inputs.items()}  # compilers keep the strides
+    def __init__(self, name: str, module: nn.Module, inputs: dict[str, tuple], outputs: list[str]):
+        """inputs: name → (a number that fills the example, in its type, *its shape)."""
+        self.name, self.module, self.outputs = name, module.eval(), outputs
+        self.shapes = {key: shape for key, (_, *shape) in inputs.items()}
+        self.inputs = {
+            key: number.expand([EXAMPLE.get(n, n) for n in shape]).contiguous()  # compilers keep the strides
+            for key, (number, *shape) in inputs.items()
+        }
 
     @property
     def dynamic(self) -> tuple:
         """torch.export's dynamic shapes of the module's arguments; what is beyond its named ones came in `*`."""
         named = [p for p in inspect.signature(self.module.forward).parameters.values() if p.kind != p.VAR_POSITIONAL]
-        dims = {name: self._dim(name) for name in {n for axes in self.axes.values() for n in axes.values()}}
-        shapes = [{i: dims[name] for i, name in axes.items()} for axes in self.axes.values()]
+        names = {n for shape in self.shapes.values() for n in shape if isinstance(n, str)}
+        dims = {name: self._dim(name) for name in names}
+        shapes = [{i: dims[n] for i, n in enumerate(shape) if n in dims} for shape in self.shapes.values()]
         return (*shapes[: len(named)], *([tuple(shapes[len(named) :])] if len(shapes) > len(named) else []))
 
     def _dim(self, name: str) -> Any:
@@ -172,52 +171,42 @@ def graphs(model: nn.Module) -> list[Graph]:
         raise UserError("a mixture of experts: only the format hf supports it. Use --as hf.")
     if config.longest is not None and config.longest < EXAMPLE["total"]:
         raise UserError(f"model.seq_len={config.longest}: too short to export; at least {EXAMPLE['total']}.")
-    tokens = torch.arange(2 * 7).view(2, 7) % config.vocab_size if config.reads == "text" else torch.empty(2, 0)
-    ids = {"input_ids": tokens[:, : EXAMPLE["seq"]]}
     if config.reads == "images":
-        size = config.n_channels, config.image_size, config.image_size
-        out = ["logits" if config.n_classes else "features"]
-        images, axes = {"pixel_values": torch.zeros(2, *size)}, {"pixel_values": {0: "batch"}}
-        return [Graph("model", ImageGraph(model), images, axes, out)]
-    row, dtype = {0: "batch", 1: "seq"}, next(model.parameters()).dtype
+        images = {"pixel_values": (torch.tensor(0.0), "batch", config.n_channels, *[config.image_size] * 2)}
+        return [Graph("model", ImageGraph(model), images, ["logits" if config.n_classes else "features"])]
+    one, dtype = torch.tensor(1), next(model.parameters()).dtype  # an id, or a token that is real
+    row, read = (one, "batch", "seq"), (one, "batch", "source")
     if family.attention == "both":
-        inputs = ids | {"attention_mask": torch.ones_like(ids["input_ids"])}
+        inputs = {"input_ids": row, "attention_mask": row}
         if "token_types" in inspect.signature(model.forward).parameters:
-            inputs["token_type_ids"] = torch.zeros_like(ids["input_ids"])
+            inputs["token_type_ids"] = (0 * one, *row[1:])
         heads = {"none": ["last_hidden_state"], "pretraining": ["logits", "next_sentence_logits"]}
-        out = heads.get(getattr(config, "head", ""), ["logits"])
-        return [Graph("model", EncoderGraph(model), inputs, dict.fromkeys(inputs, row), out)]
+        return [Graph("model", EncoderGraph(model), inputs, heads.get(getattr(config, "head", ""), ["logits"]))]
 
     if not hasattr(model, "new_cache"):
         raise UserError(f"family {family.name}: its decoder has no cache of keys and values. Use --as hf.")
     shapes = [(layer.k.shape[1], layer.k.shape[3]) for layer in model.new_cache(1, 1).layers]
 
-    def cached(names: str, axis: str) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
-        tensors = {
-            names.format(i, part): torch.zeros(2, heads, EXAMPLE[axis], size, dtype=dtype)
+    def cached(names: str, axis: str) -> dict[str, tuple]:
+        return {
+            names.format(i, part): (torch.zeros((), dtype=dtype), "batch", heads, axis, size)
             for i, (heads, size) in enumerate(shapes) for part in ("key", "value")
         }  # fmt: skip
-        return tensors, {name: {0: "batch", 2: axis} for name in tensors}
 
     if family.attention == "causal":
-        past, axes = cached("past_key_values.{}.{}", "past")
-        mask = torch.ones(2, EXAMPLE["total"], dtype=torch.long)
-        axes = {"input_ids": row, "attention_mask": {0: "batch", 1: "total"}} | axes
-        inputs = ids | {"attention_mask": mask} | past
-        return [Graph("model", DecoderGraph(model), inputs, axes, ["logits", *presents(past)])]
-    own, own_axes = cached("past_key_values.{}.decoder.{}", "past")
-    cross, cross_axes = cached("past_key_values.{}.encoder.{}", "source")
-    mask, mask_axes = torch.ones(2, EXAMPLE["source"], dtype=torch.long), {0: "batch", 1: "source"}
-    source = {"input_ids": tokens[:, : EXAMPLE["source"]], "attention_mask": mask}
-    inputs = ids | {"encoder_attention_mask": mask} | own | cross
-    axes = {"input_ids": row, "encoder_attention_mask": mask_axes} | own_axes | cross_axes
+        past = cached("past_key_values.{}.{}", "past")
+        inputs = {"input_ids": row, "attention_mask": (one, "batch", "total")} | past
+        return [Graph("model", DecoderGraph(model), inputs, ["logits", *presents(past)])]
+    own = cached("past_key_values.{}.decoder.{}", "past")
+    cross = cached("past_key_values.{}.encoder.{}", "source")
+    source, inputs = {"input_ids": read, "attention_mask": read}, {"input_ids": row, "encoder_attention_mask": read}
     return [
-        Graph("encoder", CrossKVGraph(model, shapes, dtype), source, dict.fromkeys(source, mask_axes), presents(cross)),
-        Graph("decoder", DecoderWithCross(model), inputs, axes, ["logits", *presents(own)]),
+        Graph("encoder", CrossKVGraph(model, shapes, dtype), source, presents(cross)),
+        Graph("decoder", DecoderWithCross(model), inputs | own | cross, ["logits", *presents(own)]),
     ]
 
 
-def presents(past: dict[str, Tensor]) -> list[str]:
+def presents(past: dict[str, tuple]) -> list[str]:
     return [name.replace("past_key_values", "present") for name in past]
 
 

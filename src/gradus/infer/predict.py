@@ -465,13 +465,14 @@ def evaluate(
     source, session = open_evaluation(name, [*overrides, *alone], split, checkpoint, json_file)
     source.engine, source.precision = engine, precision
     plain = not source.export_info and (engine or "torch", precision or "fp32") == ("torch", "fp32")
+    instead = None if plain else LazyEngine(source)
     task, sums = session.task, []
     model = session.deferred(values=False).on(session.device if plain else "meta")  # an engine opens its own
     if plain:
         models.load_weights(model, source.path)
         with_finite_weights(source, model)
     rounds = plain and session.recipe.train.qat and (source.path / qat.FILE).is_file()  # as training evaluated
-    parallel, instead = apply(model, session.recipe.layout, qat=rounds), None if plain else LazyEngine(source)
+    parallel = apply(model, session.recipe.layout, qat=rounds)
     if rounds:
         qat.restore(model, read_json(source.path / qat.FILE, limits.CONFIG_FILE))
     precision = session.precision if plain else Precision("fp32", session.device)  # an engine has its own

@@ -6,14 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from gradus import errors, files, tasks
 from gradus.data.preprocessor import FILE as PREPROCESSOR
 from gradus.data.preprocessor import RESAMPLE
 from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
-from gradus.infer import PUT_TOKENIZER, ModelSource, end_tokens, note, special
+from gradus.infer import PUT_TOKENIZER, ModelSource, decoder_start, end_tokens, note, special
 from gradus.models.weights import checksums
 from gradus.recipe.schema import Preprocess
 from gradus.tasks import GENERATION
@@ -58,12 +57,12 @@ def generation(source: ModelSource, tokenizers: dict[str, Tokenizer]) -> dict[st
     """The settings by which `generate` of transformers and vLLM begin, end and pad as we do."""
     tokenizer = tokenizers.get("target", tokenizers[""])
     ends, pad = end_tokens(source, tokenizer), special(tokenizer, "pad")
-    settings: dict[str, Any] = {"bos_token_id": special(tokenizer, "bos", "cls")}
-    settings["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
-    settings["pad_token_id"] = next(iter(ends), None) if pad is None else pad
-    if source.family.attention == "cross":
-        start = (pad or 0) if source.family.decoder_start == "padding" else special(tokenizer, "bos", "cls", "pad")
-        settings["decoder_start_token_id"] = start
+    end = next(iter(ends), None)
+    settings = {
+        "bos_token_id": special(tokenizer, "bos", "cls"), "eos_token_id": ends if len(ends) > 1 else end,
+        "pad_token_id": end if pad is None else pad,
+        "decoder_start_token_id": decoder_start(source, tokenizer) if source.family.attention == "cross" else None,
+    }  # fmt: skip
     return {name: value for name, value in settings.items() if value is not None}
 
 

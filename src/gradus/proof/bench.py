@@ -30,7 +30,6 @@ from gradus.proof import results
 from gradus.proof.harness import exit_code, run
 from gradus.proof.memory_budget import device_of
 from gradus.proof.study import Configuration, Study, Values
-from gradus.proof.study_rows import conditions_of
 from gradus.proof.study_store import Sample, StudyStore
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
@@ -53,10 +52,6 @@ class EnginePair(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.engine} {self.precision}"
-
-    @property
-    def named(self) -> dict[str, str]:
-        return {"engine": self.engine, "precision": self.precision}
 
 
 def bench(args: Any) -> Iterator[str]:
@@ -188,7 +183,7 @@ def configuration(pair: EnginePair, batch: int, length: int | None, options: dic
     words = [str(pair), f"batch {batch}"]
     words += [f"{length} tokens"] if length else []
     words += [f"{options['new']} new"] if options["new"] else []
-    options = {**options, **pair.named, "batch": batch, "length": length}
+    options = {**options, **pair._asdict(), "batch": batch, "length": length}
     return Configuration(" · ".join(words), None, at, "engine", options=options)
 
 
@@ -208,26 +203,23 @@ class BenchPlan:
     refused: dict[str, str]
     named: set[str]
 
-    def rows(self, study: Study, store: StudyStore) -> Iterator[Row]:
+    def rows(self, store: StudyStore) -> Iterator[Row]:
         """Figures of all runs of all rounds together (latency, tokens/s, the share of the roof), the plan, the best
         pair, and why others are missing."""
-        samples = {c.name: of_c for c in study.configurations if (of_c := [s for s in store.measured(c) if s.ranks])}
-        for c in study.configurations:
+        configurations = self.study.configurations
+        samples = {c.name: of_c for c in configurations if (of_c := [s for s in store.measured(c) if s.ranks])}
+        for c in configurations:
             yield from planned_rows(self.source, c)
             if c.name in samples:
                 for row in measured_rows(self.source, c, samples[c.name]):
-                    row.conditions = {**bench_conditions(study, store, c), **row.conditions}
+                    row.conditions = {**store.conditions(c), **row.conditions}
                     yield row
         best = fastest(self, samples)
-        for c in study.configurations:
+        for c in configurations:
             if best and pair_of(c) == best["any"] and c.options["batch"] == 1:
-                yield Row("best", "yes", "", None, {**bench_conditions(study, store, c), "of": best})
+                yield Row("best", "yes", "", None, {**store.conditions(c), "of": best})
         for name, reason in self.refused.items():
             yield Row("failed", reason, "", None, {"kind": "measured", "configuration": name, **store.common})
-
-
-def bench_conditions(study: Study, store: StudyStore, c: Configuration) -> dict[str, Any]:
-    return {**conditions_of(study, store, c), "threads": c.options["threads"]}
 
 
 def raw_of(samples: Sequence[Sample], name: str) -> list[float]:
@@ -240,15 +232,15 @@ def measured_rows(source: ModelSource, c: Configuration, samples: Sequence[Sampl
     seconds = statistics.median(latency)  # of a pass
     n = {"n": len(latency)}
     spread = {**n, "low": min(latency), "high": max(latency)}
-    yield Row("latency/median", seconds, "s", None, dict(spread))
+    yield Row("latency/median", seconds, "s", None, spread)
     for percent in (90, 99) if len(latency) >= ENOUGH else (90,):
-        yield Row(f"latency/p{percent}", float(np.percentile(latency, percent)), "s", None, dict(spread))
+        yield Row(f"latency/p{percent}", float(np.percentile(latency, percent)), "s", None, spread)
     if new:
         first_token = raw_of(samples, "first_token")
         seconds = statistics.median((end - first) / (new - 1) for end, first in zip(latency, first_token))
-        yield Row("latency/first_token", statistics.median(first_token), "s", None, dict(n))
-        yield Row("latency/per_token", seconds, "s", None, dict(n))
-        yield Row("decode/tokens_per_s", c.options["batch"] / seconds, "tokens/s", None, dict(n))
+        yield Row("latency/first_token", statistics.median(first_token), "s", None, n)
+        yield Row("latency/per_token", seconds, "s", None, n)
+        yield Row("decode/tokens_per_s", c.options["batch"] / seconds, "tokens/s", None, n)
     yield roof(source, c, samples, seconds)
 
 
@@ -349,10 +341,9 @@ def fastest(plan: BenchPlan, samples: dict[str, list[Sample]]) -> dict[str, Engi
 
 def is_accurate(pair: EnginePair, sample: Sample, base: Sample | None, named: set[str]) -> bool:
     """Outputs are near enough; and with weights of 8 or 4 bits, accuracy is too, or the user named the precision."""
-    rows = {name: value for name, (value, _) in sample.values.items() if name.startswith("check/")}
-    rows["check/computes"] = sample.ranks[0].facts["computes"]
+    figures = {name.removeprefix("check/"): value for name, (value, _) in sample.values.items()}
     try:
-        verdict([{"name": name, "value": value, **pair.named} for name, value in rows.items()])
+        verdict(figures | {"computes": sample.ranks[0].facts["computes"]}, *pair)
     except UserError:
         return False
     if not pair.precision.startswith("int") or pair.precision in named:

@@ -86,8 +86,9 @@ class Timer:
         self.alive: collections.deque[tuple[Any, int]] = collections.deque()
         self.alive_bytes = 0
 
-    def time(self, point: Point, operands: tuple) -> float:
+    def time(self, point: Point) -> float:
         """Seconds of one call."""
+        operands = point.make_operands()
         if point.fresh is not None:
             operands[point.fresh].mul_(1.0)
         if self.device.type == "cpu":
@@ -114,10 +115,10 @@ class Timer:
         """A few more times of a point. An operation that this device does not have is marked, not measured."""
         try:
             if not point.times:
-                self.time(point, point.make_operands())
-                point.times.append(self.time(point, point.make_operands()))
+                self.time(point)
+                point.times.append(self.time(point))
             for _ in range(int(min(12, max(1, SLICE / point.times[-1])))):
-                point.times.append(self.time(point, point.make_operands()))
+                point.times.append(self.time(point))
         except (RuntimeError, NotImplementedError, TypeError) as e:
             point.unavailable = str(e).splitlines()[0]
 
@@ -145,7 +146,7 @@ def usable_rates(pool: Pool, timer: Timer) -> dict[str, float]:
     for name, dtype in DTYPES.items():
         with contextlib.suppress(RuntimeError):
             point = Point(functools.partial(pool.take, 2, 512, 512, dtype=dtype), torch.mm)
-            rates[name] = 2 * 512**3 / min(timer.time(point, point.make_operands()) for _ in range(5))
+            rates[name] = 2 * 512**3 / min(timer.time(point) for _ in range(5))
     return {name: rate for name, rate in rates.items() if rate > 0.5 * rates["fp32"]}
 
 
@@ -181,7 +182,10 @@ def measure(device: torch.device, seconds: float, say: Callable[[str], None], si
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "spread": round(statistics.median(p.spread for p in every if not p.unavailable), 4),
-        "peaks": {dtype: peak(measured["matmul"], dtype) for dtype in rates},
+        "peaks": {
+            dtype: max(p.row.operations / p.median for p in measured["matmul"] if p.row.dtype == dtype)
+            for dtype in rates
+        },
         "bandwidth": bandwidth(measured["memory"]),
         **{kind: _text(of_kind) for kind, of_kind in measured.items()},
     }
@@ -205,11 +209,6 @@ def measure_rounds(
     if unavailable := sorted({str(p) for p in points if p.unavailable}):
         say(f"not available on this device: {', '.join(unavailable)}")
     return rounds
-
-
-def peak(products: list[Point], dtype: str) -> float:
-    """Operations/s of the fastest product."""
-    return max(p.row.operations / p.median for p in products if p.row.dtype == dtype)
 
 
 def bandwidth(memory: list[Point]) -> float:
@@ -339,7 +338,7 @@ def this_link(on: torch.device, sizes: Sizes) -> tuple[Link, dict[str, Any]]:
     return Link(name, reduce["bandwidth"], 1.0, reduce["latency"] / 2, source="gradus calibrate"), fits
 
 
-def calibrate(seconds: float, on: torch.device, say: Callable[[str], None] = lambda line: None) -> Device:
+def calibrate(seconds: float, on: torch.device, say: Callable[[str], None]) -> Device:
     """The device entry of this machine, in about so many seconds; of these links take 20, and what surrounds
     operations 10. Below FINE, coarse: of fewer points and once, links take 5 s and what surrounds operations 2."""
     start, fine = time.perf_counter(), seconds >= FINE
@@ -435,14 +434,13 @@ def calibrate_in_process(threads: int, others: OtherPrograms) -> str | None:
     launchers = {name for launcher in worlds.LAUNCHERS for name in launcher[1:]}
     environment = {name: value for name, value in os.environ.items() if name not in launchers}
     environment |= {status.PARENT: str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
-    looks = itertools.count(LOOK, LOOK)
-    look = next(looks)
+    look = LOOK
 
     def hopeless() -> bool:
         nonlocal look
         if others.elapsed() < look:
             return False
-        look = next(looks)
+        look += LOOK
         return taken(others.share(), threads) is not None
 
     try:

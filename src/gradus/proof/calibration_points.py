@@ -155,11 +155,11 @@ def matmuls(pool: Pool, sizes: Sizes, dtype: str, rate: float) -> Iterator[Point
     likewise. rate: operations/s, by which those that take too long are left out."""
     d = DTYPES[dtype]
 
-    def pair(layout: str, *batch: int, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
-        transposed = [letter == "t" for letter in layout]
-        a = pool.take(*batch, k, m, dtype=d).mT if transposed[0] else pool.take(*batch, m, k, dtype=d)
-        b = pool.take(*batch, n, k, dtype=d).mT if transposed[1] else pool.take(*batch, k, n, dtype=d)
-        return a, b
+    def pair(layout: str, *batch: int, m: int, n: int, k: int) -> tuple[Tensor, ...]:
+        return tuple(
+            pool.take(*batch, columns, rows, dtype=d).mT if letter == "t" else pool.take(*batch, rows, columns, dtype=d)
+            for letter, rows, columns in zip(layout, (m, k), (k, n))
+        )
 
     def biased(m: int, n: int, k: int) -> tuple[Tensor, ...]:
         return pool.take(n, dtype=d), *pair("nt", m=m, n=n, k=k)

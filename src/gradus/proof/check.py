@@ -191,7 +191,7 @@ class SessionChecks:
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = self.rate * min(1.0, (len(self.losses) + 1) / RAMP)
         began = time.perf_counter()
-        self.losses.append(float(self.trainer.step([self.collated], self.collated["counts"])[0]))
+        self.losses.append(float(self.trainer.step([self.collated])[0]))
         self.trainer.clock.synchronise()
         self.seconds = time.perf_counter() - began
 
@@ -480,7 +480,7 @@ class SessionChecks:
         times: list[float] = []
         while len(times) <= TIMES and sum(times) <= STEP:
             began = time.perf_counter()
-            trainer.step([batch], batch["counts"])
+            trainer.step([batch])
             trainer.clock.synchronise()
             times.append(time.perf_counter() - began)
         seconds = statistics.median(times[1:] or times)  # the first may set things up

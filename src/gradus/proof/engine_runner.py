@@ -13,12 +13,11 @@ from gradus import limits
 from gradus.errors import UserError
 from gradus.infer import Encoded, engines, exported, find, predict
 from gradus.infer.checked import compare
+from gradus.infer.graphs import DTYPES
 from gradus.measure import roofs
 from gradus.measure.energy import Meter
 from gradus.models.decoding import generate
 from gradus.models.finite import finite
-from gradus.parallel.world import World
-from gradus.proof.runners import time_subject
 from gradus.proof.timing import Subject, Timed, Window
 
 ENERGY_RUNS = 3
@@ -82,7 +81,7 @@ class EngineRuns:
         """Adds to the timed runs, after the process's peak was read: roofs, energy, the check, accuracy."""
         device, computes = self.engine.device, self.engine.computes
         timed.raw = {name: values[-len(timed.spent) :] for name, values in self.raw.items()}
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(computes[:4], torch.float32)
+        half = DTYPES.get(computes[:4], torch.float32)
         latency = statistics.median(timed.raw["latency"])  # without the making of inputs
         product_rate = max(roofs.product_rate(device, dtype) for dtype in {torch.float32, half})
         timed.values = {
@@ -139,8 +138,3 @@ def engine_subject(recipe: None, options: dict[str, Any]) -> Subject:
     return Subject(
         runs.inputs, runs.step, lambda: runs.samples, runs.engine.device, memory=dict, finish=runs.finish
     )
-
-
-def engine_steps(recipe: None, options: dict[str, Any], window: Window, world: World) -> Timed:
-    """Runs of the options of EngineRuns. Raises UserError for whatever an engine raises."""
-    return time_subject(engine_subject, recipe, options, window)

@@ -21,12 +21,11 @@ from gradus.parallel.mesh import single_process
 from gradus.parallel.processes import run_group
 from gradus.parallel.world import World
 from gradus.proof import runs
-from gradus.proof.engine_runner import engine_steps
+from gradus.proof.engine_runner import engine_subject
 from gradus.proof.predict import Planner, case_of
 from gradus.proof.prove import why_not
-from gradus.proof.runners import load_steps, own_steps, train_steps, whole_rounds
+from gradus.proof.runners import load_steps, own_steps, time_subject, train_steps, whole_rounds
 from gradus.proof.study import Configuration, Study, unit_of
-from gradus.proof.study_rows import rows_of
 from gradus.proof.study_store import PLAN, Sample, StudyStore, claimed, keep
 from gradus.proof.timing import Window, taken
 from gradus.recipe.schema import Recipe
@@ -36,10 +35,11 @@ from gradus.text import duration, size
 from gradus.train import machine
 from gradus.train.session import open_for, open_session
 
-# (recipe, options, window, world) → Timed, in each process. Others: train, none, FILE.py:FUNCTION (see Configuration)
-RUNNERS = {"steps": train_steps, "loader": load_steps, "engine": engine_steps}
+# a function that gives a Timed in each process, and its arguments before (recipe, options, window, world). Others:
+# train, none, FILE.py:FUNCTION (see Configuration)
+RUNNERS = {"steps": (train_steps,), "loader": (load_steps,), "engine": (time_subject, engine_subject)}
 Say = Callable[[str], None]
-MoreRows = Callable[[Study, StudyStore], Iterable[Row]]
+MoreRows = Callable[[StudyStore], Iterable[Row]]
 
 
 # ------------------------------------------------------------ one sample
@@ -47,12 +47,9 @@ MoreRows = Callable[[Study, StudyStore], Iterable[Row]]
 
 def measure(study: Study, c: Configuration, number: int, folder: Path) -> Sample:
     """One sample, in the round of this number. Raises UserError where the configuration cannot be measured."""
-    began = time.monotonic()
     if c.runner == "train":
         seed = study.seeds[number - 1] if study.seeds else None
-        run = runs.train(c.recipe, c.processes, seed, folder / "runs" / f"{label(c.name)}-{number}")
-        elapsed = time.monotonic() - began
-        return Sample(number, values=run.measured, planned=run.planned, series=run.series, elapsed=elapsed)
+        return runs.train(c.recipe, c.processes, seed, folder / "runs" / f"{label(c.name)}-{number}", number)
     window = Window(
         steps=whole_rounds(study.steps, c.recipe.layout) if c.recipe else study.steps,
         warm_up=study.warm_up,
@@ -64,9 +61,8 @@ def measure(study: Study, c: Configuration, number: int, folder: Path) -> Sample
         round=number,
     )
     file, _, function = c.runner.rpartition(":")
-    runner = [RUNNERS[c.runner]] if c.runner in RUNNERS else [own_steps, file, function]
-    ranks = run_group(c.processes, *runner, c.recipe, c.options, window, log=folder / "workers.log")
-    return Sample(number, ranks, elapsed=time.monotonic() - began)
+    runner = RUNNERS.get(c.runner, (own_steps, file, function))
+    return Sample(number, run_group(c.processes, *runner, c.recipe, c.options, window, log=folder / "workers.log"))
 
 
 def label(name: str) -> str:
@@ -121,12 +117,11 @@ def read_plan(path: Path) -> list[Row]:
 def source_rows(c: Configuration) -> Iterator[Row]:
     """The figures of a configuration's source, and the plan for its devices."""
     about = {"configuration": c.name, "at": c.at}
-    for name, value in c.source.items():
-        yield Row(name, value, unit_of(name), None, {**about, "kind": "source"})
+    kinds = [(c.source, {**about, "kind": "source"})]
     if c.reference is not None:
-        conditions = {**about, "kind": "planned", "on": c.reference.name}
-        for name, (value, unit) in c.reference.figures().items():
-            yield Row(name, value, unit, None, conditions)
+        kinds.append((c.reference.figures(), {**about, "kind": "planned", "on": c.reference.name}))
+    for figures, conditions in kinds:
+        yield from (Row(name, value, unit_of(name), None, conditions) for name, value in figures.items())
 
 
 def resident_bytes(recipe: Recipe, world: World) -> int:
@@ -148,14 +143,13 @@ def run(
     workers.log into `folder`. Raises UserError for a mistake that is known before anything is started; a later failure
     of one configuration is told in its row.
     """
-    chosen = choose(study, only)
+    chosen, identity = choose(study, only), {"study": study.name, "digest": study.digest()}
     for c in (c for c in chosen if c.recipe is not None):
         try:
             check.validate(c.recipe, c.processes)
         except UserError as e:
             raise UserError(f"{c.name}: {e}") from None
-    identity = {"study": study.name, "digest": study.digest()}
-    with claimed(folder, "study", identity, {"configurations": {c.name: c.describe() for c in study.configurations}}):
+    with claimed(folder, "study", identity, {"configurations": {c.name: c.identity() for c in study.configurations}}):
         rows = measure_missing(study, folder, say, {c.name for c in chosen}, more)
         keep(folder / "rows.jsonl", as_lines(rows))
     return rows
@@ -184,9 +178,9 @@ def measure_missing(study: Study, folder: Path, say: Say, names: set[str], more:
     todo = [(k, c) for k in range(1, rounds + 1) for c in included if k <= (c.rounds or rounds)]
 
     def is_missing(k: int, c: Configuration) -> bool:
-        return not store.has(c, k) and not store.too_slow(study, c)
+        return not store.has(c, k) and not store.too_slow(c)
 
-    noted = False
+    busy = None
     with contextlib.closing(store.file), ended_by_sigterm():
         for i, (k, c) in enumerate(todo, 1):
             if is_missing(k, c):
@@ -195,18 +189,20 @@ def measure_missing(study: Study, folder: Path, say: Say, names: set[str], more:
                 left = sum(store.expected_seconds(other) for j, other in todo[i:] if is_missing(j, other))
                 line = f"round {k} of {rounds}, {i} of {len(todo)}: {c.name}: {described(sample)}"
                 say(line + (f"; {duration(left)} left" if left else ""))
-                if not noted and (busy := busy_line(c, sample)):
+                if not busy and (busy := busy_line(c, sample)):  # said once
                     say(f"note: {busy}. Delete {folder} to measure again when they do not.")
-                    noted = True
-    own_rows = list(more(study, store))
+    own_rows = list(more(store))
     replaced = {row_key(row) for row in own_rows}
-    return [*(row for row in rows_of(study, store, plan, refused) if row_key(row) not in replaced), *own_rows]
+    return [*(row for row in store.rows(plan, refused) if row_key(row) not in replaced), *own_rows]
 
 
 def _sample(study: Study, c: Configuration, number: int, folder: Path) -> Sample:
     """One sample, failed where it cannot be measured and the study is not strict."""
+    began = time.monotonic()
     try:
-        return measure(study, c, number, folder)
+        sample = measure(study, c, number, folder)
+        sample.elapsed = time.monotonic() - began
+        return sample
     except UserError as e:
         if study.strict:
             raise UserError(f"{c.name}: {e}") from None

@@ -27,8 +27,7 @@ from gradus.proof.ladder_search import MARGIN, TOLERANCE, Climbed, Trial, climb
 from gradus.proof.memory_budget import budget_of, changed, largest_micro_batch, local_batch
 from gradus.proof.optimizations import OPTIMIZATIONS, Keys, LadderContext, first_rung, value_of, with_keys, words
 from gradus.proof.study import Configuration, Study, with_fixed_threads
-from gradus.proof.study_rows import farthest
-from gradus.proof.study_store import claimed, keep
+from gradus.proof.study_store import claimed, farthest, keep
 from gradus.proof.timing import BUSY
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Recipe
@@ -157,8 +156,13 @@ def ladder(recipe: Recipe, args: Any) -> Iterator[str]:
     first = first_rung(original)
     if not args.json:
         yield f"the first rung: {words(first)}"
-    lowest = that_fits(with_fixed_threads(with_keys(original, first), 1), context)
-    first["layout.micro_batch"] = lowest.layout.micro_batch
+    lowest = with_fixed_threads(with_keys(original, first), 1)
+    micro_batch = largest_micro_batch(lowest, context.budget)
+    if micro_batch is None:
+        raise UserError("the first rung does not fit, not even with one sample. Use a smaller model.")
+    if micro_batch < share:  # where the whole share does not fit
+        first["layout.micro_batch"] = micro_batch
+        lowest = changed(lowest, layout={"micro_batch": micro_batch})
     bench = LadderBench(
         folder=Path(args.to or Path("ladder") / f"{original.name}-{args.goal}"), goal=args.goal, steps=steps,
         rounds=args.rounds, samples=steps * share if original.batch.samples else None,
@@ -182,7 +186,9 @@ def ladder(recipe: Recipe, args: Any) -> Iterator[str]:
     yield from ("", *table(start, climbed.trials), "")
     keys = {**first, **climbed.keys}
     winning = {k: v for k, v in keys.items() if k in climbed.keys or value_of(original, k) != v}
-    yield from summary(whole, start, climbed, winning, typed(args))
+    command = ["gradus", "train", args.recipe, *args.overrides]
+    command += ["--json_file", args.json_file] if args.json_file else []
+    yield from summary(whole, start, climbed, winning, command)
     yield from ends
     yield conditions(bench)
     if args.rounds == 1:
@@ -202,21 +208,6 @@ def judge_whole(whole: Trial, goal: str) -> None:
     again = "; measured on a busy machine, run it again" * busy
     nothing = f"nothing is {word} here: the first rung is not beaten by {words(whole.keys)}, beside it{again}"
     whole.kept, whole.verdict = kept, words(whole.keys) if kept else nothing
-
-
-def that_fits(recipe: Recipe, context: LadderContext) -> Recipe:
-    """The first rung, with the largest micro-batch that fits where the whole share does not. Raises UserError where
-    not even one sample does."""
-    micro_batch = largest_micro_batch(recipe, context.budget)
-    if micro_batch is None:
-        raise UserError("the first rung does not fit, not even with one sample. Use a smaller model.")
-    return changed(recipe, layout={"micro_batch": micro_batch}) if micro_batch < context.share else recipe
-
-
-def typed(args: Any) -> list[str]:
-    """The command that trains the recipe, as the user gave it here."""
-    file = ["--json_file", args.json_file] if args.json_file else []
-    return ["gradus", "train", args.recipe, *args.overrides, *file]
 
 
 def train_to_end(bench: LadderBench, lowest: Recipe, best: Recipe) -> Iterator[str]:

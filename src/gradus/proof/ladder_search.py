@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 
-from gradus.proof.optimizations import Keys, LadderContext, Optimization, has_keys, numbered, with_keys
+from gradus.proof.optimizations import Keys, LadderContext, Optimization, has_keys, with_keys
 from gradus.recipe.schema import Recipe
 
 MARGIN = 0.02  # of speed and of memory: less is no difference
@@ -61,7 +61,8 @@ Measure = Callable[[str, Recipe, list[Keys], bool], list[Trial]]  # (rung, best 
 
 def climb(optimizations: Sequence[Optimization], best: Recipe, context: LadderContext, measure: Measure) -> Climbed:
     climbed = Climbed(best, {}, [])
-    for name, optimization in numbered(tuple(optimizations)):
+    for n, optimization in enumerate(optimizations, 1):
+        name = f"{n:02}-{optimization.name.replace(' ', '-')}"  # of its folder
         options, reasons = optimization.candidates(climbed.best, context)
         trials = measure(name, climbed.best, options, optimization.changes is None) if options else []
         chosen = choose(trials, optimization, climbed.best, context)

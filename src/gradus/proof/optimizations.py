@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -37,14 +37,8 @@ class LadderContext:
     data_wait: float | None = None
 
 
-class Candidates(NamedTuple):
-    """The keys to measure, and why others are not."""
-
-    options: list[Keys]
-    reasons: list[str]
-
-
-Find = Callable[[Recipe, LadderContext], Candidates]  # the best recipe so far → what to try
+Found = Iterable[Keys | str]  # keys to try, and why not others
+Find = Callable[[Recipe, LadderContext], Found]  # of the best recipe so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +51,22 @@ class Optimization:
     changes: str | None = None
     keep: bool = True
 
-    def candidates(self, best: Recipe, context: LadderContext) -> Candidates:
-        """The options that change the recipe and pass its checks."""
+    def candidates(self, best: Recipe, context: LadderContext) -> tuple[list[Keys], list[str]]:
+        """(the options that change the recipe and pass its checks, why there are no others)."""
         try:
-            options, reasons = self.find(best, context)
+            found = list(self.find(best, context))
         except UserError as e:
-            return Candidates([], [str(e)])
-        valid = []
-        for keys in options:
+            found = [str(e)]
+        options, reasons = [], [reason for reason in found if isinstance(reason, str)]
+        for keys in (keys for keys in found if not isinstance(keys, str)):
             try:
                 if has_keys(best, keys):
                     raise UserError("already set")
                 check.validate(with_keys(best, keys), 1)
-                valid.append(keys)
+                options.append(keys)
             except UserError as e:
                 reasons.append(f"{words(keys)}: {e}".replace("\n", "; "))
-        return Candidates(valid, reasons)
+        return options, reasons
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
@@ -114,21 +108,21 @@ def first_rung(recipe: Recipe) -> Keys:
 # ------------------------------------------------------------ what each tries
 
 
-def _attention(best: Recipe, context: LadderContext) -> Candidates:
-    return Candidates([{"layout.attention": "sdpa"}, {"layout.attention": "chunked"}], [])
+def _attention(best: Recipe, context: LadderContext) -> Found:
+    yield from ({"layout.attention": "sdpa"}, {"layout.attention": "chunked"})
 
 
-def _precision(best: Recipe, context: LadderContext) -> Candidates:
-    if context.device.type != "cuda":
-        reasons = ["layout.precision=fp16: few CPUs have units for it, and bf16 needs no loss scaling"]
+def _precision(best: Recipe, context: LadderContext) -> Found:
+    if context.device.type == "cuda":
+        yield {"layout.tf32": True}
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+        yield {"layout.precision": "bf16"} if has else "layout.precision=bf16: this GPU has none"
+        yield {"layout.precision": "fp16"}
+    else:
         ratio = slower_in_bf16()
-        if ratio <= TOO_SLOW:
-            return Candidates([{"layout.precision": "bf16"}], reasons)
         slow = f"layout.precision=bf16: a matrix product takes {ratio:.0f} times as long as in fp32 here"
-        return Candidates([], [slow, *reasons])
-    half = ["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []
-    reasons = [] if half else ["layout.precision=bf16: this GPU has none"]
-    return Candidates([{"layout.tf32": True}, *({"layout.precision": name} for name in (*half, "fp16"))], reasons)
+        yield {"layout.precision": "bf16"} if ratio <= TOO_SLOW else slow
+        yield "layout.precision=fp16: few CPUs have units for it, and bf16 needs no loss scaling"
 
 
 def slower_in_bf16() -> float:
@@ -144,74 +138,74 @@ def slower_in_bf16() -> float:
     return fastest[0] / max(fastest[1], 1e-6)
 
 
-def _fused(best: Recipe, context: LadderContext) -> Candidates:
-    always = "the first rung has it too: PyTorch's fused kernel steps the weights, and no key turns it off"
-    return Candidates([], [always])
+def _fused(best: Recipe, context: LadderContext) -> Found:
+    yield "the first rung has it too: PyTorch's fused kernel steps the weights, and no key turns it off"
 
 
-def _loader(best: Recipe, context: LadderContext) -> Candidates:
+def _loader(best: Recipe, context: LadderContext) -> Found:
     if context.data_wait is not None and context.data_wait < IDLE:
-        return Candidates([], [f"data.workers: a step waits {context.data_wait:.1%} of its time for data"])
-    options = [{"data.workers": n} for n in (1, 2, 4) if n < limits.processors()]
-    return Candidates(options, [] if options else ["data.workers: one processor"])
+        yield f"data.workers: a step waits {context.data_wait:.1%} of its time for data"
+    elif limits.processors() == 1:
+        yield "data.workers: one processor"
+    else:
+        yield from ({"data.workers": n} for n in (1, 2, 4) if n < limits.processors())
 
 
 def _padding(mode: str) -> Find:
-    def find(best: Recipe, context: LadderContext) -> Candidates:
-        if has_padding(best):
-            return Candidates([{"data.pad": mode}], [])
+    def find(best: Recipe, context: LadderContext) -> Found:
         in_tokens = "batch.tokens counts padding: other padding would change the batches"
-        return Candidates([], [in_tokens if hasattr(best.data, "pad") else ONE_LENGTH])
+        why_not = in_tokens if hasattr(best.data, "pad") else ONE_LENGTH
+        yield {"data.pad": mode} if has_padding(best) else why_not
 
     return find
 
 
-def _checkpointing(best: Recipe, context: LadderContext) -> Candidates:
+def _checkpointing(best: Recipe, context: LadderContext) -> Found:
     """Each mode; for speed, where the whole share did not fit, with the micro-batch that then fits."""
     options: list[Keys] = [{"layout.checkpointing": mode} for mode in ("attention", "selective", "full")]
     if context.goal == "speed" and (best.layout.micro_batch or context.share) < context.share:
         sizes = [_largest(with_keys(best, keys), context) for keys in options]
         options = [keys | {"layout.micro_batch": k} for keys, k in zip(options, sizes) if k]
-    return Candidates(options, [])
+    yield from options
 
 
-def _chunked_loss(best: Recipe, context: LadderContext) -> Candidates:
-    return Candidates([{"layout.loss": "chunked"}], [])
+def _chunked_loss(best: Recipe, context: LadderContext) -> Found:
+    yield {"layout.loss": "chunked"}
 
 
 def _largest(recipe: Recipe, context: LadderContext) -> int | None:
     return largest_micro_batch(changed(recipe, layout={"micro_batch": None}), context.budget, context.share)
 
 
-def _micro_batch(best: Recipe, context: LadderContext) -> Candidates:
+def _micro_batch(best: Recipe, context: LadderContext) -> Found:
     """Larger where the whole share did not fit; smaller ones take less, and pad less where lengths vary."""
-    now, sizes, reasons = best.layout.micro_batch or context.share, [], []
-    if now < context.share:
-        largest = _largest(best, context)
-        sizes += [largest] if largest and largest > now else []
-    else:
-        reasons.append(f"a larger one: already the whole share of {context.share}")
+    now = best.layout.micro_batch or context.share
+    if now >= context.share:
+        yield f"a larger one: already the whole share of {context.share}"
+    elif (largest := _largest(best, context) or 0) > now:
+        yield {"layout.micro_batch": largest}
     smaller = 3 if context.goal == "memory" else 0 if context.device.type == "cuda" else 2
-    sizes += [now >> k for k in range(1, smaller + 1)]
-    return Candidates([{"layout.micro_batch": n} for n in sizes if n], reasons)
+    yield from ({"layout.micro_batch": now >> k} for k in range(1, smaller + 1) if now >> k)
 
 
-def _compile(best: Recipe, context: LadderContext) -> Candidates:
+def _compile(best: Recipe, context: LadderContext) -> Found:
     use_compile(torch.nn.Module(), "default", context.device)  # raises UserError without a compiler
     modes = ("default", "reduce-overhead", "max-autotune") if context.device.type == "cuda" else ("default",)
-    return Candidates([{"layout.compile": mode} for mode in modes], [])
+    yield from ({"layout.compile": mode} for mode in modes)
 
 
-def _adapter(best: Recipe, context: LadderContext) -> Candidates:
+def _adapter(best: Recipe, context: LadderContext) -> Found:
     if best.model.init is None:
-        return Candidates([], ["adapter.rank=8: it stands beside trained weights (model.init)"])
-    return Candidates([{"adapter.rank": 8}] if best.adapter is None else [], [])
+        yield "adapter.rank=8: it stands beside trained weights (model.init)"
+    elif best.adapter is None:
+        yield {"adapter.rank": 8}
 
 
-def _shorter(best: Recipe, context: LadderContext) -> Candidates:
-    if best.data.kind not in ("labelled", "pairs"):
-        return Candidates([], ["the samples would change" if best.data.kind == "text" else ONE_LENGTH])
-    return Candidates([{"data.max_len": (best.data.max_len or best.model.seq_len) // 2}], [])
+def _shorter(best: Recipe, context: LadderContext) -> Found:
+    if best.data.kind in ("labelled", "pairs"):
+        yield {"data.max_len": (best.data.max_len or best.model.seq_len) // 2}
+    else:
+        yield "the samples would change" if best.data.kind == "text" else ONE_LENGTH
 
 
 OPTIMIZATIONS = (
@@ -228,8 +222,3 @@ OPTIMIZATIONS = (
     Optimization("an adapter", _adapter, changes="small matrices are trained in place of the weights", keep=False),
     Optimization("shorter sequences", _shorter, changes="longer texts are cut", keep=False),
 )
-
-
-def numbered(optimizations: tuple[Optimization, ...]) -> Iterator[tuple[str, Optimization]]:
-    """(the name of its folder, the optimization)."""
-    return ((f"{n:02}-{o.name.replace(' ', '-')}", o) for n, o in enumerate(optimizations, 1))

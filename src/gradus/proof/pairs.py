@@ -27,7 +27,6 @@ LABELS = {
     "traffic/sent": "sent per step",
     "energy/step": "energy per step",
 }
-SUMMARIES = {"median": statistics.median, "largest": max}  # of the errors of several runs
 Record = dict[str, Any]
 
 
@@ -110,5 +109,6 @@ def errors_table(runs: Mapping[str, Sequence[Pair]]) -> list[str]:
     names = [name for name in LABELS if any(name in of_run for of_run in errors.values())]
     body = [[run, *(signed(of_run.get(name)) for name in names)] for run, of_run in errors.items()]
     sizes = [[abs(of_run[name]) for of_run in errors.values() if name in of_run] for name in names]
-    body += [[word, *(f"{function(s):.1%}" for s in sizes)] for word, function in SUMMARIES.items()]
+    for word, of in (("median", statistics.median), ("largest", max)):
+        body.append([word, *(f"{of(s):.1%}" for s in sizes)])
     return columns(["error", *(LABELS[name] for name in names)], body, set(range(1, len(names) + 1)))

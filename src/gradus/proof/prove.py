@@ -280,8 +280,11 @@ class Proof(Plan):
                 write(trainer.folder / "proof.jsonl", rows)
             predicted = [r.record() for r in self.predicted.rows] if self.predicted else []
             measured = [r.record() for r in rows]
+        if pairs := pairs_of_run(predicted, measured):
+            summary["proof"] = {pair.name: pair.summary() for pair in pairs}
+        lines = table(pairs) if any(pair.predicted is not None for pair in pairs) else []
         metered = next((row for row in measured if row["name"] == "energy/run"), None)
-        return [*_compared(predicted, measured, summary), add_energy(trainer, summary, metered)]
+        return [*lines, add_energy(trainer, summary, metered)]
 
     def _measured_rows(self, trainer: Trainer) -> Iterator[Row]:
         """Memory and traffic of the measured step, and the time of steps like it."""
@@ -321,14 +324,6 @@ def energy_rows(energies: Sequence[Energy], share: float) -> Iterator[Row]:
         yield Row("energy/step", total(e.joules / e.steps for e in energies), "J", None, conditions)
     if (joules := total(energy.in_all for energy in energies)) and share:
         yield Row("energy/run", joules / share, "J", None, conditions | {"share": share})
-
-
-def _compared(predicted: list[dict[str, Any]], measured: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
-    """The table of both; `summary` gets it as data."""
-    pairs = pairs_of_run(predicted, measured)
-    if pairs:
-        summary["proof"] = {pair.name: pair.summary() for pair in pairs}
-    return table(pairs) if any(pair.predicted is not None for pair in pairs) else []
 
 
 def times_of(marks: Iterable[TimeMark]) -> Iterator[StepTime]:

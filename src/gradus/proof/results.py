@@ -90,8 +90,8 @@ class Table:
         known = dict.fromkeys(r["name"] for r in rows if r["kind"] != "predicted" and r["name"] != "failed")
         for name in [name for name in known if name.endswith(UNDISTURBED)]:
             as_measured = name.removesuffix(UNDISTURBED)
-            cells = {c: [shown(n, self.measured.get((c, n))) for n in (name, as_measured)] for c in self.names}
-            if all(own in ("-", other) for own, other in cells.values()):
+            cells = ([shown(n, self.measured.get((c, n))) for n in (name, as_measured)] for c in self.names)
+            if all(own in ("-", other) for own, other in cells):
                 del known[name]
         order = sorted(known.keys() - HIDDEN, key=list(LABELS | known).index)
         parts = ("traffic/", "time/step/")

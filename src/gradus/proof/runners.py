@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from gradus import models
 from gradus.data.loader import Step
 from gradus.errors import UserError
 from gradus.measure.profile import endless
+from gradus.measure.trace import merged
 from gradus.parallel import status
 from gradus.parallel.traffic import collective
 from gradus.parallel.world import World, meet
@@ -133,13 +133,15 @@ def own_steps(
             raise UserError(f"runner={Path(file).name}:{function}: the file has no {function}.")
         return getattr(module, function)(recipe, options)
 
-    return time_subject(make, recipe, options, window)
+    return time_subject(make, recipe, options, window, world)
 
 
 MakeSubject = Callable[[Recipe | None, dict[str, Any]], Subject]
 
 
-def time_subject(make: MakeSubject, recipe: Recipe | None, options: dict[str, Any], window: Window) -> Timed:
+def time_subject(
+    make: MakeSubject, recipe: Recipe | None, options: dict[str, Any], window: Window, world: World
+) -> Timed:
     """Steps of the subject that make(recipe, options) returns. Raises UserError for whatever it raises."""
     torch.set_num_threads((recipe and recipe.layout.threads) or options.get("threads") or 1)
     try:
@@ -198,8 +200,4 @@ def by_kernel(events: Sequence[Event], steps: int) -> list[float]:
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of the line that these intervals cover."""
-    total, until = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+    return sum(end - start for start, end in merged(intervals))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,31 +11,22 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.parallel.processes import run_program
 from gradus.proof.study import Values, unit_of
+from gradus.proof.study_store import Sample
 from gradus.recipe.schema import Recipe
 from gradus.rows import read_rows
 
 SERIES = {"loss": "train/loss", "grad_norm": "train/grad_norm"}  # what is compared step by step
-OF_SUMMARY = {  # in summary.json → (row, unit); of a list the largest counts
-    "train_samples_per_second": ("samples_per_s", "samples/s"), "train_runtime": ("time/run", "s"),
-    "train_loss": ("train/loss", ""), "hours_per_epoch": ("time/epoch", "h"), "parameters": ("parameters", ""),
-    "train_tokens_per_second": ("tokens_per_s", "tokens/s"), "energy_wh": ("energy/run", "Wh"),
-    "co2_kg": ("co2/run", "kg"), "memory_tensors_per_rank": ("memory/allocated", "bytes"),
-    "memory_process_per_rank": ("memory/process", "bytes"),
+OF_SUMMARY = {  # in summary.json → row; of a list the largest counts
+    "train_samples_per_second": "samples_per_s", "train_runtime": "time/run", "train_loss": "train/loss",
+    "hours_per_epoch": "time/epoch", "parameters": "parameters", "train_tokens_per_second": "tokens_per_s",
+    "energy_wh": "energy/run", "co2_kg": "co2/run", "memory_tensors_per_rank": "memory/allocated",
+    "memory_process_per_rank": "memory/process",
 }  # fmt: skip
 
 
-@dataclasses.dataclass
-class RunFigures:
-    """The figures of a finished run. series: of the logged steps."""
-
-    measured: Values
-    planned: Values
-    series: dict[str, list[float]]
-
-
-def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> RunFigures:
-    """The figures of a training to its end in `folder`, which is resumed there where it was stopped. Raises UserError
-    with the run's own words where it fails."""
+def train(recipe: Recipe, processes: int, seed: int | None, folder: Path, number: int) -> Sample:
+    """The sample of a training to its end in `folder`, which is resumed there where it was stopped; number: of its
+    round. Raises UserError with the run's own words where it fails."""
     words = command(recipe, processes, seed, folder)
     sent_before = loopback_bytes()
     try:
@@ -46,10 +36,10 @@ def train(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> Run
     if code:
         lines = [line for line in errors.splitlines() if line.strip()] or ["no error message"]
         raise UserError(next((line for line in lines if "error:" in line), lines[-1]).removeprefix("error: "))
-    run = read_figures(folder)
+    sample = read_sample(folder, number)
     if sent_before is not None and processes > 1:
-        run.measured["traffic/loopback"] = (loopback_bytes() - sent_before, "bytes")
-    return run
+        sample.values["traffic/loopback"] = (loopback_bytes() - sent_before, "bytes")
+    return sample
 
 
 def command(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> list[str]:
@@ -66,27 +56,25 @@ def command(recipe: Recipe, processes: int, seed: int | None, folder: Path) -> l
     return [*words, "--processes", str(processes)] if processes > 1 else words
 
 
-def read_figures(folder: Path) -> RunFigures:
-    """The figures of the finished run in this folder."""
+def read_sample(folder: Path, number: int) -> Sample:
+    """The figures of the finished run in this folder; its series are of the logged steps."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    measured = {}
-    for key, (name, unit) in OF_SUMMARY.items():
+    measured: Values = {}
+    for key, name in OF_SUMMARY.items():
         if (value := summary.get(key)) not in (None, []):
-            measured[name] = (max(value) if isinstance(value, list) else value, unit)
+            measured[name] = (max(value) if isinstance(value, list) else value, unit_of(name))
     measured |= {name: (float(value), "") for name, value in summary["metrics"].items()}  # "nan" is written as text
     rows = read_rows(folder / "metrics.jsonl")
     measured |= {row["name"]: (row["value"], row["unit"]) for row in rows if row["name"].startswith("traffic/")}
-    planned = {}
-    for name, pair in summary.get("proof", {}).items():
-        unit = unit_of(name)
-        measured |= {name: (pair["measured"], unit)} if "measured" in pair else {}
-        planned |= {name: (pair["predicted"], unit)} if "predicted" in pair else {}
+    proof = summary.get("proof", {}).items()
+    measured |= {name: (pair["measured"], unit_of(name)) for name, pair in proof if "measured" in pair}
+    planned = {name: (pair["predicted"], unit_of(name)) for name, pair in proof if "predicted" in pair}
     series = {key: [float(row["value"]) for row in rows if row["name"] == name] for key, name in SERIES.items()}
     rates = [row["value"] for row in rows if row["name"] == "train/lr"]
     for name, values in (("loss", series["loss"]), ("lr", rates)):
         if values:
             measured |= {f"{name}/first": (values[0], ""), name: (values[-1], "")}
-    return RunFigures(measured, planned, series)
+    return Sample(number, values=measured, planned=planned, series=series)
 
 
 def loopback_bytes() -> int | None:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,46 +126,26 @@ def losses(ranks: Sequence[Timed], base: Sequence[Timed]) -> dict[str, float] | 
     return {name: (parts[name] - ideal[name] * work) / sum(parts.values()) for name in PARTS}
 
 
-class Collective(NamedTuple):
-    """A collective in a step, means over the processes. sent: bytes that a process sends; None: not counted."""
-
-    calls: float
-    seconds: float
-    sent: float | None
-
-
-def collectives_of(ranks: Sequence[Timed]) -> dict[str, Collective]:
-    """Name → collective."""
-    by_rank, sent = [t.collectives or {} for t in ranks], ranks[0].sent or {}
-    collectives = {}
-    for name in sorted({name for timed in by_rank for name in timed}):
-        calls, seconds = np.mean([timed.get(name, (0.0, 0.0)) for timed in by_rank], axis=0).tolist()
-        collectives[name] = Collective(calls, seconds, sent.get(name, (0, None))[1])
-    return collectives
-
-
-def scaling_rows(study: Study, store: StudyStore) -> Iterator[Row]:
+def scaling_rows(store: StudyStore) -> Iterator[Row]:
     """Speed-up and efficiency, the parts of a step, what was lost and collectives, beside the rows of every study."""
     for runner, speed in (("steps", "samples_per_s"), ("train", "time/run")):
-        of_runner = [c for c in study.configurations if c.runner == runner and store.measured(c)]
+        of_runner = [c for c in store.study.configurations if c.runner == runner and store.measured(c)]
         middles = {c.name: middle_of(store.measured(c)) for c in of_runner}
         speeds = {c.name: statistics.median(s.values[speed][0] for s in store.measured(c)) for c in of_runner}
         for c in of_runner:
             base = of_runner[0]
-            for timed, profiled in zip(middles[c.name].ranks, store.measured(c)[-1].ranks):
-                timed.kernels = profiled.kernels  # of the last round alone
+            ranks, profiled = middles[c.name].ranks, store.measured(c)[-1].ranks  # these of the last round alone
+            for timed, of_last in zip(ranks, profiled):
+                timed.kernels = of_last.kernels
             about = {"kind": "measured", "configuration": c.name, "processes": c.processes, "against": base.name}
             about |= store.common
             ratio = speeds[c.name] / speeds[base.name]
             ratio = ratio if runner == "steps" else 1 / ratio
             yield Row("speed_up", ratio, "", None, about)
             yield Row("efficiency", ratio * base.processes / c.processes, "", None, about)
-            if middles[c.name].ranks:
-                base_ranks = middles[base.name].ranks if c is not base else None
-                yield from step_rows(middles[c.name].ranks, base_ranks, about)
-                for name, collective in collectives_of(store.measured(c)[-1].ranks).items():
-                    how = {"calls": collective.calls, "bytes": collective.sent, "of": "a step, from start to end"}
-                    yield Row(f"collective/{name}", collective.seconds, "s", None, {**about, **how})
+            if ranks:
+                yield from step_rows(ranks, middles[base.name].ranks if c is not base else None, about)
+                yield from collective_rows(profiled, about)
 
 
 def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[str, Any]) -> Iterator[Row]:
@@ -175,6 +155,15 @@ def step_rows(ranks: Sequence[Timed], base: Sequence[Timed] | None, about: dict[
     shares = losses(ranks, base) if base else None
     for name, share in (shares or {}).items():
         yield Row(f"lost/{name}", share, "of the step", None, about)
+
+
+def collective_rows(ranks: Sequence[Timed], about: dict[str, Any]) -> Iterator[Row]:
+    """The collectives of a step, means over the processes; bytes: that one process sends, where they are counted."""
+    by_rank, sent = [t.collectives or {} for t in ranks], ranks[0].sent or {}
+    for name in sorted({name for timed in by_rank for name in timed}):
+        calls, seconds = np.mean([timed.get(name, (0.0, 0.0)) for timed in by_rank], axis=0).tolist()
+        how = {"calls": calls, "bytes": sent.get(name, (0, None))[1], "of": "a step, from start to end"}
+        yield Row(f"collective/{name}", seconds, "s", None, {**about, **how})
 
 
 # ------------------------------------------------------------ what is shown

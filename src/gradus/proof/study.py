@@ -14,7 +14,6 @@ import torch
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.hardware import Cluster
-from gradus.parallel import check
 from gradus.parallel.device import pick_device
 from gradus.plan.engine import plan_memory, traced_work
 from gradus.plan.step import step_time
@@ -46,26 +45,22 @@ class ReferenceHardware:
     recipe: Recipe
     price: float | None = None
 
-    def figures(self) -> Values:
+    def figures(self) -> dict[str, float]:
         """The plan for these devices; of an epoch where data.limit says how many samples that is."""
         n, device = self.cluster.n, self.cluster.device
-        check.validate(self.recipe, n)
         target = "cpu" if device.kind == "cpu" else "cuda"
         memory = plan_memory(self.recipe, n, target=target)
         time = step_time(traced_work(self.recipe, n, target=target), self.cluster)
-        figures: Values = {
-            "time/step": (time.total, "s"),
-            "memory/allocated": (memory.allocated, "bytes"),
-            "memory/device": (memory.device_total, "bytes"),
-        }
+        figures = {
+            "time/step": time.total, "memory/allocated": memory.allocated, "memory/device": memory.device_total,
+        }  # fmt: skip
         if self.recipe.batch.samples:
             speed, limit = self.recipe.batch.samples / time.total, self.recipe.data.limit
-            figures["samples_per_s"] = (speed, "samples/s")
+            figures["samples_per_s"] = speed
             if limit:
-                hours = limit / speed / 3600
-                figures["time/epoch"] = (hours, "h")
+                figures["time/epoch"] = hours = limit / speed / 3600
                 if self.price is not None:
-                    figures["cost/epoch"] = (hours * self.price, "USD")
+                    figures["cost/epoch"] = hours * self.price
         return figures
 
 
@@ -91,7 +86,7 @@ class Configuration:
     reference: ReferenceHardware | None = None
     against: str | None = None
 
-    def describe(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The parts that make it another configuration where they differ."""
         recipe = recipes.dump(self.recipe) if self.recipe else None
         runner = Path(self.runner).name
@@ -139,7 +134,7 @@ class Study:
 
     def digest(self) -> str:
         """The digest of what is measured: samples of another digest are another study's."""
-        configurations = [{c.name: c.describe()} for c in self.configurations]
+        configurations = [{c.name: c.identity()} for c in self.configurations]
         content = [configurations, self.steps, self.warm_up, self.rounds, list(self.seeds)]
         content += [self.seconds] if self.seconds else []
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

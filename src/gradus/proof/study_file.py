@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -109,7 +108,7 @@ def load(
     axes = file.grid or {"configuration": file.configurations}
     check_names(path, file, axes)
     cells = combinations(path, axes)
-    configurations = [configuration(path, [file, *cell.settings], cell.at, overrides) for cell in cells]
+    configurations = [configuration(path, [file, *settings], at, overrides) for at, settings in cells]
     check_labels(path, configurations)
     trainings = all(c.runner == "train" for c in configurations)
     if len(set(file.seeds)) < len(file.seeds):
@@ -160,8 +159,10 @@ def check_names(path: Path, file: StudyFile, axes: Axes) -> None:
     names = [name for axis in axes.values() for name in axis]
     for name in (name for name in names if not name.strip() or not name.isprintable()):
         raise UserError(f"{path}: {name!r}: not a name. Write one on one line.")
-    for key, name in references([file, *(cell for axis in axes.values() for cell in axis.values() if cell)]):
-        if name not in names:
+    settings = [file, *(cell for axis in axes.values() for cell in axis.values() if cell)]
+    by_setting = ([*(("only_with", name) for name in s.only_with), ("against", s.against)] for s in settings)
+    for key, name in itertools.chain.from_iterable(by_setting):
+        if name not in (None, *names):
             raise UserError(f"{path}: {key}={name}: no such name.{did_you_mean(name, names)}")
         if key == "only_with" and (not file.grid or file.only_with):
             raise UserError(f"{path}: only_with takes effect only at a name of the grid. Leave it out here.")
@@ -170,23 +171,8 @@ def check_names(path: Path, file: StudyFile, axes: Axes) -> None:
         raise UserError(f"{path}: {twice[0]} is a name on two axes. Give each its own.")
 
 
-def references(settings: Sequence[Settings]) -> Iterator[tuple[str, str]]:
-    """(key, name) wherever one names another."""
-    for s in settings:
-        yield from (("only_with", name) for name in s.only_with)
-        yield from [("against", s.against)] if s.against is not None else []
-
-
-@dataclasses.dataclass
-class Cell:
-    """One combination of a grid. at: axis → name."""
-
-    at: dict[str, str]
-    settings: list[Settings]
-
-
-def combinations(path: Path, axes: Axes) -> list[Cell]:
-    """The configurations. Raises UserError where there are none, or too many."""
+def combinations(path: Path, axes: Axes) -> list[tuple[dict[str, str], list[Settings]]]:
+    """(axis → name, settings) of each configuration. Raises UserError where there are none, or too many."""
     if empty := [axis for axis, names in axes.items() if not names]:
         raise UserError(f"{path}: grid.{empty[0]}: has no names. Write one, or leave it out.")
     n = math.prod(map(len, axes.values()))
@@ -198,7 +184,7 @@ def combinations(path: Path, axes: Axes) -> list[Cell]:
         at = dict(zip(axes, names))
         settings = [axes[axis][name] or Settings() for axis, name in at.items()]
         if all(set(names).intersection(s.only_with) for s in settings if s.only_with):
-            cells.append(Cell(at, settings))
+            cells.append((at, settings))
     if not cells:
         raise UserError(f"{path}: only_with leaves no configuration.")
     if len(cells) > limits.CONFIGURATIONS:
@@ -280,7 +266,7 @@ def study(args: Any) -> Iterator[str]:
     path = Path(args.file)
     study, file = load(path, args.overrides, args.rounds, args.steps)
     folder = Path(args.to or Path("studies") / study.name)
-    page = Page.read(Path(args.page), path, file) if args.page is not None else None
+    around = around_table(Path(args.page), path, file) if args.page is not None else None
     only = [word.strip() for word in args.only.split(",")] if args.only is not None else []
     if "" in only:
         example = study.configurations[0].name.split()[0]
@@ -294,8 +280,9 @@ def study(args: Any) -> Iterator[str]:
         return exit_code(rows)
     yield from shown(rows, file)
     yield f"rows: {folder / 'rows.jsonl'}"
-    if page is not None:
-        keep(Path(args.page), page.with_table([row.known() for row in rows], file.columns))
+    if around is not None:
+        table = "\n".join(results.markdown([row.known() for row in rows], file.columns)) + "\n"
+        keep(Path(args.page), table.join(around))
         yield f"page: {args.page}"
     return exit_code(rows)
 
@@ -308,31 +295,20 @@ def shown(rows: Sequence[Row], file: StudyFile) -> Iterator[str]:
         yield f"note: columns: {name}: nothing has that name.{did_you_mean(name, known)}"
 
 
-@dataclasses.dataclass
-class Page:
-    """The parts of a page before and after its table, which stands between the lines `<!-- NAME -->` and
-    `<!-- end of NAME -->`."""
-
-    before: str
-    after: str
-
-    @classmethod
-    def read(cls, page: Path, path: Path, file: StudyFile) -> Page:
-        """The page; where there is none, and the study says what it is about, one of its own. Raises UserError for a
-        page without these lines."""
-        first, last = f"<!-- {path.stem} -->\n", f"<!-- end of {path.stem} -->\n"
-        if not page.exists() and file.about:
-            command = f"`gradus study {path.parent.name}/{path.name}` makes this table again:"
-            parts = [file.about.strip(), "", command, "", first + last, file.note.strip()]
-            text = "\n".join(parts).strip() + "\n"
-        else:
-            text = limits.read_text(page, limits.RECIPE_FILE)
-        before, first_mark, rest = text.partition(first)
-        _, last_mark, after = rest.partition(last)
-        if not (first_mark and last_mark):
-            marks = f"{first.strip()} and {last.strip()}"
-            raise UserError(f"{page}: has no lines {marks}. Put them where the table belongs.")
-        return cls(before + first, last + after)
-
-    def with_table(self, records: Sequence[results.Record], columns: Sequence[str]) -> str:
-        return self.before + "\n".join(results.markdown(records, columns)) + "\n" + self.after
+def around_table(page: Path, path: Path, file: StudyFile) -> tuple[str, str]:
+    """(what stands before, after) the table of a page, which is between the lines `<!-- NAME -->` and
+    `<!-- end of NAME -->`; where there is no page, and the study says what it is about, of one of its own. Raises
+    UserError for a page without these lines."""
+    first, last = f"<!-- {path.stem} -->\n", f"<!-- end of {path.stem} -->\n"
+    if not page.exists() and file.about:
+        command = f"`gradus study {path.parent.name}/{path.name}` makes this table again:"
+        parts = [file.about.strip(), "", command, "", first + last, file.note.strip()]
+        text = "\n".join(parts).strip() + "\n"
+    else:
+        text = limits.read_text(page, limits.RECIPE_FILE)
+    before, first_mark, rest = text.partition(first)
+    _, last_mark, after = rest.partition(last)
+    if not (first_mark and last_mark):
+        marks = f"{first.strip()} and {last.strip()}"
+        raise UserError(f"{page}: has no lines {marks}. Put them where the table belongs.")
+    return before + first, last + after

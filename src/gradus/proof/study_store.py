@@ -1,4 +1,5 @@
-"""The folder of a study: its lock, its settings, and every sample, a line of samples.jsonl the moment it is there."""
+"""The folder of a study: its lock, its settings, and every sample, a line of samples.jsonl the moment it is there; and
+from the samples the rows: medians with all samples, conditions, and comparisons with the base."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter
 
 from gradus import files, limits
 from gradus.errors import UserError, writing
-from gradus.measure.machine import conditions
+from gradus.measure import machine
 from gradus.parallel import status
 from gradus.proof import timing
 from gradus.proof.study import Configuration, Study, Values
@@ -25,6 +26,13 @@ from gradus.train.folder import LOCK, locked
 
 VERBS = ("study", "scale", "ladder", "bench")  # that measure by this harness: what a report shows as the command
 SAMPLES, PLAN = "samples.jsonl", "plan.jsonl"
+RATIOS = {  # row → against its base
+    "samples_per_s": "ratio",
+    "samples_per_s/undisturbed": "ratio/undisturbed",
+    "memory/allocated": "ratio/memory",
+    "memory/process": "ratio/process",
+}
+EFFICIENCY = "ratio/efficiency"
 AGAIN = "free some space and start it again: what was measured is kept."
 
 
@@ -90,7 +98,7 @@ class StudyStore:
 
     def __init__(self, study: Study, folder: Path):
         """Raises UserError for a line that is no sample of the study, and for samples of another machine."""
-        self.path, self.samples = folder / SAMPLES, {c.name: [] for c in study.configurations}
+        self.study, self.path, self.samples = study, folder / SAMPLES, {c.name: [] for c in study.configurations}
         rows = [row for row in read_rows(self.path) if "failed" not in row] if self.path.exists() else []
         for row in rows:
             try:
@@ -98,7 +106,7 @@ class StudyStore:
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
                 line = f"a line is not a sample of this study: {str(row)[:60]}"
                 raise UserError(f"{self.path}: {line}. Remove it.") from None
-        self.common = {**conditions(), "study": study.name}
+        self.common = {**machine.conditions(), "study": study.name}
         cpu = self.common["cpu"]
         if other := next((row["cpu"] for row in rows if row.get("cpu", cpu) != cpu), None):
             machines = f"holds samples of another machine ({other}); this is {cpu}"
@@ -114,11 +122,11 @@ class StudyStore:
         """The samples that did not fail."""
         return [s for s in self.samples[c.name] if not s.failed]
 
-    def too_slow(self, study: Study, c: Configuration) -> bool:
+    def too_slow(self, c: Configuration) -> bool:
         """True where the first round was enough."""
-        first = [self.samples[other.name][0] for other in (c, study.base_of(c)) if self.samples[other.name]]
+        first = [self.samples[other.name][0] for other in (c, self.study.base_of(c)) if self.samples[other.name]]
         speeds = [s.values.get("samples_per_s/undisturbed", (s.speed,))[0] for s in first]
-        return len(speeds) == 2 and speeds[0] < study.patience * speeds[1]
+        return len(speeds) == 2 and speeds[0] < self.study.patience * speeds[1]
 
     def expected_seconds(self, c: Configuration) -> float:
         """The time of one more sample of a configuration, by its own or else all samples. One must be there."""
@@ -130,6 +138,107 @@ class StudyStore:
         about = {"configuration": c.name, **sample.record(), **self.common}
         with writing(self.path, AGAIN):
             self.file.write([Row("sample/samples_per_s", sample.speed, "samples/s", None, about)])
+
+    # ------------------------------------------------------------ from samples to rows
+
+    def rows(self, plan: Sequence[Row], refused: dict[str, str]) -> list[Row]:
+        """The planned rows, then the measured ones: the median over the rounds (of whole trainings the mean over the
+        seeds), with all samples; and against the base: ratio, saved memory, farthest loss."""
+        rows = [*plan, *planned_ratios(self.study, plan)]
+        for c in self.study.configurations:
+            rows += self._rows_of(c, refused.get(c.name))
+        order = [c.name for c in self.study.configurations]
+        return sorted(rows, key=lambda row: order.index(row.conditions["configuration"]))
+
+    def _rows_of(self, c: Configuration, refusal: str | None) -> Iterator[Row]:
+        samples, common = self.measured(c), self.conditions(c)
+        if reason := refusal or next((s.failed for s in self.samples[c.name] if s.failed), None):
+            yield Row("failed", reason, "", None, common)
+        if not samples:
+            return
+        for name, (value, unit) in samples[0].planned.items():
+            yield Row(name, value, unit, None, {**common, "kind": "predicted"})
+        for name, (_, unit) in samples[0].values.items():
+            values = [s.values[name][0] for s in samples if name in s.values]
+            yield summary(name, values, unit, common, mean=bool(self.study.seeds))
+        yield from self._comparisons(c, samples)
+
+    def conditions(self, c: Configuration) -> dict[str, Any]:
+        """The conditions under which a configuration was measured."""
+        study = self.study
+        about = {"kind": "measured", "configuration": c.name, "at": c.at, "processes": c.processes}
+        about |= {"runner": Path(c.runner).name}
+        if c.recipe:
+            about |= {"recipe": c.recipe.name, "layout": c.recipe.layout.model_dump(exclude_defaults=True)}
+        if c.options:
+            about["options"] = c.options
+        first_ranks = [s.ranks[0] for s in self.measured(c) if s.ranks]
+        if not first_ranks:
+            return {**about, "seeds": list(study.seeds), **self.common}
+        about |= {"steps": study.steps, "warm_up": study.warm_up, **self.common, **first_ranks[0].facts}
+        return {**about, "retaken": sum(t.retaken for t in first_ranks), "others": [t.others for t in first_ranks]}
+
+    def _comparisons(self, c: Configuration, samples: list[Sample]) -> Iterator[Row]:
+        """Ratios to the base, round by round, so that a busy moment that hit both does not count."""
+        base = self.study.base_of(c)
+        base_samples = {s.round: s for s in self.measured(base)}
+        pairs = [(s, base_samples[s.round]) for s in samples if s.round in base_samples]
+        if base is c or not pairs:
+            return
+        common = {**self.conditions(c), "against": base.name, "against_processes": base.processes}
+        for name, ratio in RATIOS.items():
+            both = [(s.values[name][0], b.values.get(name, (0,))[0]) for s, b in pairs if name in s.values]
+            ratios = [value / of_base for value, of_base in both if of_base]
+            if ratios:
+                yield from (summary(n, values, "", common) for n, values in with_efficiency(ratio, ratios, c, base))
+        sample, of_base = pairs[0]
+        for name, series in sample.series.items():
+            if series and len(series) == len(of_base.series.get(name, ())):
+                value = farthest(series, of_base.series[name])
+                yield Row(f"deviation/{name}", value, "of the farthest step", None, common)
+
+
+# ------------------------------------------------------------ medians and ratios
+
+
+def planned_ratios(study: Study, rows: Sequence[Row]) -> Iterator[Row]:
+    """The ratios of a source's figures, and of the plans for its devices, against the base of each."""
+    kinds = ("source", "planned")
+    known = {(r.conditions["configuration"], r.name, r.conditions["kind"]): r for r in rows}
+    for c in study.configurations:
+        base = study.base_of(c)
+        for kind, (name, ratio) in itertools.product(kinds, RATIOS.items()):
+            own, other = known.get((c.name, name, kind)), known.get((base.name, name, kind))
+            if own and other and base is not c:
+                common = {**own.conditions, "against": base.name}
+                named = with_efficiency(ratio, [own.value / other.value], c, base)
+                yield from (Row(n, v, "", None, common) for n, (v,) in named if (c.name, n, kind) not in known)
+
+
+def with_efficiency(
+    ratio: str, values: list[float], c: Configuration, base: Configuration
+) -> Iterator[tuple[str, list[float]]]:
+    """A ratio's values by its name; and those of speeds, against another number of processes, for each process."""
+    yield ratio, values
+    if ratio == "ratio" and c.processes != base.processes:
+        yield EFFICIENCY, [value * base.processes / c.processes for value in values]
+
+
+def summary(name: str, values: Sequence[float], unit: str, common: dict[str, Any], mean: bool = False) -> Row:
+    """The median of the rounds, or the mean over seeds, with the samples and their range."""
+    spread: dict[str, Any] = {"samples": values, "low": min(values), "high": max(values)}
+    if mean and len(values) > 1:
+        spread["std"] = statistics.stdev(values)
+    value = statistics.mean(values) if mean else statistics.median(values)
+    return Row(name, value, unit, None, {**common, **spread})
+
+
+def farthest(series: Sequence[float], base: Sequence[float]) -> float:
+    """The largest relative difference of two series of one length."""
+    return max(abs(x - y) / max(abs(y), 1e-30) for x, y in zip(series, base))
+
+
+# ------------------------------------------------------------ the folder
 
 
 @contextlib.contextmanager
