@@ -383,7 +383,7 @@ def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
     """
     from gradus.infer.predict import records_of
 
-    several = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping) and not _is_picture(inputs)
+    several = _is_list(inputs) and not _is_picture(inputs)
     items, top = list(inputs) if several else [inputs], _int("top", top, 1, limits.CLASSES)
     source = _source(model)
     images = source.config.reads == "images"
@@ -413,8 +413,8 @@ def generate(
     from gradus.infer.generate import Continuation
     from gradus.models.decoding import sampler
 
-    several = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)
-    prompts = [_text("prompt", one, "a text, or a list of texts") for one in (prompt if several else [prompt])]
+    given = prompt if _is_list(prompt) else [prompt]
+    prompts = [_text("prompt", one, "a text, or a list of texts") for one in given]
     top_k, top_p = _optional(_int, "top_k", top_k, 1, limits.VOCABULARY), _optional(_float, "top_p", top_p)
     choose = sampler(_float("temperature", temperature), top_k, top_p, _int("seed", seed, 0, limits.SEED))
     max_new, sliding = _int("max_new", max_new, 1, limits.LENGTH), _flag("sliding_window", sliding_window)
@@ -448,6 +448,10 @@ def _keep_mode(source: ModelSource) -> Iterator[None]:
     finally:
         if model is not None:
             model.train(training)
+
+
+def _is_list(inputs: Any) -> bool:
+    return isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping)
 
 
 def _is_picture(item: Any) -> bool:

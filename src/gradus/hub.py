@@ -49,10 +49,7 @@ def download(
                     break
             return folder
     except Exception as e:  # the hub's client raises its own, requests', httpx' and the system's errors
-        if disk_full(e):
-            fix = "Free some space, or set HF_HOME to a folder with enough space."
-            raise EnvironmentFault(f"{where}: {_reason(e)}. {fix}") from None
-        why = f"no such file or folder, and not available from the hub ({_reason(e)})"
+        why = f"no such file or folder, and not available from the hub ({_reason(e, where)})"
         if offline and to is None:
             why = "no such folder, and not in the local copy of the hub (HF_HUB_OFFLINE=1)"
     # outside of the handler: a name or a connection that is wrong is no fault of the machine
@@ -78,15 +75,17 @@ def data_set(name: str, where: str) -> dict[str, Any]:
                 loaded = datasets.load_dataset(*name.split(":", 1))
             return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     except Exception as e:  # of many kinds: offline, unknown, gated, no such configuration
-        if disk_full(e):
-            fix = "Free some space, or set HF_HOME to a folder with enough space."
-            raise EnvironmentFault(f"{where}: {_reason(e)}. {fix}") from None
-        why = _reason(e)
+        why = _reason(e, where)
     help = "Check the name and the connection."
     if _is_set("HF_HUB_OFFLINE") or _is_set("HF_DATASETS_OFFLINE"):
         help = "Give a local folder, or where there is internet, stage it first: gradus fetch"
     raise DataError(f"{where}: cannot be loaded ({why}). {help}")
 
 
-def _reason(e: Exception) -> str:
-    return (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+def _reason(e: Exception, where: str) -> str:
+    """Raises EnvironmentFault where the disk is full."""
+    reason = (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+    if disk_full(e):
+        fix = "Free some space, or set HF_HOME to a folder with enough space."
+        raise EnvironmentFault(f"{where}: {reason}. {fix}") from None
+    return reason

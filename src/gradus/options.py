@@ -35,16 +35,14 @@ def option(written: str, help: str, type: Callable[[str], Any] | None = None, *,
 
 def whole(most: int = SEED, least: int = 1) -> Callable[[str], int]:
     """Reads a whole number from `least` to `most`."""
-    return _reader(int, None, least, most)
+    return real(None, least, most, int)
 
 
-def real(above: float | None = None, least: float = -math.inf, most: float = REAL) -> Callable[[str], float]:
-    """Reads a finite number above `above`, of at least `least` and at most `most`."""
-    return _reader(float, above, least, most)
-
-
-def _reader(kind: type, above: float | None, least: float, most: float) -> Callable[[str], Any]:
-    """An error's text begins with "="; the parser (cli.parsing.Parser) puts the option's name before it."""
+def real(
+    above: float | None = None, least: float = -math.inf, most: float = REAL, kind: type = float
+) -> Callable[[str], Any]:
+    """Reads a finite number above `above`, of at least `least` and at most `most`. An error's text begins with "="; the
+    parser (cli.parsing.Parser) puts the option's name before it."""
 
     def read(text: str) -> Any:
         try:

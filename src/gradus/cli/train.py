@@ -32,7 +32,8 @@ def train(args) -> int:
         raise UserError("--resume and --auto-resume: the second starts a new run if there is none. Give one of them.")
     if args.data_changed and not (args.resume or args.auto_resume):
         raise UserError("--data-changed has no effect without --resume. Leave it out: a new run takes any data.")
-    how = {name: getattr(args, name) for name in ("force", "data_changed", "resume", "auto_resume")}
+    how = {"resume": args.resume, "auto_resume": args.auto_resume}
+    how |= {"force": args.force, "data_changed": args.data_changed}
     if args.processes is not None:
         from gradus.launch import local
 
