@@ -14,9 +14,9 @@ import torch
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.hardware import Cluster
-from gradus.parallel import check
 from gradus.parallel.device import pick_device
-from gradus.plan.engine import plan_memory, traced_work
+from gradus.plan import engine
+from gradus.plan.case import Case
 from gradus.plan.step import step_time
 from gradus.proof import timing
 from gradus.proof.memory_budget import changed
@@ -49,10 +49,9 @@ class ReferenceHardware:
     def figures(self) -> Values:
         """The plan for these devices; of an epoch where data.limit says how many samples that is."""
         n, device = self.cluster.n, self.cluster.device
-        check.validate(self.recipe, n)
         target = "cpu" if device.kind == "cpu" else "cuda"
-        memory = plan_memory(self.recipe, n, target=target)
-        time = step_time(traced_work(self.recipe, n, target=target), self.cluster)
+        plan = engine.plan(Case.of(self.recipe, n, target))
+        memory, time = plan.memory, step_time(plan.work, self.cluster)
         figures: Values = {
             "time/step": (time.total, "s"),
             "memory/allocated": (memory.allocated, "bytes"),
