@@ -28,8 +28,8 @@ from gradus.measure.energy import Meter
 from gradus.parallel.apply import apply
 from gradus.parallel.device import pick_device
 from gradus.parallel.precision import Precision
-from gradus.plan import batches
-from gradus.plan.engine import plan_memory, traced_work
+from gradus.plan import batches, engine
+from gradus.plan.case import Case
 from gradus.plan.step import step_time
 from gradus.proof.memory_budget import device_of
 from gradus.proof.step_memory import memory_of_step
@@ -65,10 +65,11 @@ def recipe_of(name: str, checkpointing: str, device: str, tiny: bool) -> schema.
 
 def predicted(recipe: schema.Recipe, device: torch.device) -> dict[str, tuple[float, str]]:
     known = device_of(device, torch.get_num_threads())
-    memory = plan_memory(recipe, 1, target=device.type)
+    plan = engine.plan(Case.of(recipe, 1, device.type))
+    memory = plan.memory
     found = {"memory": (memory.allocated, "bytes"), "memory/reserved": (memory.reserved, "bytes")}
     if known:
-        found["step"] = step_time(traced_work(recipe, 1, target=device.type), Cluster(known, 1)).total, "s"
+        found["step"] = step_time(plan.work, Cluster(known, 1)).total, "s"
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Cluster
+from gradus.plan.case import Case
 from gradus.plan.hf import recipe_for
 from gradus.plan.search import CHECKPOINTING, HEADROOM, Candidate, Space
 from gradus.recipe.schema import Batch, Layout
@@ -34,7 +35,7 @@ def space_of(case: str) -> Space:
     preset, samples, n, device = CASES[case]
     recipe = recipe_for(preset)
     recipe = recipe.model_copy(update={"batch": Batch(samples=samples), "layout": Layout(device="cuda")})
-    return Space(recipe, Cluster(hardware.devices()[device], n))
+    return Space(Case.of(recipe, n, "cuda"), Cluster(hardware.devices()[device], n))
 
 
 def layouts(space: Space) -> Iterator[tuple[int, Layout]]:

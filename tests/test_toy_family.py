@@ -209,11 +209,12 @@ def test_it_learns_and_a_stopped_run_goes_on_to_the_same_numbers(folder, done):
 
 def traced(folder: Path) -> dict[str, int]:
     from gradus import recipe as recipes
-    from gradus.plan.engine import plan_memory
+    from gradus.plan import engine
+    from gradus.plan.case import Case
 
     given = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", "model.vocab_size=32"]
     layouts = {"one": [], "tensor": ["layout.tensor=2"], "shard": ["layout.shard=2"]}
-    planned = {name: plan_memory(recipes.load(folder / "toy.yaml", [*given, *o]), 1 + bool(o)) for name, o in layouts.items()}
+    planned = {name: engine.plan(Case.of(recipes.load(folder / "toy.yaml", [*given, *o]), 1 + bool(o))).memory for name, o in layouts.items()}
     return {name: memory.state["weights"] for name, memory in planned.items()}
 
 

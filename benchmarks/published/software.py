@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from gradus.plan import engine
-from gradus.plan.engine import Process
+from gradus.plan.case import Case
+from gradus.plan.peak import peak_of
 from gradus.plan.work import Op, Transfer, Work
-from gradus.recipe.schema import Recipe
+from gradus.recipe.schema import Layout, Recipe
 
 MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
 CORE = {"softmax", "native_dropout"}
@@ -64,15 +65,25 @@ def whole(run: Any) -> Work:
     return dataclasses.replace(work, model_flops=work.model_flops + more * work.tokens, samples=work.samples / run.context)
 
 
+def model_flops(case: Case) -> float:
+    """Operations of a step over all devices, forward and backward: no recomputation, attention's full matrix (Chowdhery
+    et al. 2022, appendix B)."""
+    batches, plain = case.batches, dataclasses.replace(case.at(Layout(device="cpu")), target="cuda")
+    ops = engine.operations_of(plain, batches.full)
+    each = (n * engine.products(key.kind, key.name, key.flops, key.shape, 2, 4) for key, n in ops.items())
+    return case.data_parallel * batches.parts * sum(each)
+
+
 def traced(recipe: Recipe, n: int) -> Traced:
     key = f"{n} {recipe.model_dump_json()}"
     if key not in _kept:
-        found = engine.processes(recipe, n, "cuda", None)
-        busiest = max(found, key=lambda p: sum(op.flops * op.count for op in p.work.micro))
+        case = Case.of(recipe, n, "cuda")
+        found = [(engine.step_work(p), p) for p in engine.processes(case)]
+        work, busiest = max(found, key=lambda pair: sum(op.flops * op.count for op in pair[0].micro))
         layout = recipe.layout
         replicas = n // (layout.tensor * layout.pipeline * layout.context * layout.expert * layout.shard)
-        first = found[0].work if found[0] is not busiest else None
-        _kept[key] = Traced(dataclasses.replace(busiest.work, model_flops=engine.model_flops(busiest)), first, busiest.param_bytes / busiest.width, replicas)
+        first = found[0][0] if found[0][1] is not busiest else None
+        _kept[key] = Traced(dataclasses.replace(work, model_flops=model_flops(case)), first, busiest.param_bytes / busiest.width, replicas)
     return _kept[key]
 
 
@@ -213,28 +224,15 @@ def work_of(run: Any) -> Work:
 # ---------------------------------------------------------------- memory
 
 
-class _Theirs(Process):
-    """A process whose optimizer's state is another's: bytes a parameter, a part of which each replica has (ZeRO-1)."""
-
-    each: float = 12.0
-
-    @property
-    def optimizer_bytes(self) -> float:
-        layout = self.recipe.layout
-        replicas = self.n // (layout.tensor * layout.pipeline * layout.context * layout.shard)
-        return self.stepped_elements * self.each / replicas
-
-
 def memory_of(run: Any) -> float:
     """Bytes that the caching allocator takes on the process that needs most; gradients that are added up in fp32 are four bytes more."""
-    software = table()[run.software]
-    most = 0.0
-    for p in engine.processes(run.recipe, run.cluster.n, "cuda", None):
+    software, layout = table()[run.software], run.recipe.layout
+    replicas, most = run.cluster.n // (layout.tensor * layout.pipeline * layout.context * layout.shard), 0.0
+    for p in engine.processes(Case.of(run.recipe, run.cluster.n, "cuda")):
         # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
-        every = {s: dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for s, stage in p.stages_by_number.items()}
-        theirs = _Theirs(**{f.name: getattr(p, f.name) for f in dataclasses.fields(Process)} | {"stages_by_number": every})
-        if software.state:
-            theirs.each = software.state
-        wide = 4.0 * theirs.param_bytes / theirs.width if run.wide_gradients else 0.0
-        most = max(most, max(theirs.peak.reserved, theirs.peak.bytes) + wide)
+        own = [dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for stage in p.stages]
+        # the optimizer's state in bytes a parameter, a part of which each replica has (ZeRO-1)
+        theirs = peak_of(dataclasses.replace(p, stages=own, optimizer_bytes=p.stepped_elements * (software.state or 12.0) / replicas))
+        wide = 4.0 * p.param_bytes / p.width if run.wide_gradients else 0.0
+        most = max(most, max(theirs.reserved, theirs.bytes) + wide)
     return most

@@ -15,6 +15,7 @@ from gradus.parallel import check
 from gradus.parallel.mesh import Mesh
 from gradus.plan import batches as making
 from gradus.plan import engine
+from gradus.plan.case import Case
 from gradus.recipe.schema import Adapter, Recipe
 from gradus.text import size
 
@@ -88,12 +89,12 @@ def test_a_stage_that_trains_nothing_is_planned(freeze, layout):
     for process, what, composed, traced in whole.compared(whole.Case(r, 2, "cpu", str(layout))):
         assert composed == pytest.approx(traced, rel={"memory": 0.06, "optimizer": 0.12}.get(what, 1e-3), abs=64), (process, what)
     if freeze[1] != "-head":  # which the first stage has too, as its embedding
-        assert 0 in [p.state["optimizer"] for p in engine.processes(r, 2, "cpu", None)]
+        assert 0 in [int(p.optimizer_bytes) for p in engine.processes(Case.of(r, 2))]
 
 
 def test_what_a_base_stored_small_takes():
     """By hand, of a Llama: a byte a weight and 4 a row; half a byte a weight, 4 a block of 64, and 256 pairs of values a Linear."""
-    state = {kind: engine.plan_memory(recipe("llama", kind, layers=3, micro_batch=2)).state for kind in ("lora", "int8", "nf4")}
+    state = {kind: engine.plan(Case.of(recipe("llama", kind, layers=3, micro_batch=2))).memory.state for kind in ("lora", "int8", "nf4")}
     config = recipe("llama", "lora", layers=3).model
     base = models.build(config.trained(None), "meta")
     shapes = [tuple(p.shape) for name, p in base.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
@@ -113,7 +114,7 @@ def test_selective_checkpointing_takes_less_than_none(kind):
     """What is computed again are products of frozen weights too: a sum alone needs them."""
     layers = 5 if kind == "frozen" else 2
     selective, none = (recipe("gpt", kind, layers, checkpointing=mode) for mode in ("selective", "none"))
-    assert engine.plan_memory(selective).allocated < engine.plan_memory(none).allocated
+    assert engine.plan(Case.of(selective)).memory.allocated < engine.plan(Case.of(none)).memory.allocated
     assert measured(selective)[1] < measured(none)[1]
 
 
@@ -122,7 +123,7 @@ def test_a_plan_says_that_a_base_stored_small_is_not_split():
     r = recipe("llama", "nf4", layers=2, shard=2)
     linears = [m for name, m in models.build(r.model.trained(None), "meta").named_modules() if name.startswith("blocks.") and hasattr(m, "in_features")]
     base = sum(-(-m.weight.numel() // 64) * 36 + 2048 for m in linears)
-    (note,) = (note for note in engine.plan_memory(r, 2).notes if "base" in note)
+    (note,) = (note for note in engine.plan(Case.of(r, 2)).memory.notes if "base" in note)
     assert f"the base in nf4, {size(base)}, lies whole on every device" in note
 
 
@@ -133,7 +134,7 @@ def of_processes(world, kinds: list[str], layout: dict) -> dict[str, tuple[dict[
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("frozen", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow)])
 def test_planned_as_measured(kind):
     r = recipe("llama", kind)
-    planned = engine.plan_memory(r)
+    planned = engine.plan(Case.of(r)).memory
     held, peak = measured(r)
     adapted = sum(isinstance(m, LoRALinear) for m in models.build(r.model, "meta").modules())  # each keeps its scale, a number of 8 bytes
     assert {name: planned.state[name] for name in held} == held and 0 <= peak - planned.allocated <= 8 * adapted
@@ -144,7 +145,7 @@ def test_planned_as_measured_on_two_that_shard():
     layout = {"shard": 2, "micro_batch": 1}
     found = run(2, of_processes, ["lora", "nf4"], layout)[0]
     for kind, (held, peak) in found.items():
-        planned = engine.plan_memory(recipe("llama", kind, 2, **layout), 2)
+        planned = engine.plan(Case.of(recipe("llama", kind, 2, **layout), 2)).memory
         assert {name: planned.state[name] for name in held} == held, kind
         assert planned.allocated == pytest.approx(peak, rel=0.02), kind
 

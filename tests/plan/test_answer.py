@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -204,5 +205,5 @@ def test_a_device_of_the_same_vendor_is_offered_before_a_smaller_one_of_another(
     for on, least in (("A100", "B200"), ("MI250X", "MI300X")):  # 140 GB, at most 80 % of a device: an H200 holds it with less room
         request = Request("gpt2-small", (), on)
         rows = [figure("memory/device", 140e9, "bytes")]
-        made = Answer(recipes.load("copy-task"), hardware.cluster(on), 1, rows, [], False, "")
-        assert _advice(request, made, made.recipe.layout, None)[0].startswith(f"--on 1x{least}: it fits as it is")
+        made = Answer(recipes.load("copy-task"), hardware.cluster(on), 1, rows, [], False, "", plan=SimpleNamespace(case=None))
+        assert _advice(request, made, made.recipe.layout)[0].startswith(f"--on 1x{least}: it fits as it is")

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradus import models
-from gradus.plan import compose
-from gradus.plan.compose import Run, _alike, left_by_forward, local_bytes, padded
+from gradus.plan.compose import left_by_forward
+from gradus.plan.process import local_bytes, padded, transposed_shards
 from gradus.plan.profiles import INDEX, N, Weight
+from gradus.plan.stage import Run, _alike
 from gradus.recipe.schema import Layout
 
 sys.path[:0] = [str(Path(__file__).parent)]
@@ -55,7 +56,7 @@ def test_fsdp_fills_up_the_first_dimension(shape, k):
 def test_experts_are_cut_where_the_processes_divide_them():
     experts = weight(4, 6, 16, across=True)
     assert padded(experts, 8) == experts.size < padded(weight(4, 6, 16), 8) == 2 * experts.size
-    assert compose.transposed_shards([experts, weight(4, 6, 16)], 8) == [experts] and not compose.transposed_shards([experts], 4)
+    assert transposed_shards([experts, weight(4, 6, 16)], 8) == [experts] and not transposed_shards([experts], 4)
     assert padded(weight(4, 6, 15, across=True), 8) == 8 * 6 * 15
 
 
@@ -76,7 +77,7 @@ def test_forward_passes_leave_as_many_micro_batches_as_are_under_way(rank, micro
     net[:, INDEX["activations"]], net[1, INDEX["gathered"]], net[:, N] = (10, 100, 0), -30, 512  # the allocator's pools do not count
     stage = SimpleNamespace(run=lambda kind, later: {("forward", True): Run([], [1, 5, 1], net, net)}[kind, later])
     layout = Layout(pipeline=4, schedule=schedule)
-    process = SimpleNamespace(recipe=SimpleNamespace(layout=layout), rank=rank, n_micro_batches=micro, stages=[stage, stage])
+    process = SimpleNamespace(layout=layout, rank=rank, n_micro_batches=micro, stages=[stage, stage])
     assert left_by_forward(process) == times * 2 * (10 + 5 * (100 - 30))
 
 

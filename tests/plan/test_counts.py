@@ -15,11 +15,11 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster, Device
 from gradus.measure.flops import count_flops
 from gradus.parallel.apply import use_kernel
-from gradus.plan.batches import task_without_data
+from gradus.plan.batches import complete, task_without_data
+from gradus.plan.case import Case
 from gradus.plan.counts import (
     Shape,
     active,
-    complete,
     flops,
     operations,
     parameters,
@@ -35,6 +35,10 @@ sys.path[:0] = [str(Path(__file__).parent)]
 from closed_forms import closed_form  # noqa: E402
 
 KINDS = {"causal_lm": "text", "masked_lm": "text", "span_corruption": "text", "translation": "pairs", "copy": "synthetic"}
+
+
+def on_gpu(r: Recipe) -> Case:
+    return Case.of(r, target="cuda")
 
 
 def recipe(model, task: str, *, samples: int = 4, layout: dict | None = None, data: dict | None = None, **more) -> Recipe:
@@ -169,8 +173,8 @@ def whole_step(r: Recipe, kernel: str = "naive") -> int:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counted_closed_and_whole_steps_agree(name):
     r = FAMILIES[name]
-    shape = shape_of(r)
-    found = operations(r)
+    shape = shape_of(Case.of(r))
+    found = operations(on_gpu(r))
     assert found.model == closed_form(complete(r).model, shape) == whole_step(r)
 
 
@@ -182,7 +186,7 @@ def test_shapes_are_those_that_the_task_makes(name):
     task = task_without_data(r)
     sample = task.splits["train"][0]
     batch = task.collate([task.prepare(sample, np.random.default_rng(1)) if task.prepare is not None else sample])
-    shape = shape_of(r)
+    shape = shape_of(Case.of(r))
     if r.model.family == "vit":
         assert shape == Shape(16 + (r.model.pool == "class_token"))
     elif "source" in batch:
@@ -197,7 +201,7 @@ def test_gpt2_small_is_6_n_and_12_l_h_s():
     r = recipe(config_of("gpt2-small"), "causal_lm", samples=8)
     n = 12 * 12 * 768**2 + 50_257 * 768
     expected = 8 * 1024 * (6 * n + 12 * 12 * 768 * 1024)
-    rows = flops(r)
+    rows = flops(on_gpu(r))
     assert value(rows, "flops/model") == expected
     assert value(rows, "flops/per_token") == expected / (8 * 1024)
     assert value(rows, "flops/model_causal") == expected - 8 * 1024 * 6 * 12 * 768 * 1024
@@ -218,7 +222,7 @@ def test_narayanans_formula_is_full_recomputation():
 
 def test_berts_head_only_where_words_are_masked():
     r = recipe(config_of("bert-base"), "masked_lm")
-    gathered = shape_of(r)
+    gathered = shape_of(Case.of(r))
     assert gathered == Shape(512, selected=round(0.15 * 510))
     c = complete(r).model
     everywhere = closed_form(c, gathered._replace(selected=512)) - closed_form(c, gathered)
@@ -239,7 +243,7 @@ def test_t5_is_not_6_n_d():
 
 def test_span_corruption_shortens_the_source():
     """Of a row of 512 that ends with an end token: 77 noise tokens in 26 spans (Raffel et al. 2020, section 3.1.4)."""
-    assert shape_of(recipe(config_of("t5-small"), "span_corruption")) == Shape(511 - 77 + 26 + 1, 77 + 26 + 1)
+    assert shape_of(Case.of(recipe(config_of("t5-small"), "span_corruption"))) == Shape(511 - 77 + 26 + 1, 77 + 26 + 1)
 
 
 def test_vit_counts_patches_the_class_token_and_no_gradient_of_the_image():
@@ -252,7 +256,7 @@ def test_vit_counts_patches_the_class_token_and_no_gradient_of_the_image():
     assert closed_form(c, Shape(s)) == 3 * forward - patches
     assert forward / 2e9 == pytest.approx(17.56, abs=0.03)
     r = recipe(c, "classification")
-    assert value(flops(r), "flops/model") == 4 * closed_form(c, Shape(s))
+    assert value(flops(on_gpu(r)), "flops/model") == 4 * closed_form(c, Shape(s))
     assert tokens_a_sample(r) == 196
 
 
@@ -278,7 +282,7 @@ def test_checkpointing_in_order(name):
     r = FAMILIES[name]
     found = {}
     for mode in ("none", "selective", "attention", "full"):
-        found[mode] = operations(r.model_copy(update={"layout": r.layout.model_copy(update={"checkpointing": mode})}))
+        found[mode] = operations(on_gpu(r.model_copy(update={"layout": r.layout.model_copy(update={"checkpointing": mode})})))
     assert len({o.model for o in found.values()}) == 1
     none = found["none"]
     assert none.hardware == none.model + none.attention / 6
@@ -290,26 +294,26 @@ def test_full_checkpointing_is_nearly_four_thirds():
     r = recipe(GPT, "causal_lm", layout={"checkpointing": "full", "attention": "naive"})
     s, h, L = 16, 24, 3
     again = s * (2 * L * (4 * h * h + 4 * h * h) + 4 * L * h * s)
-    found = operations(r)
+    found = operations(on_gpu(r))
     assert found.hardware == found.model + again
 
 
 def test_attention_checkpointing_computes_projections_and_scores_again():
     r = recipe(GPT, "causal_lm", layout={"checkpointing": "attention", "attention": "naive"})
     s, h, L = 16, 24, 3
-    found = operations(r)
+    found = operations(on_gpu(r))
     assert found.hardware == found.model + s * (2 * L * 3 * h * h + 4 * L * h * s)
 
 
 def test_a_cpus_attention_with_dropout_is_not_fused():
     r = recipe(GPT.model_copy(update={"dropout": 0.1}), "causal_lm")
-    fused, plain = operations(r, target="cuda"), operations(r, target="cpu")
+    fused, plain = operations(on_gpu(r)), operations(Case.of(r))
     assert plain.hardware == plain.model == fused.model < fused.hardware
 
 
 def test_a_cpus_attention_of_few_tokens_in_bf16_is_not_fused():
     r = recipe(GPT, "causal_lm", layout={"precision": "bf16"})
-    fused, plain = operations(r, target="cuda"), operations(r, target="cpu")
+    fused, plain = operations(on_gpu(r)), operations(Case.of(r))
     assert plain.hardware == plain.model == fused.model < fused.hardware
 
 
@@ -318,12 +322,12 @@ def test_hardware_operations_are_those_of_a_real_step(name, kernel):
     """On the CPU, every layer, real tensors; with dropout and with a trained bias its attention is not the fused one."""
     r = FAMILIES[name]
     r = r.model_copy(update={"layout": r.layout.model_copy(update={"attention": kernel})})
-    assert operations(r, target="cpu").hardware == whole_step(r, kernel)
+    assert operations(Case.of(r)).hardware == whole_step(r, kernel)
 
 
 def test_a_kernel_by_chunks_computes_the_scores_again():
     """Five products backwards, as a fused one. (PyTorch's counter takes one of them, done in place, for none.)"""
-    found = operations(FAMILIES["gpt"].model_copy(update={"layout": Layout(attention="chunked")}), target="cpu")
+    found = operations(Case.of(FAMILIES["gpt"].model_copy(update={"layout": Layout(attention="chunked")})))
     assert found.hardware == found.model + found.attention / 6
 
 
@@ -332,7 +336,7 @@ def test_large_models_are_counted_in_seconds():
 
     r = recipe(config_of("llama3.1-405b"), "causal_lm", data={"max_len": 8192})
     start = time.perf_counter()
-    total, rows = value(parameters(r.model), "parameters/total"), flops(r)
+    total, rows = value(parameters(r.model), "parameters/total"), flops(on_gpu(r))
     assert time.perf_counter() - start < 30
     assert total == 405_853_388_800
     assert value(rows, "flops/model") == 4 * closed_form(r.model, Shape(8192))
@@ -346,7 +350,7 @@ A100 = Device("A100-80GB", {"bf16": 312e12, "fp32": 19.5e12}, 80 * 2**30, 2039e9
 def test_mfu_and_its_convention():
     """A PaLM-style figure: 6N + 12LHQT a token over the dense peak (Chowdhery et al. 2022, appendix B)."""
     r = recipe(config_of("gpt2-small"), "causal_lm", samples=64)
-    operations_a_step = value(flops(r), "flops/model")
+    operations_a_step = value(flops(on_gpu(r)), "flops/model")
     row = utilisation("mfu", operations_a_step, 1.0, Cluster(A100, 2), "bf16")
     assert row.name == "time/mfu"
     assert row.value == pytest.approx(operations_a_step / (2 * 312e12))
@@ -362,8 +366,8 @@ def test_lengths_that_cannot_be():
         return recipe(GPT, "causal_lm", data={"max_len": n})
 
     with pytest.raises(UserError, match=r"a sequence of 17 tokens is longer than model\.seq_len=16"):
-        shape_of(of(17))
+        shape_of(Case.of(of(17)))
     with pytest.raises(UserError, match="n_classes"):
-        flops(recipe(VIT.model_copy(update={"n_classes": None}), "classification"))
-    assert shape_of(of(8)) == Shape(8)
-    assert value(flops(of(8)), "flops/model") == 4 * closed_form(GPT, Shape(8))
+        flops(on_gpu(recipe(VIT.model_copy(update={"n_classes": None}), "classification")))
+    assert shape_of(Case.of(of(8))) == Shape(8)
+    assert value(flops(on_gpu(of(8))), "flops/model") == 4 * closed_form(GPT, Shape(8))

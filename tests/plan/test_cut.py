@@ -8,7 +8,10 @@ from gradus import hardware
 from gradus.plan import engine
 from gradus.plan.answer import Request, open_recipe
 from gradus.plan.batches import size_of
+from gradus.plan.case import Case
 from gradus.plan.cut import between, with_samples
+from gradus.plan.peak import peak_of
+from gradus.plan.process import Process
 from gradus.plan.search import SAMPLES, Space
 from gradus.plan.step import step_time
 
@@ -17,10 +20,11 @@ LAYERS = {"t5-base": "model.n_layers=6 model.n_decoder_layers=6", "llama2-7b": "
 
 def space_of(preset: str, on: str = "8xA100-80GB", *words: str) -> Space:
     layers = LAYERS.get(preset, "model.n_layers=8").split()
-    return Space(open_recipe(Request(preset, ("batch.samples=64", *layers, *words), tokens=1e9), [])[0], hardware.cluster(on))
+    recipe, cluster = open_recipe(Request(preset, ("batch.samples=64", *layers, *words), tokens=1e9), [])[0], hardware.cluster(on)
+    return Space(Case.of(recipe, cluster.n, "cuda"), cluster)
 
 
-def figures(space: Space, processes: list[engine.Process]) -> tuple[float, float]:
+def figures(space: Space, processes: list[Process]) -> tuple[float, float]:
     """(seconds of a step, bytes of tensors)."""
     return step_time(engine.work_of(processes), space.cluster).total, engine.memory_of(processes).allocated
 
@@ -39,7 +43,7 @@ def figures(space: Space, processes: list[engine.Process]) -> tuple[float, float
 def test_a_cut_is_near_what_is_traced_in_its_place(preset, keys, time, memory):
     space = space_of(preset)
     layout = space.base.model_copy(update=keys)
-    cut, traced = (figures(space, made) for made in (space.estimated(layout), engine.planned(space._with(layout), space.n, space.target)))
+    cut, traced = (figures(space, made) for made in (space.estimated(layout), engine.processes(space.case.at(layout))))
     assert cut[0] == pytest.approx(traced[0], rel=time) and cut[1] == pytest.approx(traced[1], rel=memory)
 
 
@@ -47,8 +51,8 @@ def test_a_stage_has_the_parameters_of_its_blocks_and_ends():
     """Those of the whole, each once; the head is the embedding, which both ends have."""
     space = space_of("gpt2-medium")
     layout = space.base.model_copy(update={"precision": "bf16", "pipeline": 8, "micro_batch": 1, "schedule": "interleaved", "stages": 1})
-    stages = space.estimated(layout)[0].stages_by_number
-    whole = space.estimated(layout.model_copy(update={"pipeline": 1}))[0].stages_by_number[0]
+    stages = {p.rank: p.stages[0] for p in space.estimated(layout)}
+    whole = space.estimated(layout.model_copy(update={"pipeline": 1}))[0].stages[0]
     elements = {s: sum(w.size * n for _, unit, _, n in stage.units for w in unit.values()) for s, stage in (*stages.items(), ("all", whole))}
     names = {s: {name for _, unit, _, _ in stage.units for name in unit if "blocks." not in name} for s, stage in stages.items()}
     assert names == {0: {"token_embedding.weight", "position_embedding.weight"}, 7: {"token_embedding.weight", "norm.weight", "norm.bias"}}
@@ -86,6 +90,6 @@ def test_a_longer_step_needs_more_for_its_inputs_alone(keys):
     for samples in (64, 192):
         space = space_of("gpt2-medium", "8xA100-80GB", f"batch.samples={samples}", "layout.micro_batch=1")
         (p, *_) = space.estimated(space.base.model_copy(update={"precision": "fp32", "pipeline": 2, "micro_batch": 1, **keys}))
-        inputs = p.stages[0].profile.batch * p.micro_batches.parts + p.n_micro_batches * sum(stage.profile.buffers for stage in p.stages)
-        rest.append(p.peak.bytes - inputs[:8].sum())
+        inputs = p.stages[0].profile.batch * p.case.batches.parts + p.n_micro_batches * sum(stage.profile.buffers for stage in p.stages)
+        rest.append(peak_of(p).bytes - inputs[:8].sum())
     assert rest[1] == pytest.approx(rest[0], abs=2)

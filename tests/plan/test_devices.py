@@ -46,13 +46,14 @@ def test_every_precision_a_device_has_and_no_other(ranked):
 
 
 def test_each_line_adds_up(session, ranked):
-    from gradus.plan.engine import plan_memory, traced_work
+    from gradus.plan import engine
+    from gradus.plan.case import Case
     from gradus.plan.step import step_time
 
     one = next(one for one in ranked if (one["device"], one["precision"]) == ("H100-SXM", "bf16"))
     alone = ranking.on_one_device(session.recipe, "bf16")
-    memory = plan_memory(alone, 1, target="cuda", task=session.task)
-    seconds = step_time(traced_work(alone, 1, target="cuda", task=session.task), hardware.cluster("H100")).total
+    plan = engine.plan(Case.of(alone, 1, "cuda", session.task))
+    memory, seconds = plan.memory, step_time(plan.work, hardware.cluster("H100")).total
     assert one["memory"] == memory.reserved + memory.framework
     assert one["seconds"] == seconds
     assert (one["per"], one["hours"]) == ("epoch", pytest.approx(math.ceil(1000 / 40) * seconds / 3600))

@@ -26,7 +26,9 @@ from gradus.errors import UserError
 from gradus.layers import word_loss
 from gradus.parallel import check
 from gradus.plan import batches as making
-from gradus.plan import engine, peak, profiles, tracing
+from gradus.plan import case as plan_case
+from gradus.plan import engine, peak, profiles, store, tracing
+from gradus.plan.process import Memory
 from gradus.plan.store import digest_of
 from gradus.plan.trace import trace_recipe
 from gradus.recipe import schema
@@ -247,13 +249,13 @@ BOUNDS = {"memory": 0.03, "held": 0.0, "flops": 1e-9, "bytes": 0.01, "optimizer"
 def compared(case: Case) -> list[tuple[str, str, float, float]]:
     """(process, what, composed, whole)."""
     out = []
-    for p in engine.processes(case.recipe, case.n, case.target, None):
+    for p in engine.processes(plan_case.Case.of(case.recipe, case.n, case.target)):
         rank = p.rank * (case.n // case.recipe.layout.pipeline)
         whole = trace_recipe(case.recipe, case.n, rank, target=case.target)
-        mine, its = p.work, whole.work
+        mine, its, fullest = engine.step_work(p), whole.work, peak.peak_of(p)
         pairs = [
-            ("memory", p.peak.bytes, whole.peak),
-            ("held", p.state["weights"], whole.state["weights"]),
+            ("memory", fullest.bytes, whole.peak),
+            ("held", engine.state_of(p, fullest)["weights"], whole.state["weights"]),
             ("flops", flops(mine.micro) * mine.micro_batches, flops(its.micro) * its.micro_batches),
             ("bytes", moved(mine.micro) * mine.micro_batches, moved(its.micro) * its.micro_batches),
             ("optimizer", moved(mine.step), moved(its.step)),
@@ -414,8 +416,8 @@ def refuse(*args, **kwargs):
 
 
 def numbers(case: Case) -> list[tuple]:
-    found = engine.processes(case.recipe, case.n, "cpu", None)
-    return [(p.peak.bytes, p.state, flops(p.work.micro), moved(p.work.step)) for p in found]
+    found = [(engine.step_work(p), peak.peak_of(p), p) for p in engine.processes(plan_case.Case.of(case.recipe, case.n))]
+    return [(fullest.bytes, engine.state_of(p, fullest), flops(work.micro), moved(work.step)) for work, fullest, p in found]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -446,7 +448,7 @@ def test_what_a_layout_does_not_split_is_a_note():
     def notes(n: int, optimizer: str = "adamw", experts: int | None = None, **layout) -> list[str]:
         r = recipe("gpt", samples=4, layers=4 if "schedule" in layout else 1, d=32, seq=16, vocab=64, **layout)
         model = r.model.model_copy(update={"n_experts": experts})
-        return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS[optimizer], "model": model})), n).notes
+        return engine.plan(plan_case.Case.of(r.model_copy(update={"optimizer": OPTIMIZERS[optimizer], "model": model}), n)).memory.notes
 
     (state,) = notes(4, tensor=2)
     assert "all 2 replicas keep the same optimizer state" in state and "ZeRO-1" in state and "layout.tensor. layout.shard=2 splits it" in state
@@ -458,17 +460,17 @@ def test_what_a_layout_does_not_split_is_a_note():
 def test_of_replicas_that_step_a_part_each_that_which_steps_most_is_planned():
     """An embedding that is larger than all other parameters is the first replica's, alone."""
     r = making.complete(recipe("gpt", samples=4, layers=2, d=32, seq=16, vocab=2048, shard_optimizer=True))
-    (p,), whole = engine.planned(r, 4, "cpu"), trace_recipe(r, 4, 0)
-    assert p.state["optimizer"] == pytest.approx(8 * 2048 * 32, rel=1e-3)
-    assert p.peak.bytes == pytest.approx(whole.peak, rel=1e-3) and moved(p.work.step) == pytest.approx(moved(whole.work.step), rel=1e-3)
+    (p,), whole = engine.processes(plan_case.Case.of(r, 4)), trace_recipe(r, 4, 0)
+    assert p.optimizer_bytes == pytest.approx(8 * 2048 * 32, rel=1e-3)
+    assert peak.peak_of(p).bytes == pytest.approx(whole.peak, rel=1e-3) and moved(engine.step_work(p).step) == pytest.approx(moved(whole.work.step), rel=1e-3)
 
 
 def test_the_first_process_on_a_cpu_writes_the_best_weights_whole():
     """It holds its part of the weights and of the optimizer's state and, beside them, the file's."""
 
-    def memory(n: int, **layout) -> engine.Memory:
+    def memory(n: int, **layout) -> Memory:
         r = recipe("gpt", samples=8, layers=16, d=64, seq=8, vocab=64, **layout)
-        return engine.plan_memory(making.complete(r.model_copy(update={"optimizer": OPTIMIZERS["sgd"]})), n, resident=10**8)
+        return engine.plan(plan_case.Case.of(r.model_copy(update={"optimizer": OPTIMIZERS["sgd"]}), n), resident=10**8).memory
 
     alone, split = memory(1), memory(8, shard=8)
     given, whole = split.outside[1], 4 * split.parameters
@@ -484,7 +486,7 @@ def test_what_a_process_keeps_of_freed_memory_is_planned_by_what_makes_it(monkey
     def made(name: str, *overrides: str) -> Recipe:
         return making.complete(recipes.load(name, ["model.n_layers=1", "model.vocab_size=8192", "train.epochs=null", "train.steps=3", *overrides]))
 
-    planned = engine.plan_memory(made(gpt), resident=10**8)
+    planned = engine.plan(plan_case.Case.of(made(gpt)), resident=10**8).memory
 
     def kept(name: str, *overrides: str) -> tuple[float, list[str]]:
         memory = engine.with_process(dataclasses.replace(planned, framework=0, notes=[]), 10**8, made(name, *overrides))
@@ -521,20 +523,21 @@ def test_a_second_plan_is_read_from_disk(kept, plain, monkeypatch):
 
 def test_a_profile_is_of_one_kind_of_device_and_of_one_loss(plain):
     part, batch = profiles.Part.whole(profiles.block_kinds(plain.recipe.model)), making.micro_batches(plain.recipe, 1)[0]
-    keys = {digest_of(engine._question(plain.recipe, part, batch, *about)) for about in (("cpu", False, 2), ("cuda", False, 2), ("cpu", True, 2), ("cpu", False, 1))}
+    cases = {target: plan_case.Case.of(plain.recipe, 1, target) for target in ("cpu", "cuda")}
+    keys = {digest_of(engine._question(cases[target], part, batch, *about)) for target, *about in (("cpu", False, 2), ("cuda", False, 2), ("cpu", True, 2), ("cpu", False, 1))}
     assert len(keys) == 4
 
 
 def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
     """Whatever source is edited, also in a folder of a folder."""
-    source = Path(engine.__file__).parents[1]
+    source = Path(store.__file__).parents[1]
     shutil.copytree(source, tmp_path / "gradus", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(engine, "__file__", str(tmp_path / "gradus" / "plan" / "engine.py"))
+    monkeypatch.setattr(store, "__file__", str(tmp_path / "gradus" / "plan" / "store.py"))
 
     def key() -> str:
-        engine.code.cache_clear()
+        store.code.cache_clear()
         part, batch = profiles.Part.whole(profiles.block_kinds(plain.recipe.model)), making.micro_batches(plain.recipe, 1)[0]
-        return digest_of(engine._question(plain.recipe, part, batch, "cpu", False, 2))
+        return digest_of(engine._question(plan_case.Case.of(plain.recipe), part, batch))
 
     names = "recipe/axes.py", "recipe/schema.py", "patch.py", "models/weights/stored.py", "layers/small.py", "plan/figures.yaml"
     keys = [key()]
@@ -545,7 +548,7 @@ def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
         keys.append(key())
     assert len(set(keys)) == 1 + len(names)
     monkeypatch.undo()
-    engine.code.cache_clear()
+    store.code.cache_clear()
 
 
 def test_a_torn_or_changed_profile_is_traced_anew(kept, plain, monkeypatch):

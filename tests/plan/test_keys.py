@@ -55,7 +55,7 @@ def same(one: Answer, other: Answer) -> None:
 def test_the_layout_of_a_plan_pastes_back(request_):
     made = answer(request_)
     for again in (pasted(request_, made.layout_keys), replaced(request_, made.layout_keys), pinned(request_, made)):
-        assert not asked(again, [])[4] or made.n == 1, "nothing is left to choose"
+        assert not asked(again, []).choose or made.n == 1, "nothing is left to choose"
     assert (made.recipe.layout.param_dtype == "bf16") == (request_.recipe == "llama3.2-1b")
     same(made, answer(replaced(request_, made.layout_keys)))
 
@@ -88,8 +88,8 @@ def holds(found: SearchResult, request: Request) -> int:
     """How many rows of a search paste back: to the recipe with that layout, on that many devices, with nothing left to choose."""
     for c in found.table:
         words = found.words(c)
-        recipe, _, on, counted, chosen = asked(pasted(request, words), [])
-        assert recipe.layout == c.layout and (on.n, counted or c.n == found.cluster.n, chosen and c.n > 1) == (c.n, True, False), words
+        case, on, counted, chosen = asked(pasted(request, words), [])
+        assert case.layout == c.layout and (on.n, counted or c.n == found.cluster.n, chosen and c.n > 1) == (c.n, True, False), words
         assert any(words in line for line in found.lines()) and all(" --on" not in f" {w}" or c.n != found.cluster.n for w in [words])
     assert {row.conditions["layout"] for row in found.rows()} == {found.keys(c) for c in found.table}
     return len(found.table)
@@ -98,8 +98,8 @@ def holds(found: SearchResult, request: Request) -> int:
 @pytest.mark.slow
 def test_every_row_of_a_search_pastes_back():
     request = Request("gpt2-small", ("model.n_layers=2", "batch.samples=64", "layout.checkpointing=full", "layout.tf32=true"), "2xH100", 1e9)
-    recipe, *_ = asked(request, [])
-    assert holds(search(recipe, cluster("2xH100")), request) >= 5
+    case, *_ = asked(request, [])
+    assert holds(search(case, cluster("2xH100")), request) >= 5
 
 
 def test_sections_and_null():
@@ -116,8 +116,8 @@ def check_pair(preset: str, on: str, layout: Layout) -> None:
     request = Request(preset, (), on)
     own, *_ = asked(request, [])
     words = layout_keys(layout, own.layout, stated_keys(request.overrides))
-    again, _, there, _, chosen = asked(pasted(request, words), [])
-    assert again == own.model_copy(update={"layout": layout}), words
+    again, there, _, chosen = asked(pasted(request, words), [])
+    assert again.recipe == own.at(layout).recipe, words
     assert there == cluster(on) and not chosen
     assert len(words) < 400 and words.count("layout.layout") == 0
 
@@ -143,8 +143,8 @@ def test_presets_layouts_paste_back_on_all_kinds():
     search may choose one in the middle and the last, of every third preset."""
     done, presets = 0, list(PRESETS)[::3]
     for preset, on in zip(presets, itertools.cycle(GRID)):
-        own, task, hardware, *_ = asked(Request(preset, (), on), [])
-        space = Space(own, hardware, task)
+        own, hardware, *_ = asked(Request(preset, (), on), [])
+        space = Space(own, hardware)
         layouts = [layout for split in space.splits() for layout in space.variants(split.model_copy(update={"micro_batch": 1}))]
         for layout in layouts and (layouts[len(layouts) // 2], layouts[-1]):  # of some none: a batch that cannot be split
             check_pair(preset, on, layout)
@@ -155,5 +155,5 @@ def test_presets_layouts_paste_back_on_all_kinds():
 @pytest.mark.slow
 def test_every_row_of_a_presets_search_pastes_back():
     request = Request("t5-small", ("model.n_layers=2", "model.n_decoder_layers=2", "model.n_heads=3"), "2xV100-32GB")
-    recipe, _, hardware, *_ = asked(request, [])
-    assert holds(search(recipe, Cluster(hardware.device, 2)), request)
+    case, hardware, *_ = asked(request, [])
+    assert holds(search(case, Cluster(hardware.device, 2)), request)

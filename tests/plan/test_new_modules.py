@@ -218,16 +218,17 @@ def alone(world, names: list[str]) -> dict[str, dict]:
     models.register(PARTLY)
     models.register(GATED)
     from gradus.plan import engine
+    from gradus.plan.case import Case
 
     found = {}
     for name in names:
         model, layout = ALONE[name]
         r = recipe(model, **layout)
-        memory = engine.plan_memory(r)
+        memory = engine.plan(Case.of(r)).memory
         found[name] = {"planned": {**memory.state, "peak": memory.allocated}, "measured": measured(r, name in COUNTED), "parts": sum(memory.components.values())}
         if name not in TRACED:
             continue
-        work = engine.traced_work(r, target="cpu")
+        work = engine.plan(Case.of(r)).work
         # a causal kernel does half of what is counted
         found[name]["flops"] = work.micro_batches * math.fsum(op.flops * op.count * (2 if op.kind == "attention" else 1) for op in work.micro)
         found[name]["convolutions"] = [(op.kind, op.phase, op.flops * op.count * work.micro_batches, list(op.shape)) for op in work.micro if "convolution" in op.name]

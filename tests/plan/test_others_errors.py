@@ -11,7 +11,9 @@ import pytest
 from gradus import hardware, models
 from gradus.errors import UserError
 from gradus.plan import engine
+from gradus.plan.case import Case
 from gradus.plan.counts import Shape, active, flops, operations, utilisation
+from gradus.plan.peak import peak_of
 from gradus.plan.roofline import op_seconds
 from gradus.plan.serving import BYTES, serving, usage_of
 from gradus.plan.trace import Traced, trace_recipe
@@ -67,8 +69,8 @@ def test_1_all_states_are_divided_by_tensor_and_pipeline(part):
 @pytest.mark.slow
 def test_1_blooms_gradients_fit_beside_its_measured_memory():
     """670 GiB of gradients a device were printed for a run that took 59 GB in the whole."""
-    made = engine.processes(recipe(BLOOM, 2048, tensor=4, pipeline=12, precision="bf16", micro_batch=2), 384, "cuda", None)
-    assert 10 * GIB < max(p.state["gradients"] for p in made) < 25 * GIB
+    made = engine.processes(Case.of(recipe(BLOOM, 2048, tensor=4, pipeline=12, precision="bf16", micro_batch=2), 384, "cuda"))
+    assert 10 * GIB < max(peak_of(p).gradients for p in made) < 25 * GIB
 
 
 @pytest.mark.slow
@@ -191,10 +193,10 @@ def test_6_fused_attention_counts_on_a_cpu_and_under_fake_tensors():
     """GPT-2 small, a whole training step: 6·N_mm + 12·L·h·s a token, ratio 1.0000; with the fused kernel the scores again."""
     gpt2 = recipe(config_of("gpt2-small"))
     n = 12 * 12 * 768**2 + 50_257 * 768
-    found = operations(gpt2)
+    found = operations(Case.of(gpt2, target="cuda"))
     assert found.model / (1024 * (6 * n + 12 * 12 * 768 * 1024)) == 1
     assert found.hardware - found.model == 1024 * 2 * 12 * 768 * 1024
-    rows = {r.name: r.value for r in flops(gpt2)}
+    rows = {r.name: r.value for r in flops(Case.of(gpt2, target="cuda"))}
     assert rows["flops/model"] == 4 * found.model
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus.plan.compose import Run, _alike
 from gradus.plan.peak import Fsdp, Span, _pass, actions, joined, level
 from gradus.plan.profiles import INDEX, N, Weight
+from gradus.plan.stage import Run, _alike
 from gradus.recipe.schema import Layout
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
@@ -46,7 +46,7 @@ def step(fsdp: Fsdp, micro: int) -> dict[str, list[float]]:
 def test_what_fsdp_takes_it_gives_back(shard, micro, reshard, param_dtype, reduce_dtype, rows):
     layout = Layout(shard=shard, reshard=reshard, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     trained = {name: {"w": weight(rows, 5)} for name in BLOCKS} | {"": {"head": weight(rows, 3)}}
-    now = step(Fsdp(layout, 4, trained, {}, False), micro)
+    now = step(Fsdp(layout, trained, {}, False), micro)
     assert now["transient"][-1] == pytest.approx(0) and now["gathered"][-1] == pytest.approx(0)
     assert min(now["transient"]) > -1e-6 and min(now["gathered"]) > -1e-6
     whole = 4 * sum(w.size for unit in trained.values() for w in unit.values())
@@ -61,10 +61,10 @@ def test_what_fsdp_takes_it_gives_back(shard, micro, reshard, param_dtype, reduc
 
 def test_one_unit_is_open_at_a_time_and_the_next_one_arrives():
     trained = {name: {"w": weight(8, 8)} for name in BLOCKS}
-    fsdp = Fsdp(Layout(shard=2), 4, trained, {}, False)
+    fsdp = Fsdp(Layout(shard=2), trained, {}, False)
     now = step(fsdp, 1)
     assert max(now["gathered"]) == 256 and max(now["transient"]) == 512  # two buffers while one is copied out
-    kept = step(Fsdp(Layout(shard=2, reshard=False), 4, trained, {}, False), 1)
+    kept = step(Fsdp(Layout(shard=2, reshard=False), trained, {}, False), 1)
     assert max(kept["gathered"]) == 4 * 256
 
 
@@ -109,7 +109,7 @@ def test_many_alike_blocks_are_as_one_after_the_other(n, shard, micro, reshard, 
 
     def spans(blocks: list[tuple[int, int, int]]) -> list[Span]:
         trained = {f"blocks.{i}": {"w": weight(8, 9)} for i in range(3)}
-        fsdp = Fsdp(Layout(shard=shard, reshard=reshard, param_dtype=param_dtype), 4, trained, {}, False)
+        fsdp = Fsdp(Layout(shard=shard, reshard=reshard, param_dtype=param_dtype), trained, {}, False)
         names = [("blocks.0", 1), *((f"blocks.{traced}@{i}", times) for i, traced, times in blocks), ("blocks.2", 1)]
         out = []
         for i, kind in itertools.product(range(micro), ("forward", "backward")):

@@ -21,7 +21,7 @@ def planned(request):
 
 
 def test_the_parts_of_the_fullest_bar_are_the_plans_rows(planned):
-    found = engine.planned(planned.recipe, planned.n, "cuda", planned.task)
+    found = planned.plan.processes
     memories = [engine.memory_of([p]) for p in found]
     fullest = max(memories, key=lambda m: m.allocated)
     parts = picture.parts(fullest, list(COMPONENTS))
@@ -30,25 +30,25 @@ def test_the_parts_of_the_fullest_bar_are_the_plans_rows(planned):
 
 
 def test_the_fullest_moment_of_the_step_is_the_plans_peak(planned):
-    p = max(engine.planned(planned.recipe, planned.n, "cuda", planned.task), key=lambda p: p.peak.bytes)
+    p = max(planned.plan.processes, key=lambda p: peak.peak_of(p).bytes)
     moments = peak.over_step(p)
     fullest = max(moments, key=lambda m: m.of.sum())
     assert fullest.of.round().astype(int).tolist() == [planned.value(f"memory/{name}") for name in COMPONENTS]
-    assert fullest.phase == p.peak.at
+    assert fullest.phase == peak.peak_of(p).at
     assert all(a.at < b.at for a, b in pairwise(moments))
     assert {"forward", "loss", "backward"} <= {m.phase for m in moments}
     drawn = picture.draw(planned).svg()
-    assert f"peak, {answer.size(p.peak.bytes)}" in " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
+    assert f"peak, {answer.size(peak.peak_of(p).bytes)}" in " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
     assert ("<title>process 0: backward 4, " in drawn) == (planned.recipe.layout.pipeline > 1)
 
 
 def test_the_last_moment_leaves_gradients_but_no_activations():
     """Of one process: what stays is weights, optimizer, gradients, and the batches."""
     planned = answer.answer(answer.Request("gpt2-small", [*GPT, "layout.micro_batch=null"], on="A100-80GB"))
-    p = engine.planned(planned.recipe, 1, "cuda", None)[0]
+    p = planned.plan.processes[0]
     last = dict(zip(COMPONENTS, peak.over_step(p)[-1].of))
     assert last["gradients"] == last["weights"] and last["optimizer"] > 2 * last["weights"]
-    assert last["activations"] == p.micro_batches.nbytes and last["logits"] + last["transient"] < 100
+    assert last["activations"] == p.case.batches.nbytes and last["logits"] + last["transient"] < 100
 
 
 SHAPES = [(2, 4), (4, 8), (4, 16)]

@@ -17,6 +17,7 @@ from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel import check
 from gradus.plan.answer import Request, answer, open_recipe
+from gradus.plan.case import Case
 from gradus.plan.search import (
     DAY,
     HEADROOM,
@@ -47,13 +48,21 @@ def recipe_of(name: str, samples: int = 16, **overrides) -> Recipe:
     return open_recipe(Request(name, words, tokens=1e9), [])[0]
 
 
+def case_of(recipe: Recipe, n: int = 1) -> Case:
+    return Case.of(recipe, n, "cuda")
+
+
+def space_of(recipe: Recipe, cluster: Cluster, stated: tuple[str, ...] = ()) -> Space:
+    return Space(case_of(recipe, cluster.n), cluster, stated)
+
+
 def best_of(recipe: Recipe, cluster: Cluster) -> Candidate:
-    return ranked(Space(recipe, cluster))[0][0]
+    return ranked(space_of(recipe, cluster))[0][0]
 
 
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
-    return search(recipe_of("gpt2-small", **THREE), ON)
+    return search(case_of(recipe_of("gpt2-small", **THREE)), ON)
 
 
 @pytest.mark.slow
@@ -63,7 +72,7 @@ def test_memory_that_stays_free_is_explained_by_plans_of_other_layouts():
     recipe = open_recipe(Request("gpt2-small", words, tokens=1e9), [])[0]
     chosen = recipe.layout.model_copy(update={"precision": "bf16", "micro_batch": 64, "checkpointing": "full"})
     device = dataclasses.replace(hardware.find("L4"), memory=4e9, usable=1.0)
-    text = why_free(Space(recipe, Cluster(device, 1)), chosen)
+    text = why_free(space_of(recipe, Cluster(device, 1)), chosen)
     found = re.fullmatch(r"layout\.checkpointing=selective would take (.+) of 4 GB and (.+) per step; with layout\.micro_batch=(\d+) also (.+) of 4 GB and (.+) per step", text)
     assert found, text
     needed, longer, micro, less, seconds = found.groups()
@@ -102,7 +111,7 @@ def test_the_best_of_every_number_of_devices_is_in_the_table(found, monkeypatch)
         return some[:most], []
 
     monkeypatch.setattr("gradus.plan.search.ranked", ranked)
-    table = search(found.recipe, hardware.cluster("32xH100")).table
+    table = search(case_of(found.recipe), hardware.cluster("32xH100")).table
     assert [c.n for c in table] == [32] * 8 + [16, 8, 4, 2, 1]
 
 
@@ -120,7 +129,7 @@ def test_the_keys_make_the_same_layout(found):
 
 
 def test_the_same_question_has_the_same_answer(found):
-    again = search(found.recipe, found.cluster)
+    again = search(case_of(found.recipe), found.cluster)
     assert [(c.keys, c.n, c.seconds, c.reason) for c in again.table] == [(c.keys, c.n, c.seconds, c.reason) for c in found.table]
 
 
@@ -142,7 +151,7 @@ def test_a_second_search_reads_which_layouts_won(tmp_path, monkeypatch):
 def test_the_plan_chooses_and_prints_the_searchs_first(on):
     """And any other layout of the table is planned as it was ranked, to the last digit."""
     made = answer(Request("gpt2-small", WORDS, on))
-    found = search(open_recipe(Request("gpt2-small", WORDS), [])[0], made.cluster)
+    found = search(case_of(open_recipe(Request("gpt2-small", WORDS), [])[0]), made.cluster)
     assert (made.value("time/step"), made.value("memory/device")) == (found.fastest.seconds, found.fastest.needed)
     assert made.recipe.layout == found.fastest.layout
     for c in found.table[1:3]:
@@ -155,38 +164,38 @@ def test_nothing_fits():
     """And of what does not fit a search says no time and no money."""
     wide = {**THREE, "model.d_ff": 2_000_000}  # 98 GB of states
     large, said = recipe_of("gpt2-small", samples=8, **wide, **{"layout.precision": "bf16", "layout.checkpointing": "full"}), {"precision", "checkpointing"}
-    found = search(large, hardware.cluster("2xA100-40GB"), steps=1000, stated=said)
+    found = search(case_of(large), hardware.cluster("2xA100-40GB"), steps=1000, stated=said)
     assert {row.name for row in found.rows()} == {"search/memory"} and "$" not in "\n".join(found.lines())
     assert found.fastest is None and found.cheapest is None and not any(c.fits for c in found.table)
     assert "does not fit" in found.table[0].reason and "optimizer" in " ".join(c.reason for c in found.table)
     text = "\n".join(found.lines())
     assert "nothing fits" in text
     on = hardware.cluster(text.partition("--on ")[2].split()[0])  # where the batch as it is can be split so
-    assert on.n > 2 and ranked(Space(large, on, stated=said))[0][0].fits
+    assert on.n > 2 and ranked(space_of(large, on, stated=said))[0][0].fits
 
 
 def test_what_does_not_fit_has_a_remedy():
     recipe, on = recipe_of("gpt2-medium", **{"model.n_layers": 36, "layout.micro_batch": 16}), hardware.cluster("RTX-3090")
-    assert not Space(recipe, on).evaluate(recipe.layout).fits
-    c = remedy(recipe, on)
+    assert not space_of(recipe, on).evaluate(recipe.layout).fits
+    c = remedy(case_of(recipe), on)
     assert c.fits and c.n == 1 and c.layout.micro_batch < 16 and c.layout.tensor == 1
 
 
 def test_the_loss_by_chunks_is_offered_before_all_else():
     recipe = recipe_of("gpt2-small", **{"model.n_layers": 24, "layout.micro_batch": 16})
-    assert not Space(recipe, hardware.cluster("L4")).evaluate(recipe.layout).fits
-    c = remedy(recipe, hardware.cluster("L4"))
+    assert not space_of(recipe, hardware.cluster("L4")).evaluate(recipe.layout).fits
+    c = remedy(case_of(recipe), hardware.cluster("L4"))
     assert c.fits and c.layout == recipe.layout.model_copy(update={"loss": "chunked"})
-    images = remedy(recipe_of("vit-l16", samples=512, **{"layout.micro_batch": 512}), hardware.cluster("L4"))
+    images = remedy(case_of(recipe_of("vit-l16", samples=512, **{"layout.micro_batch": 512})), hardware.cluster("L4"))
     assert images.fits and images.layout.loss == "whole"
 
 
 @pytest.mark.slow
 def test_a_smaller_micro_batch_is_offered_before_checkpointing():
     recipe = recipe_of("gpt2-small", samples=320, **{**THREE, "layout.micro_batch": 320, "layout.loss": "chunked"})
-    space = Space(recipe, hardware.cluster("L4"))
+    space = space_of(recipe, hardware.cluster("L4"))
     assert not space.evaluate(recipe.layout).fits and space.evaluate(recipe.layout.model_copy(update={"checkpointing": "full"})).fits
-    c = remedy(recipe, hardware.cluster("L4"))
+    c = remedy(case_of(recipe), hardware.cluster("L4"))
     assert c.fits and c.layout.micro_batch < 320 and c.layout.checkpointing == "none"
 
 
@@ -199,10 +208,10 @@ def test_time_falls_with_devices():
 
 def test_a_deadline_takes_the_fewest_in_whole_nodes():
     recipe, h100, stated = recipe_of("gpt2-small", samples=128, **THREE), hardware.cluster("H100"), ("checkpointing",)
-    in_time = functools.partial(fewest_in_time, recipe, h100, 1000, stated=stated)
+    in_time = functools.partial(fewest_in_time, case_of(recipe), h100, 1000, stated=stated)
 
     def seconds(n: int) -> float:
-        return ranked(Space(recipe, Cluster(h100.device, n), stated=stated))[0][0].seconds
+        return ranked(space_of(recipe, Cluster(h100.device, n), stated))[0][0].seconds
 
     days = 1000 * seconds(1) / DAY
     assert in_time(1.01 * days).n == 1
@@ -215,7 +224,7 @@ def test_a_deadline_takes_the_fewest_in_whole_nodes():
 
 
 def test_a_stated_precision_stays():
-    layout = best_layout(recipe_of("gpt2-small", **THREE, **{"layout.precision": "bf16"}), ON)
+    layout = best_layout(case_of(recipe_of("gpt2-small", **THREE, **{"layout.precision": "bf16"})), ON).case.layout
     assert layout.precision == "bf16" or layout.param_dtype == "bf16"
 
 
@@ -226,8 +235,8 @@ def test_what_was_said_of_the_layout_stays():
 
 
 def test_nodes_have_their_own_size():
-    tensors = {split.tensor for split in Space(recipe_of("gpt3-175b", samples=72), hardware.cluster("64xGB200")).splits()}
-    assert 32 in tensors and max(s.tensor for s in Space(recipe_of("gpt3-175b"), hardware.cluster("64xH100")).splits()) == 8
+    tensors = {split.tensor for split in space_of(recipe_of("gpt3-175b", samples=72), hardware.cluster("64xGB200")).splits()}
+    assert 32 in tensors and max(s.tensor for s in space_of(recipe_of("gpt3-175b"), hardware.cluster("64xH100")).splits()) == 8
 
 
 @pytest.mark.slow
@@ -236,7 +245,7 @@ def test_all_families(name):
     """Whatever a search may choose is allowed: nothing is traced for it."""
     more = {"model.n_experts": 4} if name == "gpt2-small" else {}
     recipe = recipe_of(name, samples=32, **SMALL, **more)
-    seen = [layout for _, layout in runpy.run_path(EXHAUSTIVE)["layouts"](Space(recipe, hardware.cluster("8xA100-80GB")))]
+    seen = [layout for _, layout in runpy.run_path(EXHAUSTIVE)["layouts"](space_of(recipe, hardware.cluster("8xA100-80GB")))]
     for layout in seen:
         check.validate(recipe.model_copy(update={"layout": layout}), 8)
     assert max(layout.expert if more else layout.tensor for layout in seen) >= 4 and {layout.shard for layout in seen} == {1, 2, 4, 8}
@@ -247,12 +256,12 @@ def test_all_families(name):
 def test_an_encoder_and_experts_are_searched(name):
     more = {"model.n_experts": 2} if name == "gpt2-small" else {"model.n_decoder_layers": 2, "model.d_model": 384}
     recipe = recipe_of(name, **THREE, **more)
-    check.validate(recipe.model_copy(update={"layout": best_layout(recipe, ON)}), 2)
+    check.validate(recipe.model_copy(update={"layout": best_layout(case_of(recipe), ON).case.layout}), 2)
 
 
 def test_an_impossible_number_of_devices():
     with pytest.raises(UserError, match=r"batch\.samples"):
-        search(recipe_of("gpt2-small", samples=1, **SMALL), hardware.cluster("7xH100"), fewer=False)
+        search(case_of(recipe_of("gpt2-small", samples=1, **SMALL)), hardware.cluster("7xH100"), fewer=False)
 
 
 ROWS = read_rows(Path(__file__).parents[2] / "benchmarks/results/search-exhaustive.jsonl")

@@ -17,8 +17,9 @@ import pytest
 from gradus import cli, hardware, models
 from gradus.plan import answer, show, store
 from gradus.plan.answer import Request
-from gradus.plan.engine import NAMES, Memory
 from gradus.plan.figures import AT_PEAK, figure
+from gradus.plan.process import Memory
+from gradus.plan.profiles import NAMES
 from gradus.plan.work import Op, Work
 from gradus.recipe.axes import needed
 from gradus.recipe.presets import PRESETS
@@ -45,14 +46,14 @@ ADVICE = ["--on 1024xA100-PCIe-40GB layout.precision=fp32 layout.micro_batch=1 l
 def closed(monkeypatch, tmp_path):
     """What is traced, by rules of thumb; and a calibrated machine."""
 
-    def plan_memory(recipe, n=1, *, target="cpu", task=None, resident=None):
+    def memory_of(recipe):
         each = 4 * models.count(recipe.model)["total"] // needed(recipe.layout)
         parts = dict.fromkeys(NAMES, 0) | {"weights": each, "gradients": each, "optimizer": 2 * each, "activations": 10**9}
         held = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
         total = sum(parts.values())
         return Memory(parts, total, int(total * 1.03), 10**9, 0, "backward", held, 10**9, [])
 
-    def traced_work(recipe, n=1, *, target="cuda", task=None, micro_batches=None):
+    def work_of(recipe, n):
         samples = recipe.batch.samples or 1
         flops = 6.0 * models.count(recipe.model)["total"] * 512 * samples / n
         side = round((flops / 2) ** (1 / 3))
@@ -60,11 +61,13 @@ def closed(monkeypatch, tmp_path):
         ops = [Op("matmul", "mm", dtype, "forward", flops, 6.0 * side**2, (1, side, side, side)), Op("memory", "add", dtype, "backward", 0.0, flops / 1e3)]
         return Work(ops, [Op("memory", "adamw", "fp32", "optimizer", 0.0, 1e9)], [], 1, 1, 1, "1f1b", samples, samples * 512, flops * n, 1e6)
 
-    monkeypatch.setattr("gradus.plan.engine.plan_memory", plan_memory)
-    monkeypatch.setattr("gradus.plan.engine.traced_work", traced_work)
-    monkeypatch.setattr("gradus.plan.search.best_layout", lambda recipe, cluster, task=None, stated=(): recipe.layout.model_copy(update={"shard": cluster.n, "param_dtype": "bf16"}))
-    monkeypatch.setattr("gradus.plan.search.fewest_in_time", lambda recipe, *given, **how: SimpleNamespace(n=2, layout=recipe.layout))
-    monkeypatch.setattr("gradus.plan.counts.flops", lambda recipe, **more: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
+    def plan(case):
+        return SimpleNamespace(case=case, memory=memory_of(case.recipe), work=work_of(case.recipe, case.n))
+
+    monkeypatch.setattr("gradus.plan.engine.plan", plan)
+    monkeypatch.setattr("gradus.plan.search.best_layout", lambda case, cluster, stated=(): plan(case.at(case.layout.model_copy(update={"shard": cluster.n, "param_dtype": "bf16"}))))
+    monkeypatch.setattr("gradus.plan.search.fewest_in_time", lambda case, *given, **how: SimpleNamespace(n=2, plan=plan(case.at(n=2))))
+    monkeypatch.setattr("gradus.plan.counts.flops", lambda case: [figure(f"flops/{k}", 1e18, "FLOP/step") for k in ("model", "hardware")])
     monkeypatch.setattr(answer, "_advice", lambda *given: ADVICE)
     device = dataclasses.replace(hardware.find("H100"), name="a processor of 64 cores", aliases=("this", "here", "cpu"), kind="cpu", node=1, network=None)
     hardware.add_device(device, tmp_path / "hardware.yaml")

@@ -10,9 +10,9 @@ import pytest
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Link
-from gradus.plan import collectives
+from gradus.plan import collectives, engine
+from gradus.plan.case import Case
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.engine import traced_work
 from gradus.plan.roofline import Parameters
 from gradus.plan.step import bubble_share, interval, step_time
 from gradus.plan.work import Transfer, Work
@@ -124,7 +124,7 @@ def test_a_slow_network_and_checkpointing_cost_time_and_more_devices_save_it():
     slow = dataclasses.replace(device, network=Link("slow", 1e8, 1.0, 1e-3))
 
     def seconds(device: Device, n: int, **layout) -> float:
-        return step_time(traced_work(recipe({"micro_batch": 1} | layout), n), Cluster(device, n)).total
+        return step_time(engine.plan(Case.of(recipe({"micro_batch": 1} | layout), n, "cuda")).work, Cluster(device, n)).total
 
     assert seconds(device, 1) > seconds(device, 4) > 0
     assert seconds(slow, 16) > seconds(device, 16)

@@ -13,6 +13,7 @@ import pytest
 from gradus import models
 from gradus.plan import batches as making
 from gradus.plan import engine, profiles, tracing
+from gradus.plan.case import Case
 from gradus.plan.profiles import INDEX, N, Part, Piece, Profile, block_kinds
 from gradus.plan.trace import trace_recipe
 
@@ -117,7 +118,7 @@ def test_what_a_block_keeps_is_as_the_page_says(tensor, checkpointing, split, wh
     """docs/plan-figures.md, beside Korthikanti et al.'s formula: bytes by seq · batch · d_model, `split` of them over layout.tensor, and `whole`."""
     r = recipe("gpt", samples=2, layers=3, d=512, seq=128, precision="bf16", checkpointing=checkpointing, tensor=tensor)
     r = making.complete(r.model_copy(update={"model": r.model.model_copy(update={"dropout": 0.0})}))
-    (process,) = engine.planned(r, tensor, "cuda")
+    (process,) = engine.processes(Case.of(r, tensor, "cuda"))
     pieces = process.stages[0].profile.later["forward"]
     kept = sum(piece.stretch.net[profiles.INDEX["activations"]] for piece in pieces if piece.unit == "blocks.1")
     assert kept / (2 * 128 * 512) == pytest.approx(split / tensor + whole, rel=0.005)

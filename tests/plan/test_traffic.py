@@ -17,6 +17,8 @@ from gradus.parallel.replicate import sum_in_buckets
 from gradus.parallel.shard import OptimizerShards
 from gradus.plan import batches as making
 from gradus.plan import engine, traffic
+from gradus.plan.case import Case
+from gradus.plan.process import assign_owners
 from gradus.plan.work import Transfer
 from gradus.torch_private import ddp_buckets
 
@@ -40,7 +42,7 @@ def sent(n: int, axis: str, ways: int = 1, **layout) -> dict[tuple[str, str], fl
     """(kind, phase) → bytes that the first of n processes sends along an axis. ways: parts of the step's samples."""
     r = making.complete(recipe("gpt", samples=SAMPLES * ways, layers=3, d=D, seq=SEQ, vocab=VOCAB, **layout))
     out: dict[tuple[str, str], float] = {}
-    for t in traffic.of_parameters(engine.planned(r, n, "cpu")[0]):
+    for t in traffic.of_parameters(engine.processes(Case.of(r, n))[0]):
         if t.axis == axis:
             out[t.kind, t.phase] = out.get((t.kind, t.phase), 0.0) + t.sent
     return out
@@ -111,4 +113,4 @@ def test_owners_step_what_they_step(sizes, replicas):
         for name, value in (("get_world_size", replicas), ("get_rank", 0), ("get_group_rank", 0)):
             patch.setattr(dist, name, lambda *_, value=value: value)
         shards = OptimizerShards([(f"{i:02}", torch.empty(size, device="meta")) for i, size in enumerate(sizes)], object())
-    assert sorted(traffic.assign_owners(sizes, replicas)) == sorted(sum(w.numel() for w in part) for part in shards.parts)
+    assert sorted(assign_owners(sizes, replicas)) == sorted(sum(w.numel() for w in part) for part in shards.parts)

@@ -12,7 +12,7 @@ import torch
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.plan.engine import Memory
+from gradus.plan.process import Memory
 from gradus.proof import fit
 from gradus.proof.fit import memory_pairs, pairs_text, parse_size
 from gradus.proof.memory_budget import (

@@ -16,7 +16,8 @@ from gradus import hardware
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.errors import UserError
-from gradus.plan.engine import plan_memory
+from gradus.plan import engine
+from gradus.plan.case import Case
 from gradus.proof import memory_budget, predict
 from gradus.proof.memory_budget import changed, suggested_fix
 from gradus.proof.predict import Planner
@@ -203,12 +204,12 @@ def test_an_evaluation_that_needs_more_than_a_step_is_planned_as_it_is_measured(
         trainer.step(session.loader.look(0, 0).micro_batches)
     with peak_memory_of(session.device, {}) as measured:
         evaluate(trainer.parallel, session.task, "valid", session.precision, session.device)
-    planned = plan_memory(session.recipe, task=session.task)
+    planned = engine.plan(Case.of(session.recipe, task=session.task)).memory
     assert planned.at == "evaluation" and planned.state["optimizer"] > planned.state["weights"] > 0
     needed = planned.allocated - planned.state["weights"] - planned.state["optimizer"]
     assert needed == pytest.approx(measured["allocated"], rel=0.05)  # of a chunk's gradient 4 % too much
     small = changed(session.recipe, evaluate={"batch": 1})
-    assert plan_memory(small, task=session.task).at != "evaluation"
+    assert engine.plan(Case.of(small, task=session.task)).memory.at != "evaluation"
 
 
 @pytest.mark.slow

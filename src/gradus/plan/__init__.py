@@ -2,13 +2,14 @@
 
 A plan of a training run, in the order in which it comes about:
 
-    answer                      the request → recipe, hardware, layout; the figures as rows
+    request, answer             the request → recipe, hardware, layout; the figures as rows
     hf                          a bare model (a preset, a config.json) → a whole recipe, with published settings
+    case, batches               the question, completed once; the micro-batches of a process, synthetic without data
     search, cut                 which layout: pruned by bounds, estimated from one small model, the best traced exactly
-    engine                      the hub: recipe and layout → the processes that need most → memory and work of a step
-    batches                     the micro-batches of a process, synthetic where no data are opened
+    engine                      the hub: a case → the processes that need most → memory and work of a step
     profiles, tracing, trace    which blocks are traced; a small model stepped under fake tensors; what its step records
-    compose                     profiles → a stage with all its blocks: its operations and copies
+    stage, process              profiles → a stage with all its blocks; a process as data: stages, what it holds of them
+    compose                     operations and copies of a process
     peak, traffic               events of memory over the step, and their peak; what keeps parameters alike sends
     step                        work → seconds, by roofline (operations), collectives (transfers), tables (calibrated)
     counts                      parameters and operations of the model alone, for MFU

@@ -17,11 +17,12 @@ from gradus import hardware
 from gradus import recipe as recipes
 from gradus.errors import DataError, UserError, did_you_mean
 from gradus.hardware import Cluster, Device
-from gradus.parallel import check, mesh
+from gradus.parallel import mesh
 from gradus.parallel.world import World
 from gradus.plan.budget import budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, precision_text, stated_keys
+from gradus.plan.request import Answer, Reply, Request
 from gradus.plan.roofline import peak_flops
 from gradus.plan.show import headline
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
@@ -32,57 +33,11 @@ from gradus.rows import Row
 from gradus.text import size
 
 if TYPE_CHECKING:  # imported where they are needed: --help is instant
-    from gradus.plan.engine import Memory
+    from gradus.plan.case import Case
+    from gradus.plan.engine import Plan
+    from gradus.plan.process import Memory
     from gradus.tasks.base import Task
     from gradus.train import resolve
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is asked. recipe: a packaged recipe, a file, a run folder, a preset's name or hf:NAME."""
-
-    recipe: str
-    overrides: tuple[str, ...] | list[str] = ()
-    on: str | None = None  # "8xA100-80GB", "H100", "this"
-    tokens: float | None = None  # to train on, in place of the recipe's steps
-    days: float | None = None  # a deadline
-    json_file: str | None = None  # Hugging Face's TrainingArguments
-    price: float | None = None  # of a device-hour
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "days", "price"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UserError(f"--{name}={value:g}: must be a positive number.")
-
-
-@dataclasses.dataclass
-class Answer:
-    recipe: Recipe
-    cluster: Cluster | None
-    n: int
-    rows: list[Row]
-    notes: list[str]
-    fits: bool | None  # None: the memory of the device is not known
-    layout_keys: str  # the layout as words ready to paste; where --days found the number of devices, with --on
-    headline: list[str] = dataclasses.field(default_factory=list)
-    advice: list[str] = dataclasses.field(default_factory=list)  # what would fit, where this does not
-    chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
-    task: Task | None = None  # of the recipe, where its data could be opened
-
-    def value(self, name: str, **conditions) -> float | None:
-        """The first row's of this name and these conditions; None where there is none."""
-        rows = (row for row in self.rows if row.name == name)
-        alike = (row for row in rows if all(row.conditions.get(k) == v for k, v in conditions.items()))
-        return next((row.value for row in alike), None)
-
-
-class Reply(NamedTuple):
-    """The answer to another question than the plan."""
-
-    lines: list[str]  # as the screen shows them
-    rows: list[Row]
-    notes: list[str]
 
 
 def pinned(request: Request, answer: Answer) -> Request:
@@ -95,11 +50,10 @@ def pinned(request: Request, answer: Answer) -> Request:
 
 
 class Question(NamedTuple):
-    """A request, opened. counted: whether it names the number of devices. choose: whether the plan is to choose the
-    layout."""
+    """A request, opened. case: of the recipe's own layout. counted: whether it names the number of devices. choose:
+    whether the plan is to choose the layout."""
 
-    recipe: Recipe
-    task: Task | None
+    case: Case
     cluster: Cluster | None
     counted: bool
     choose: bool
@@ -110,22 +64,21 @@ def answer(request: Request) -> Answer:
     answer, not an error. Raises UserError for what the recipe, the layout or the hardware cannot follow."""
     notes: list[str] = []
     question = asked(request, notes)
-    recipe, task, cluster, counted, choose = question
-    stated, layout = stated_keys(request.overrides), None
+    case, cluster, counted, choose = question
+    stated, chosen = stated_keys(request.overrides), None
     find = bool(cluster and request.days and not counted)  # the number of devices
     if find:
         from gradus.plan.search import fewest_in_time
 
-        steps = total_steps(recipe, task)
-        fewest = fewest_in_time(recipe, cluster, steps, request.days, task, chosen=choose, stated=stated)
-        layout = fewest.layout if choose else None
-        question = question._replace(cluster=Cluster(cluster.device, fewest.n))
+        fewest = fewest_in_time(case, cluster, total_steps(case), request.days, chosen=choose, stated=stated)
+        chosen = fewest.plan if choose else None
+        question = question._replace(case=case.at(n=fewest.n), cluster=Cluster(cluster.device, fewest.n))
         notes.append(f"{request.days:g} days need at least {fewest.n:,} devices, in whole nodes")
     elif choose and cluster:
         from gradus.plan.search import best_layout
 
-        layout = best_layout(recipe, cluster, task, stated)
-    answer = _on(request, question, layout, notes)
+        chosen = best_layout(case, cluster, stated)
+    answer = _on(request, question, chosen, notes)
     if find:
         answer.layout_keys = f"--on {answer.n}x{kind_of(request.on)} {answer.layout_keys}".strip()
         answer.chosen = True
@@ -134,42 +87,46 @@ def answer(request: Request) -> Answer:
 
 def asked(request: Request, notes: list[str]) -> Question:
     """Raises UserError as `answer`. notes receives what was derived."""
+    from gradus.plan.case import Case
+
     recipe, task, bare = open_recipe(request, notes)
     cluster, counted = _cluster(request)
     if cluster:
         recipe = _with_known_precision(request, recipe, cluster, bool(bare), notes)
-    return Question(recipe, task, cluster, counted, bool(bare) and not stated_keys(request.overrides) & SPLITTING)
+    case = Case.of(recipe, cluster.n if cluster else mesh.needed(recipe.layout), target_of(cluster), task)
+    return Question(case, cluster, counted, bool(bare) and not stated_keys(request.overrides) & SPLITTING)
 
 
-def _on(request: Request, question: Question, layout: Layout | None, notes: list[str]) -> Answer:
-    """layout: the plan's own choice; None: the recipe's."""
-    recipe, task, cluster, *_ = question
-    n, stated = cluster.n if cluster else mesh.needed(recipe.layout), stated_keys(request.overrides)
-    planned = recipe.model_copy(update={"layout": layout}) if layout else recipe
-    if not layout:
-        _check_whole_replicas(recipe, n, request.on)
-        check.validate(recipe, n)
-    rows, fits = _rows(request, question._replace(recipe=planned), n, notes)
+def _on(request: Request, question: Question, chosen: Plan | None, notes: list[str]) -> Answer:
+    """chosen: of the plan's own choice of a layout; None: the recipe's."""
+    from gradus.plan import engine
+
+    case, cluster, *_ = question
+    own, stated = case.layout, stated_keys(request.overrides)
+    if not chosen:
+        _check_whole_replicas(own, case.n, request.on)
+    plan = chosen or engine.plan(case)
+    layout = plan.case.layout
+    rows, fits = _rows(request, plan, cluster, notes)
     state = STATE_BYTES * next(row.value for row in rows if row.name == "parameters/total")
-    if layout and layout.param_dtype and state < cluster.device.capacity / 2:
+    if chosen and layout.param_dtype and state < cluster.device.capacity / 2:
         dtype = layout.param_dtype
         notes.append(
             f"a device would hold the whole state, {size(state)}: it is sharded because layout.param_dtype={dtype} "
             f"also computes norms and residuals in {dtype}, which is faster than replicas, whose layout.precision "
             "keeps them in fp32 (--search)"
         )
-    if layout:
+    if chosen:
         notes.append("the layout is the plan's own choice: --search shows the others, layout.* keys set another")
-    keys = layout_keys(planned.layout, recipe.layout, stated)
-    answer = Answer(planned, cluster, n, rows, notes, fits, keys, chosen=layout is not None, task=task)
-    if fits and layout and layout.checkpointing != "none" and "checkpointing" not in stated:
+    keys = layout_keys(layout, own, stated)
+    answer = Answer(plan.case.recipe, cluster, case.n, rows, notes, fits, keys, chosen=chosen is not None, plan=plan)
+    if fits and chosen and layout.checkpointing != "none" and "checkpointing" not in stated:
         from gradus.plan.search import Space, why_free
 
         if (free := 1 - answer.value("memory/device") / cluster.capacity) > FREE:
-            why = why_free(Space(recipe, cluster, task, stated), layout)
-            notes.append(f"{free:.0%} of the memory stays free: {why}")
+            notes.append(f"{free:.0%} of the memory stays free: {why_free(Space(case, cluster, stated), layout)}")
     if fits is False:
-        answer.advice = _advice(request, answer, recipe.layout, task)
+        answer.advice = _advice(request, answer, own)
     answer.headline = headline(answer, request)
     return answer
 
@@ -186,11 +143,11 @@ SPLITTING = {  # setting one of these turns off the plan's own choice of a layou
 }  # fmt: skip
 
 
-def _check_whole_replicas(recipe: Recipe, n: int, on: str | None) -> None:
+def _check_whole_replicas(layout: Layout, n: int, on: str | None) -> None:
     """Raises UserError where n devices are no whole number of what one replica takes."""
-    one = mesh.needed(recipe.layout)
+    one = mesh.needed(layout)
     if n % one:
-        axes = " × ".join(f"{axis} {k}" for axis, k in mesh.sizes(recipe.layout, one).items() if k > 1)
+        axes = " × ".join(f"{axis} {k}" for axis, k in mesh.sizes(layout, one).items() if k > 1)
         device = kind_of(on or "")
         instead = f"--on {one * max(1, round(n / one))}x{device}, or other layout.* keys"
         raise UserError(f"layout: {axes} = {one} devices, of which {n} is not a multiple. Use {instead}.")
@@ -345,9 +302,10 @@ def _with_known_precision(
     return recipe
 
 
-def total_steps(recipe: Recipe, task=None) -> int:
-    if task is not None:
-        return task.plan("train", recipe.batch.samples, recipe.batch.tokens).total_steps(recipe.train)
+def total_steps(case: Case) -> int:
+    recipe = case.recipe
+    if case.task is not None:
+        return case.task.plan("train", recipe.batch.samples, recipe.batch.tokens).total_steps(recipe.train)
     if recipe.train.steps is None:
         raise UserError("without its data the plan cannot tell how long an epoch is. Set train.steps=N, or --tokens N.")
     return recipe.train.steps
@@ -361,29 +319,29 @@ def target_of(cluster: Cluster | None) -> Target:
     return "cuda" if cluster and cluster.device.kind == "gpu" else "cpu"
 
 
-def _rows(request: Request, question: Question, n: int, notes: list[str]) -> tuple[list[Row], bool | None]:
-    """(every row, whether it fits). n: processes."""
-    from gradus.plan import counts, engine
+def _rows(
+    request: Request, plan: Plan, cluster: Cluster | None, notes: list[str]
+) -> tuple[list[Row], bool | None]:
+    """(every row, whether it fits)."""
+    from gradus.plan import counts
+    from gradus.plan.engine import EVALUATION
 
-    recipe, task, cluster, *_ = question
-    device, target = cluster.device if cluster else None, target_of(cluster)
-    rows = [*counts.parameters(recipe.model), *counts.flops(recipe, target=target)]
-    memory = engine.plan_memory(recipe, n, target=target, task=task)
-    if memory.at == engine.EVALUATION:
+    case, memory, device = plan.case, plan.memory, cluster.device if cluster else None
+    recipe, rows = case.recipe, [*counts.parameters(case.recipe.model), *counts.flops(case)]
+    if memory.at == EVALUATION:
         notes.append("an evaluation needs more memory than a step; a smaller evaluate.batch needs less")
     notes += [note for note in memory.notes if note not in notes]
-    rows += _memory_rows(recipe, memory, cluster, engine.resident_before_model(task) if target == "cpu" else None)
+    rows += _memory_rows(recipe, memory, cluster, case.target)
     fits = memory.device_total <= cluster.capacity if cluster else None
-    work = engine.traced_work(recipe, n, target=target, task=task)
-    rows += _traffic_rows(work, n)
+    rows += _traffic_rows(plan.work, case.n)
     if cluster and fits is not False:  # of what does not fit there is no time, no price
         notes += _about_measuring(recipe, device)
-        time, more = _time_rows(work, cluster, notes)
+        time, more = _time_rows(plan.work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
-        if recipe.data.kind == "images" and target == "cuda":
-            needed = f"the loader must deliver {work.samples / time.total:,.0f} images/s"
+        if recipe.data.kind == "images" and case.target == "cuda":
+            needed = f"the loader must deliver {plan.work.samples / time.total:,.0f} images/s"
             notes.append(f"reading and decoding images is not planned: {needed} (gradus check measures it)")
-        rows += _budget_rows(request, question, time, notes)
+        rows += _budget_rows(request, case, cluster, time, notes)
     return rows, fits
 
 
@@ -399,14 +357,14 @@ def _about_measuring(recipe: Recipe, device: Device) -> Iterator[str]:
         yield f"this machine was measured coarsely, before its first run: {expect}"
 
 
-def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) -> list[str]:
+def _advice(request: Request, answer: Answer, own: Layout) -> list[str]:
     """What would fit, ready to paste: the nearest other layout, and the device, of the same vendor where one of those
     does, on which it would as it is, with HEADROOM where one has it. own: the recipe's layout."""
     from gradus.plan.search import HEADROOM, remedy
 
     cluster, needed, advice = answer.cluster, answer.value("memory/device"), []
     device = cluster.device
-    if c := remedy(answer.recipe, cluster, task):
+    if c := remedy(answer.plan.case, cluster):
         on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
         keys = layout_keys(c.layout, own, stated_keys(request.overrides))
         share = f"{size(c.needed)} per device ({c.needed / device.capacity:.0%})"
@@ -419,8 +377,7 @@ def _advice(request: Request, answer: Answer, own: Layout, task: Task | None) ->
     return advice
 
 
-def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before: int | None) -> list[Row]:
-    """before: as `engine.with_process`; None on a GPU."""
+def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, target: Target) -> list[Row]:
     layout, peak = recipe.layout, {"rank": memory.rank, "at": memory.at}
     common = {"parameters": memory.parameters, "precision": precision_text(layout)}
     common |= {"layout": layout_keys(layout) or "the defaults"}
@@ -440,7 +397,7 @@ def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before
     rows += [
         known_figure("memory/allocated", memory.allocated, parts, **peak),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
-        known_figure("memory/framework", memory.framework, **_framework(memory, before)),
+        known_figure("memory/framework", memory.framework, **_framework(memory, target)),
         known_figure("memory/device", memory.device_total, whole),
     ]
     if cluster:
@@ -450,11 +407,11 @@ def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, before
     return rows
 
 
-def _framework(memory: Memory, before: int | None) -> dict[str, Any]:
+def _framework(memory: Memory, target: Target) -> dict[str, Any]:
     """Inputs, formula and source of what a process takes besides tensors."""
     from gradus.plan import engine
 
-    if before is not None:
+    if target == "cpu":
         source = "this process before the model is built; fitted to the runs of docs/proof.md"
         return {"inputs": memory.outside[1], "formula": memory.outside[0], "source": source}
     communicators = round((memory.framework - engine.CONTEXT - engine.WORKSPACE) / engine.COMMUNICATOR)
@@ -535,23 +492,23 @@ def _utilisation(rows: list[Row], recipe: Recipe, seconds: float, cluster: Clust
     return [utilisation(name, values[of], seconds, cluster, numbers) for name, of in shares.items()]
 
 
-def _budget_rows(request: Request, question: Question, time: StepTime, notes: list[str]) -> list[Row]:
+def _budget_rows(request: Request, case: Case, cluster: Cluster, time: StepTime, notes: list[str]) -> list[Row]:
     seconds = (min(time.low, time.total), time.total, max(time.high, time.total))
     try:
-        steps = total_steps(question.recipe, question.task)
+        steps = total_steps(case)
     except UserError as e:
         if request.price:
             raise UserError(f"--price: {e}") from None
         steps = None
         notes.append(str(e).replace("without", "how long in total: without", 1))
     rows = budget(
-        steps=steps or 1, seconds_per_step=seconds, cluster=question.cluster, days=request.days, parts=time.parts,
-        price=request.price, keys=question.recipe.energy,
+        steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts,
+        price=request.price, keys=case.recipe.energy,
     )  # fmt: skip
     if request.tokens and steps < FEW_STEPS:
         notes.append(f"a run of {steps} step{'s' * (steps > 1)} is short to learn in: a smaller batch.samples has more")
     if steps:
-        return [_steps_row(request, question.recipe, steps), *rows]
+        return [_steps_row(request, case.recipe, steps), *rows]
     return [row for row in rows if row.name == "energy/step"]
 
 
@@ -596,13 +553,13 @@ def search(request: Request) -> Reply:
     stated = stated_keys(request.overrides)
     if chosen := sorted(stated & SPLITTING):
         raise UserError(f"--search: it chooses layout.{chosen[0]}. Leave that out; without --search it is used.")
-    recipe, task, cluster, *_ = asked(request, notes := [])
+    case, cluster, *_ = asked(request, notes := [])
     try:
-        steps = total_steps(recipe, task)
+        steps = total_steps(case)
     except UserError as e:
         steps = None
         notes.append(str(e))
-    result = of_layouts(recipe, cluster, steps=steps, task=task, stated=stated, paid=request.price)
+    result = of_layouts(case, cluster, steps=steps, stated=stated, paid=request.price)
     result.stated = stated
     return Reply(result.lines(), result.rows(), notes)
 
@@ -613,7 +570,8 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
 
     if request.days or request.tokens:
         raise UserError("--serve: --tokens and --days are for training. Leave them out.")
-    recipe, _, cluster, *_ = asked(request, notes := [])
+    case, cluster, *_ = asked(request, notes := [])
+    recipe = case.recipe
     precision = recipe.layout.precision.removeprefix("pure_")
     try:
         rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, on=cluster)

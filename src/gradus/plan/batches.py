@@ -56,14 +56,12 @@ def micro_batches(recipe: Recipe, n: int = 1, *, task: Task | None = None) -> li
     """The micro-batches of a step on the process with the largest share, as the task's collate makes them, on the CPU.
 
     n: processes. Without `task` samples have full length (see `task_without_data`); with it they are the run's own: of
-    the first epoch the step with the largest micro-batch, padding counted. Raises UserError where the model's
-    configuration is not complete.
+    the first epoch the step with the largest micro-batch, padding counted. recipe: as `complete` returns it.
     """
     replicas = data_parallel_size(recipe.layout, n)
     if task is not None:
         every = task.plan("train", samples=recipe.batch.samples, tokens=recipe.batch.tokens)
         return _largest_step(task, "train", every, replicas, recipe.layout.micro_batch)
-    recipe = complete(recipe)
     task = task_without_data(recipe)
 
     def batch(k: int) -> Batch:

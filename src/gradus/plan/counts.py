@@ -15,19 +15,18 @@ A large model is traced with one block of each kind, which is exact: blocks of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 from gradus import models
 from gradus.errors import UserError, did_you_mean
+from gradus.hardware import Cluster
 from gradus.plan import engine
-from gradus.plan.batches import complete, micro_batches
+from gradus.plan.case import Case
 from gradus.plan.figures import known_figure
 from gradus.plan.passes import active_elements
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.rows import Row
-
-if TYPE_CHECKING:
-    from gradus.hardware import Cluster
 
 FULL = "no recomputation, attention's full matrix"
 CAUSAL = "no recomputation, half of causal attention's matrix"
@@ -82,21 +81,14 @@ class Shape(NamedTuple):
     selected: int = 0  # positions at which a masked-LM head computes
 
 
-def sample_of(recipe: Recipe) -> dict[str, Any]:
-    """A micro-batch of one full-length sample, as the recipe's task makes it. Raises UserError for a length that the
-    model has no positions for."""
-    one = recipe.batch.model_copy(update={"samples": 1, "tokens": None})
-    return micro_batches(recipe.model_copy(update={"layout": Layout(device="cpu"), "batch": one}))[0]
-
-
-def shape_of(recipe: Recipe) -> Shape:
-    """The shape of a full-length sample. Raises UserError as `sample_of`."""
-    batch = sample_of(recipe)
+def shape_of(case: Case) -> Shape:
+    """The shape of a full-length sample. Raises UserError as `Case.one_sample`."""
+    batch = case.one_sample.batches.full
     if "source" in batch:
         return Shape(batch["source"].shape[1], batch["target"].shape[1])
     if "ids" in batch:
         return Shape(batch["ids"].shape[1], selected=int(batch["select"].sum()) if "select" in batch else 0)
-    return Shape(recipe.model.n_tokens)
+    return Shape(case.recipe.model.n_tokens)
 
 
 # ---------------------------------------------------------------- operations
@@ -109,38 +101,35 @@ class Operations(NamedTuple):
     causal: float  # of `attention`: where no query looks at a later key
 
 
-def operations(recipe: Recipe, *, target: str = "cuda") -> Operations:
-    """The operations of one sample, forward and backward, read off the trace of one block of each kind and the ends.
-
-    target: "cuda", where attention is fused also with dropout, with a trained bias and for few tokens; "cpu", where it
-    is not then (layers/kernels.py). Raises UserError where the model's configuration is not complete.
-    """
-    recipe, batch = complete(recipe), sample_of(recipe)
+def operations(case: Case) -> Operations:
+    """The operations of one sample, forward and backward, read off the trace of one block of each kind and the ends. On
+    a GPU attention is fused also with dropout, with a trained bias and for few tokens; on a CPU it is not then
+    (layers/kernels.py)."""
     kept = ("checkpointing", "attention", "chunk", "precision")
-    layout = Layout(device="cpu", **{key: getattr(recipe.layout, key) for key in kept})
+    own = Layout(device="cpu", **{key: getattr(case.layout, key) for key in kept})
+    one, batch = case.one_sample, case.one_sample.batches.full
+    plain = engine.operations_of(dataclasses.replace(one, target="cuda"), batch)
     model = inner = causal = hardware = 0.0
-    plain = engine.operations_of(recipe, Layout(device="cpu"), batch, "cuda")
     for (_, kind, name, _, _, flops, _, shape), n in plain.items():
         model += n * (full := engine.products(kind, name, flops, shape, 2, 4))
         inner += n * full * (kind == "attention")
         halved = flops < 0.75 * engine.products(kind, name, flops, shape, 2, 5)
         causal += n * full * (kind == "attention" and halved)
-    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(recipe, layout, batch, target).items():
+    for (_, kind, name, _, _, flops, _, shape), n in engine.operations_of(one.at(own), batch).items():
         hardware += n * engine.products(kind, name, flops, shape, 2, 5)
     return Operations(model, hardware, inner, causal)
 
 
-def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
+def flops(case: Case) -> list[Row]:
     """Operations of one optimizer step over all devices: rows flops/model, flops/model_causal (where there is causal
     attention), flops/hardware, and flops/per_token (of flops/model).
 
-    target: "cuda" or "cpu", see `operations`. Every sample is full length, so that padding counts for none. Raises
-    UserError as `sample_of` and `operations`.
+    Every sample is full length, so that padding counts for none. Raises UserError as `Case.one_sample`.
     """
-    shape, config, layout = shape_of(recipe), complete(recipe).model, recipe.layout
-    tokens = tokens_a_sample(recipe)
-    samples = recipe.batch.samples or recipe.batch.tokens / tokens
-    one = operations(recipe, target=target)
+    shape, config, layout, batch = shape_of(case), case.recipe.model, case.layout, case.recipe.batch
+    tokens = case.one_sample.batches.full["n_tokens"]
+    samples = batch.samples or batch.tokens / tokens
+    one = operations(case)
     model, hardware, causal = (samples * n for n in (one.model, one.hardware, one.causal))
     how = {"method": "traced with one block of each kind, and multiplied"}
 
@@ -153,7 +142,7 @@ def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
         inputs = {"flops/model": model, "causal attention": causal}
         rows.append(known_figure("flops/model_causal", model - causal / 2, inputs, convention=CAUSAL, **how))
     inputs = {"flops/model": model, "computed again": hardware - model}
-    settings = {"checkpointing": layout.checkpointing, "attention": layout.attention, "target": target}
+    settings = {"checkpointing": layout.checkpointing, "attention": layout.attention, "target": case.target}
     rows.append(known_figure("flops/hardware", hardware, inputs, convention=HARDWARE, **how, **settings))
     inputs = {"flops/model": model, "tokens": samples * tokens}
     return [*rows, known_figure("flops/per_token", one.model / tokens, inputs, convention=FULL)]
@@ -161,8 +150,8 @@ def flops(recipe: Recipe, *, target: str = "cuda") -> list[Row]:
 
 def tokens_a_sample(recipe: Recipe) -> int:
     """Tokens of a full-length sample, both sides' of an encoder-decoder; patches of an image. Raises UserError as
-    `sample_of`."""
-    return sample_of(recipe)["n_tokens"]
+    `Case.one_sample`."""
+    return Case.of(recipe).one_sample.batches.full["n_tokens"]
 
 
 # ---------------------------------------------------------------- utilisation

@@ -17,9 +17,8 @@ import numpy as np
 
 from gradus import models
 from gradus.models.family import Family
-from gradus.plan.compose import add_counts, memory_op
 from gradus.plan.profiles import INDEX, ROW, Edge, N, Part, Piece, Profile, Stretch, Units, representatives
-from gradus.plan.work import OpKey
+from gradus.plan.work import OpKey, add_counts, memory_op
 
 GROWING = [INDEX[name] for name in ("activations", "logits", "communication", "transient")]
 GRADIENTS, GATHERED, TRANSIENT = (INDEX[name] for name in ("gradients", "gathered", "transient"))

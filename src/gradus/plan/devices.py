@@ -73,13 +73,13 @@ def rank_devices(
     recipe's batch, micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError
     for an unknown name.
     """
-    from gradus.plan.engine import plan_memory, traced_work
+    from gradus.plan import engine
+    from gradus.plan.case import Case
 
     @functools.cache
     def traced(numbers: str, target: str) -> tuple[int, Work]:
-        one = on_one_device(recipe, numbers)
-        memory = plan_memory(one, 1, target=target, task=task)
-        return memory.device_total, traced_work(one, 1, target=target, task=task)
+        plan = engine.plan(Case.of(on_one_device(recipe, numbers), 1, target, task))
+        return plan.memory.device_total, plan.work
 
     ranked = []
     for device in [hardware.find(name) for name in names] if names else hardware.devices().values():

@@ -11,38 +11,22 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from gradus.plan.compose import (
-    Run,
-    Stage,
-    fsdp_widths,
-    gathered_bytes,
-    padded,
-    sharded_over,
-    size_of,
-    stages_of,
-    summed_gradients,
-    transposed_shards,
-)
-from gradus.plan.profiles import INDEX, NAMES, ROW, MiB, N, Units, Weight, pool
-from gradus.recipe.axes import sizes
+from gradus.plan.compose import gradients_anew, summed_gradients
+from gradus.plan.process import Process, Unit, bytes_per_weight, fsdp_widths, stages_of
+from gradus.plan.profiles import INDEX, NAMES, ROW, MiB, N, Units, pool
+from gradus.plan.stage import Run, Stage
 from gradus.recipe.schema import Layout
-
-if TYPE_CHECKING:
-    from gradus.plan.engine import Process
 
 Event = tuple[int, str, float]  # before which piece, component, bytes
 
 
 def level(**components: float) -> np.ndarray:
     """(components and pools): bytes, a tensor each."""
-    out = np.zeros(ROW)
-    for name, value in components.items():
-        out += _rows([(0, name, value)])[0]
-    return out
+    return _rows([(0, name, value) for name, value in components.items()]).sum(0)
 
 
 def _rows(events: list[Event]) -> np.ndarray:
@@ -116,24 +100,6 @@ def joined(spans: list[Span]) -> Peak:
 # ---------------------------------------------------------------- FSDP2
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """What FSDP2 gathers at a time (torch.distributed.fsdp.fully_shard)."""
-
-    ranks: int  # over which it is sharded
-    elements: int  # that are trained
-    gathered: float  # bytes of all its parameters
-    full: int  # elements that are trained, filled up so that the ranks divide them
-    moved: list[Weight]  # those whose shards are cut along another dimension than the first
-
-    @classmethod
-    def of(cls, layout: Layout, trained: dict[str, Weight], frozen: dict[str, Weight], computed: int) -> Unit:
-        ranks = sharded_over(layout, any(w.expert for w in (*trained.values(), *frozen.values())))
-        full = sum(padded(w, ranks) for w in trained.values())
-        gathered = full * computed + gathered_bytes(frozen.values(), ranks)
-        return cls(ranks, size_of(trained), gathered, full, transposed_shards(trained.values(), ranks))
-
-
 class Fsdp:
     """The events of FSDP2 in a step, from edge to edge.
 
@@ -142,14 +108,13 @@ class Fsdp:
     `compose.sharding_copies`, what is sent by `traffic.of_parameters`.
     """
 
-    def __init__(self, layout: Layout, width: int, trained: Units, frozen: Units, on_host: bool):
-        self.layout, self.width, self.on_host = layout, width, on_host
-        self.computed, self.reduced = fsdp_widths(layout, width)
+    def __init__(self, layout: Layout, trained: Units, frozen: Units, on_host: bool):
+        self.layout, self.width, self.on_host = layout, bytes_per_weight(layout), on_host
+        self.computed, self.reduced = fsdp_widths(layout)
         self.known = {
-            unit: Unit.of(layout, trained.get(unit, {}), frozen.get(unit, {}), self.computed)
-            for unit in {**trained, **frozen}
+            unit: Unit.of(layout, trained.get(unit, {}), frozen.get(unit, {})) for unit in {**trained, **frozen}
         }
-        self.nothing = Unit.of(layout, {}, {}, self.computed)
+        self.nothing = Unit.of(layout, {}, {})
         self.buffer = 0.0  # bytes of the last gather
         self.reducing = 0.0  # bytes of the last reduction's input
         self.order: list[str] = []  # of the forward passes
@@ -328,7 +293,7 @@ def interleaved(processes: int, stages: int, micro: int, rank: int) -> Iterator[
 # ---------------------------------------------------------------- the step
 
 
-def peak(p: Process) -> Peak:
+def peak_of(p: Process) -> Peak:
     """What a process has alive at most, and when."""
     return joined(_spans(p))
 
@@ -343,8 +308,8 @@ class Moment:
 
 
 def over_step(p: Process) -> list[Moment]:
-    """What a process has alive as the step goes on: of each piece that `peak` looks at its fullest moment, and at last
-    what is left. Between two repetitions of a block memory changes evenly."""
+    """What a process has alive as the step goes on: of each piece that `peak_of` looks at its fullest moment, and at
+    last what is left. Between two repetitions of a block memory changes evenly."""
     at, before, out = 0, np.zeros(ROW), []
     for span in _spans(p):
         for alive, phase, width in zip(span.alive, span.phases, span.widths):
@@ -358,7 +323,7 @@ def over_step(p: Process) -> list[Moment]:
 def _spans(p: Process) -> list[Span]:
     start = _start(p)
     spans = [Span.of(start[None], start[None], [""]), *_passes(p)]
-    if p.replicated and p.n_micro_batches > 1:  # what the earlier micro-batches' gradients were is in the buckets now
+    if p.case.ddp and p.n_micro_batches > 1:  # what the earlier micro-batches' gradients were is in the buckets now
         spans.append(Span.change(-level(transient=p.param_bytes)))
     for nbytes, with_gradients in _flat_buffers(p):
         buffer = level(transient=nbytes) if with_gradients else level(transient=nbytes, gradients=-p.param_bytes)
@@ -372,25 +337,30 @@ def distinct(layout: Layout, micro: int) -> int:
     return min(micro, 3 if layout.pipeline == 1 else enough)
 
 
+def _on_host(p: Process) -> bool:
+    """Whether weights and the optimizer's state are kept in the host's memory."""
+    return p.layout.offload and p.case.target == "cuda"
+
+
 def _start(p: Process) -> np.ndarray:
-    layout, stages, first = p.recipe.layout, p.stages, p.stages[0].profile
+    layout, stages, first = p.layout, p.stages, p.stages[0].profile
     buffers = p.n_micro_batches * sum(stage.profile.buffers for stage in stages)
-    start = level(weights=p.frozen_bytes) + first.batch * p.micro_batches.parts + buffers
+    start = level(weights=p.frozen_bytes) + first.batch * p.case.batches.parts + buffers
     numbers = stages_of(p.rank, layout)
     for s, stage in zip(numbers, stages):  # from stage to stage of the process nothing is received
         if s + 1 in numbers:
             hidden = NAMES[int(stage.profile.buffers[:N].argmax())]
             start = start - p.n_micro_batches * level(**{hidden: 2 * stage.profile.sent["forward"]})
-    if not p.on_host:
+    if not _on_host(p):
         start = start + level(weights=p.param_bytes, optimizer=p.optimizer_bytes)
-    return start + level(gradients=p.param_bytes) if p.replicated else start
+    return start + level(gradients=p.param_bytes) if p.case.ddp else start
 
 
 def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
     """Bytes of what is put together for sending at a time, and whether the gradients are there then."""
-    layout, own = p.recipe.layout, p.param_bytes
-    replicas = sizes(layout, p.n)["replicate"]
-    bucket = max(layout.bucket_mb * MiB, p.width * max((size for size, _ in p.elements), default=0))
+    layout, own = p.layout, p.param_bytes
+    replicas = p.case.shape["replicate"]
+    bucket = max(layout.bucket_mb * MiB, p.width * p.largest)
     yield from ((min(bucket, summed), True) for summed in summed_gradients(p))
     if replicas > 1 and layout.replicate == "parameter_server":
         yield min(replicas, 3) * own, True  # the server's own, one that comes, and the one before
@@ -402,12 +372,12 @@ def _flat_buffers(p: Process) -> Iterator[tuple[float, bool]]:
 
 def _passes(p: Process) -> Iterator[Span]:
     """All micro-batches, forward and backward."""
-    layout, stages = p.recipe.layout, p.stages
-    one_by_one, micro = layout.pipeline == 1, distinct(layout, p.n_micro_batches)
+    layout, stages = p.layout, p.stages
+    one_by_one, micro, anew = layout.pipeline == 1, distinct(layout, p.n_micro_batches), gradients_anew(layout)
     # from here on micro-batches are as long as the last; idle ones too
-    smaller = micro - 1 if one_by_one else p.micro_batches.count - 1
+    smaller = micro - 1 if one_by_one else p.case.batches.count - 1
     profile = stages[0].profile
-    fsdp = Fsdp(layout, p.width, profile.units, profile.frozen, p.on_host) if layout.shard > 1 else None
+    fsdp = Fsdp(layout, profile.units, profile.frozen, _on_host(p)) if layout.shard > 1 else None
     copies = [level(gathered=stage.autocast_copies()) for stage in stages]
     forgotten = [Span.change(-nbytes) for nbytes in copies]
     left = [Span.change(nbytes - stage.left_behind()) for stage, nbytes in zip(stages, copies)]
@@ -423,12 +393,12 @@ def _passes(p: Process) -> Iterator[Span]:
     for kind, s, i in order:
         reduces = i == micro - 1 or not one_by_one
         # all backward passes but the first add to gradients that are there; DDP's last one to its buckets always
-        later = kind == "forward" or (not p.gradients_anew and ((kind, s) in done or (p.replicated and reduces)))
+        later = kind == "forward" or (not anew and ((kind, s) in done or (p.case.ddp and reduces)))
         is_tail = bool(p.tail) and i >= smaller
         key = kind, s, later, reduces, is_tail, fsdp and fsdp.state()
         if key not in known:
             run = (p.tail[s] if is_tail else stages[s]).run(kind, later)
-            known[key] = _pass(run, kind, reduces, p.replicated, fsdp), fsdp and fsdp.state()
+            known[key] = _pass(run, kind, reduces, p.case.ddp, fsdp), fsdp and fsdp.state()
         span, after = known[key]
         yield span
         if fsdp:
@@ -483,6 +453,5 @@ def _shared_with_earlier(stages: Iterable[Stage]) -> Iterator[int]:
     """Elements of each stage's parameters that an earlier stage of the process has too."""
     seen: set[str] = set()
     for stage in stages:
-        ends = stage.profile.units.get("", {})
-        yield sum(w.size for name, w in ends.items() if name in seen)
-        seen |= set(ends)
+        yield sum(w.size for name, w in stage.ends.items() if name in seen)
+        seen |= set(stage.ends)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from gradus import pictures
 from gradus.parallel import stages as pipelines
 from gradus.pictures import Picture
-from gradus.plan import compose, engine
+from gradus.plan import engine
 from gradus.plan import peak as peaks
-from gradus.plan.answer import target_of
+from gradus.plan.process import Memory, Process, stages_of
 from gradus.plan.profiles import INDEX
 from gradus.plan.step import bubble_share
 from gradus.plan.work import COMPONENTS
@@ -20,8 +20,7 @@ from gradus.recipe.schema import Layout
 from gradus.text import size
 
 if TYPE_CHECKING:
-    from gradus.plan.answer import Answer
-    from gradus.plan.engine import Memory, Process
+    from gradus.plan.request import Answer
 
 WIDTH = 960  # pixels
 MOMENTS = 600  # of a step that are drawn
@@ -30,10 +29,9 @@ ROWS, UNITS, ACTIONS = 16, 200, 200_000  # of a schedule: processes and time tha
 
 def draw(answer: Answer) -> Picture:
     """All of it."""
-    target, layout = target_of(answer.cluster), answer.recipe.layout
-    found = engine.planned(answer.recipe, answer.n, target, answer.task)
+    found, layout = answer.plan.processes, answer.recipe.layout
     memories = [engine.memory_of([p]) for p in found]
-    fullest = max(found, key=lambda p: p.peak.bytes)
+    fullest = max(found, key=lambda p: peaks.peak_of(p).bytes)
     shown = [part for part in COMPONENTS if any(memory.components[part] for memory in memories)]
     head = Picture(WIDTH, 0, "", "", "\n".join(" ".join(line.split()) for line in answer.headline[1:]))
     drawn = [head, device(answer, found, memories, shown), step(fullest, shown)]
@@ -77,16 +75,16 @@ def device(answer: Answer, found: list[Process], memories: list[Memory], shown: 
 
 def step(p: Process, shown: Sequence[str]) -> Picture:
     """Tensors of the process that needs most, from piece to piece of its step."""
-    moments, layout = peaks.over_step(p), p.recipe.layout
+    moments, layout, peak = peaks.over_step(p), p.layout, peaks.peak_of(p)
     every = -(-len(moments) // MOMENTS)
     groups = (moments[i : i + every] for i in range(0, len(moments), every))
     drawn = [max(of, key=lambda m: m.of.sum()) for of in groups]
-    one, unit = _unit(p.peak.bytes)
+    one, unit = _unit(peak.bytes)
     series = {part: [m.of[INDEX[part]] / one for m in drawn] for part in shown}
     title = f"tensors over a step{f' of process {p.rank}' if layout.pipeline > 1 else ''}"
     axis = "pieces of the step (a block's forward or backward pass is a few), in their order; they take no equal time"
-    fullest = PASSES.get(p.peak.at, "start of the step")
-    words = f"Tensors over a step: the peak, {size(p.peak.bytes)}, is in the {fullest}."
+    fullest = PASSES.get(peak.at, "start of the step")
+    words = f"Tensors over a step: the peak, {size(peak.bytes)}, is in the {fullest}."
     looked, micro = peaks.distinct(layout, p.n_micro_batches), p.n_micro_batches
     if looked < micro:
         words += f" The first {looked} of {micro:,} micro-batches are drawn: the others repeat them."
@@ -121,7 +119,7 @@ def timed(layout: Layout, micro: int) -> list[list[Action]]:
     forward ones or, split into inputs and weights, each part as long as one; sending takes no time."""
     orders = []
     for rank in range(layout.pipeline):
-        own = compose.stages_of(rank, layout)
+        own = stages_of(rank, layout)
         orders.append([(kind, own[s], i) for kind, s, i in peaks.actions(layout, micro, rank)])
     split = layout.schedule == "zero_bubble"
     lengths = {"forward": 1.0, "backward": 1.0 if split else 2.0, "weights": 1.0}
@@ -182,6 +180,6 @@ def schedule(layout: Layout, micro: int) -> Picture:
 
 def _box(a: Action, layout: Layout) -> tuple[float, float, str, str]:
     """As `pictures.gantt` takes it; of two stages of a process each has its colours."""
-    own = compose.stages_of(pipelines.ranks(layout)[a.stage], layout)
+    own = stages_of(pipelines.ranks(layout)[a.stage], layout)
     which = f", {('first', 'second')[own.index(a.stage)]} stage" if len(own) == 2 else ""
     return a.start, a.stop, a.kind + which, f"{a.micro_batch + 1}"

@@ -13,34 +13,31 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from gradus.errors import UserError
 from gradus.hardware import Cluster, price
 from gradus.parallel import check
-from gradus.plan import batches as making
 from gradus.plan import compose, engine
+from gradus.plan.batches import size_of
 from gradus.plan.budget import usual_goodput
+from gradus.plan.case import Case
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.compose import Stage, bytes_per_weight, fsdp_widths, sharded_over
 from gradus.plan.cut import Cuts, between, with_samples
 from gradus.plan.figures import figure
 from gradus.plan.keys import layout_keys
-from gradus.plan.profiles import Part, Profile, block_kinds
+from gradus.plan.process import Process, bytes_per_weight, fsdp_widths, momenta, sharded_over
+from gradus.plan.profiles import Part, Profile
 from gradus.plan.roofline import parameters
+from gradus.plan.stage import Stage
 from gradus.plan.step import StepTime, Sums, step_time
-from gradus.plan.store import progress, stored
+from gradus.plan.store import progress, stored, versions
 from gradus.plan.traffic import nearest
 from gradus.plan.work import op_of, transfer_of
-from gradus.recipe.axes import data_parallel_size, needed, sizes, strides
+from gradus.recipe.axes import needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
 from gradus.text import DAY, SIGNS, duration, money, size, table
-
-if TYPE_CHECKING:
-    from gradus.tasks.base import Task
 
 CHOSEN = {  # what the search decides; all else of the layout stays as the recipe has it
     "micro_batch", "checkpointing", "precision", "replicate", "shard", "reshard", "param_dtype", "reduce_dtype",
@@ -78,6 +75,7 @@ class Candidate:
     money: float | None = None  # of a step
     run: float | None = None  # seconds of the whole run, where its length is known
     reason: str = ""  # why it loses
+    plan: engine.Plan | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -109,35 +107,23 @@ class Candidate:
 
 
 class Space:
-    """All layouts of a recipe on the devices of a cluster. `limit`: bytes that a layout may need. stated: keys of the
-    recipe's layout that stay. like: of the same recipe on others."""
+    """All layouts of a case on the devices of a cluster. `limit`: bytes that a layout may need. stated: keys of the
+    case's layout that stay. like: of the same case on others."""
 
-    def __init__(
-        self, recipe: Recipe, cluster: Cluster, task: Task | None = None, stated: Collection[str] = (),
-        like: Space | None = None,
-    ):  # fmt: skip
+    def __init__(self, case: Case, cluster: Cluster, stated: Collection[str] = (), like: Space | None = None):
         self.stated = like.stated if like else frozenset(stated)
-        self.recipe, self.cluster, self.task, self.n = recipe, cluster, task, cluster.n
-        self.target = "cpu" if cluster.device.kind == "cpu" else "cuda"
-        self.limit = HEADROOM * cluster.capacity
+        self.case, self.cluster, self.n = case.at(n=cluster.n), cluster, cluster.n
+        self.recipe, self.limit = case.recipe, HEADROOM * cluster.capacity
         default = Layout()
-        self.base = recipe.layout.model_copy(update={key: getattr(default, key) for key in CHOSEN - self.stated})
+        self.base = case.layout.model_copy(update={key: getattr(default, key) for key in CHOSEN - self.stated})
         self.checkpointing = (self.base.checkpointing,) if "checkpointing" in self.stated else CHECKPOINTING
-        self.part = Part.whole(block_kinds(making.complete(recipe).model))
-        self.samples = recipe.batch.samples
-        if self.samples is None:
-            one = making.micro_batches(self._with(self.base, 1), task=task)[0]
-            self.samples = max(1, recipe.batch.tokens // making.size_of(one))
-        self.batches: dict[tuple, engine.MicroBatches] = like.batches if like else {}
+        self.part = Part.whole(case.kinds)
+        self.samples = self.case.at(self.base).samples
         self.cuts: dict[tuple, Cuts] = like.cuts if like else {}
         self.stages: dict[tuple, Stage] = like.stages if like else {}
         self.seconds_of: dict[tuple, float] = {}  # of the operations of a micro-batch
-        self.estimates: dict[str, list[engine.Process]] = {}
+        self.estimates: dict[str, list[Process]] = {}
         self.times: dict[str, StepTime] = {}
-
-    def _with(self, layout: Layout, micro: int | None = None) -> Recipe:
-        layout = layout.model_copy(update={"micro_batch": micro}) if micro else layout
-        return self.recipe.model_copy(update={"layout": layout})
 
     def splits(self) -> Iterator[Layout]:
         """Ways to split over the devices, simple ones first. Every number along an axis divides n."""
@@ -182,12 +168,12 @@ class Space:
 
     def allowed(self, layout: Layout) -> bool:
         """parallel.check's rules, asked one after the other until one says no."""
-        of_batch, of_model = check.batch(self._with(layout), self.n), check.fits(self.recipe.model, layout)
+        of_batch, of_model = check.batch(self.case.at(layout).recipe, self.n), check.fits(self.recipe.model, layout)
         rules = (check.processes(layout, self.n), of_batch, of_model)
         return not any(next(rule, None) for rule in rules)
 
     def micro_batch_sizes(self, layout: Layout) -> list[int]:
-        share = math.ceil(self.samples / data_parallel_size(layout, self.n))
+        share = math.ceil(self.samples / self.case.at(layout).data_parallel)
         return sorted({min(share, 2**i) for i in range(11)})
 
     def variants(self, layout: Layout) -> Iterator[Layout]:
@@ -222,9 +208,9 @@ class Space:
 
     def least_bytes(self, layout: Layout) -> float:
         """Of weights, gradients and the optimizer's state, where the stages of a pipeline hold equal parts."""
-        replicas = sizes(layout, self.n)["replicate"]
-        momenta = engine.momenta(self.recipe.optimizer) / (replicas if layout.shard_optimizer else 1)
-        return self._least_elements(layout) * bytes_per_weight(layout) * (2 + momenta)
+        replicas = self.case.at(layout).shape["replicate"] if layout.shard_optimizer else 1
+        copies = 2 + momenta(self.recipe.optimizer) / replicas
+        return self._least_elements(layout) * bytes_per_weight(layout) * copies
 
     def _least_elements(self, layout: Layout) -> float:
         """Of the parameters that a process holds."""
@@ -244,30 +230,23 @@ class Space:
                 seconds = collective_seconds(t.kind, t.payload, t.group, t.stride, self.cluster, fit)
                 sums.on_all_stages += seconds * t.calls
             self.seconds_of[key] = sums.on_all_stages
-        computing = LEAST * self.seconds_of[key] * self.batches_of(layout).parts / layout.pipeline
+        computing = LEAST * self.seconds_of[key] * self.case.at(layout).batches.parts / layout.pipeline
         return max(computing, self._least_traffic(layout))
 
     def _least_traffic(self, layout: Layout) -> float:
         """Seconds of what keeps the parameters of all alike, all of one kind in one call."""
-        kept, computed = self._least_elements(layout), fsdp_widths(layout, bytes_per_weight(layout))[0]
-        shape, stride = sizes(layout, self.n), strides(layout, self.n)
+        kept, computed = self._least_elements(layout), fsdp_widths(layout)[0]
+        case = self.case.at(layout)
         if layout.shard == 1:
-            calls = [("all_reduce", kept * bytes_per_weight(layout), shape["replicate"], stride["replicate"], 1)]
+            replicas = case.shape["replicate"], case.stride["replicate"]
+            calls = [("all_reduce", kept * bytes_per_weight(layout), *replicas, 1)]
         else:
-            ranks, spacing = sharded_over(layout, expert=False), nearest(layout, stride)
-            gathers = self.batches_of(layout).count * (2 if layout.reshard else 1)
+            ranks, spacing = sharded_over(layout, expert=False), nearest(case)
+            gathers = case.batches.count * (2 if layout.reshard else 1)
             calls = [("all_gather", kept * ranks * computed, ranks, spacing, gathers)]
         return sum(n * collective_seconds(*call, self.cluster) for *call, n in calls)
 
     # ------------------------------------------------------------ estimates
-
-    def batches_of(self, layout: Layout) -> engine.MicroBatches:
-        """The micro-batches of a process."""
-        ways = data_parallel_size(layout, self.n)
-        key = (ways if self.task else -(-self.samples // ways), layout.micro_batch)
-        if key not in self.batches:
-            self.batches[key] = engine.MicroBatches.of(making.micro_batches(self._with(layout), self.n, task=self.task))
-        return self.batches[key]
 
     def _key(self, layout: Layout) -> tuple:
         """What changes a block."""
@@ -287,7 +266,7 @@ class Space:
         profile, size, short = self._nearest(layout, places)
         if short and size != places:
             few = self._batch(layout, SAMPLES[0])
-            fewer = making.size_of(few)
+            fewer = size_of(few)
             line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
             profile, size = (line, places) if line else (profile, size)
         return _scaled(profile, places / size, layout)
@@ -295,31 +274,28 @@ class Space:
     def _nearest(self, layout: Layout, places: int) -> tuple[Profile, int, bool]:
         """(profile of one sample or of the larger of `SAMPLES`, its tokens, whether it is of the latter)."""
         batch = self._batch(layout, 1)
-        short = making.size_of(batch) < LONG and making.size_of(batch) != places
+        short = size_of(batch) < LONG and size_of(batch) != places
         if short:
             batch = self._batch(layout, SAMPLES[1])
-        return self._traced(layout, batch), making.size_of(batch), short
+        return self._traced(layout, batch), size_of(batch), short
 
-    def _small(self, layout: Layout, samples: int) -> Recipe:
+    def _small(self, layout: Layout, samples: int) -> Case:
         """Whose model, on one stage, is traced with micro-batches of so many samples."""
         update = {"pipeline": 1, "schedule": "1f1b", "stages": None, "micro_batch": samples}
         update |= {} if _in_half(layout) else {"shard": 1, "param_dtype": None}
-        small = layout.model_copy(update=update)
-        every = samples * data_parallel_size(small, self.n)
-        batch = self.recipe.batch.model_copy(update={"samples": every, "tokens": None})
-        return self._with(small).model_copy(update={"batch": batch})
+        small = self.case.at(layout.model_copy(update=update))
+        return small.at(samples=samples * small.data_parallel)
 
     def _batch(self, layout: Layout, samples: int) -> dict[str, Any]:
-        return max(making.micro_batches(self._small(layout, samples), self.n, task=self.task), key=making.size_of)
+        return self._small(layout, samples).batches.full
 
     def _traced(self, layout: Layout, batch: dict[str, Any]) -> Profile:
-        recipe = self._small(layout, 1)
-        return engine.profile_of(recipe, self.part, batch, self.target, self.task, micro=1)
+        return engine.profile_of(self._small(layout, 1), self.part, batch, micro=1)
 
     def _whole(self, layout: Layout) -> Stage:
         """One block of each kind stands for all, with the first way of checkpointing; traced with one micro-batch."""
         layout = layout.model_copy(update={"checkpointing": self.checkpointing[0]})
-        places = making.size_of(self.batches_of(layout).full)
+        places = size_of(self.case.at(layout).batches.full)
         key = self._key(layout), places
         if key not in self.stages:
             profile, size, _ = self._nearest(layout, places)
@@ -327,7 +303,7 @@ class Space:
         return self.stages[key]
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
-        places, in_pipeline = making.size_of(batch), layout.pipeline > 1
+        places, in_pipeline = size_of(batch), layout.pipeline > 1
         split = in_pipeline and layout.schedule == "zero_bubble"
         ends = tuple((not before, not after) for before, _, after in part.stacks)
         key = self._key(layout), places, in_pipeline, split, *part.own_kinds, ends
@@ -343,12 +319,11 @@ class Space:
         tokens = places * model.n_tokens if model.reads == "images" else places
         return tokens * model.d_model * width / layout.context / (layout.tensor if layout.sequence_parallel else 1)
 
-    def estimated(self, layout: Layout) -> list[engine.Process]:
+    def estimated(self, layout: Layout) -> list[Process]:
         """As the engine's `processes`, of parts that are cut from one small whole."""
         if (key := layout.model_dump_json()) not in self.estimates:
-            recipe, batches = self._with(layout), self.batches_of(layout)
             stage = lambda part, batch: self._stage(layout, part, batch)  # noqa: E731
-            self.estimates[key] = engine.processes_of(recipe, self.n, self.target, self.task, batches, stage)
+            self.estimates[key] = engine.processes_of(self.case.at(layout), stage)
         return self.estimates[key]
 
     def time(self, layout: Layout) -> StepTime:
@@ -426,11 +401,11 @@ class Space:
 
     def evaluate(self, layout: Layout) -> Candidate:
         """Exactly, by the engine. Raises UserError for what cannot be traced."""
-        processes = engine.planned(self._with(layout), self.n, self.target, self.task)
-        memory = engine.plan_memory(self._with(layout), self.n, target=self.target, task=self.task)
-        c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity)
+        plan = engine.plan(self.case.at(layout))
+        memory = plan.memory
+        c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity, plan=plan)
         if c.fits:
-            c.time = step_time(engine.work_of(processes), self.cluster)
+            c.time = step_time(plan.work, self.cluster)
         return c
 
 
@@ -482,7 +457,7 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
         kept = {key: [c.layout.model_dump(mode="json") for c in candidates] for key, candidates in won.items()}
         return {"n_estimated": len(space.estimates)} | kept
 
-    kept = layouts() if space.task else stored("layouts", _question(space, most), layouts)  # data are no question
+    kept = layouts() if space.case.task else stored("layouts", _question(space, most), layouts)  # data are no question
     space.n_estimated = kept["n_estimated"]
     if not won:
         for key in ("good", "large"):
@@ -501,7 +476,7 @@ def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate
             (good if c.time else large).append(c)
             good.sort(key=lambda c: c.order)
     if not good and not large:
-        check.validate(space._with(space.base), space.n)  # says what is wrong
+        check.validate(space.case.at(space.base).recipe, space.n)  # says what is wrong
         where = f"{space.recipe.name}: no layout is possible on {space.n} devices"
         raise UserError(f"{where}. Use another number of devices, or another batch.samples.")
     return good, large
@@ -511,8 +486,8 @@ def _question(space: Space, most: int) -> list[Any]:
     """All that the answer of `ranked` depends on."""
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
     text = recipe.model_dump_json(exclude={"name", "log", "energy"})
-    versions = torch.__version__, engine.code(), engine.family_code(recipe.model.family)
-    return [text, sorted(recipe.layout.model_fields_set), sorted(space.stated), space.n, most, device, *versions]
+    about = space.n, most, device, *versions(recipe.model.family)
+    return [text, sorted(recipe.layout.model_fields_set), sorted(space.stated), *about]
 
 
 # ---------------------------------------------------------------- what is asked
@@ -619,22 +594,22 @@ class SearchResult:
 
 
 def search(
-    recipe: Recipe, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True,
-    task: Task | None = None, stated: Collection[str] = (), paid: float | None = None,
+    case: Case, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True,
+    stated: Collection[str] = (), paid: float | None = None,
 ) -> SearchResult:  # fmt: skip
-    """The best layouts of `recipe` on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
+    """The best layouts of a case on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of
-    the kind, the best of each. task: with its data opened. stated: keys of the recipe's layout that stay. paid: for a
-    device-hour, in place of the quotes. Raises UserError where no layout is allowed at all.
+    the kind, the best of each. stated: keys of the recipe's layout that stay. paid: for a device-hour, in place of the
+    quotes. Raises UserError where no layout is allowed at all.
     """
-    space = Space(recipe, cluster, task, stated)
+    space = Space(case, cluster, stated)
     good, large = ranked(space, top)
     good, n = good[:top], cluster.n
     while fewer and n > 1 and n % 2 == 0 and good:
         n //= 2
         try:
-            best, miss = ranked(Space(recipe, Cluster(cluster.device, n), task, like=space))
+            best, miss = ranked(Space(case, Cluster(cluster.device, n), like=space))
         except UserError:  # not so few: the batch
             break
         good += best[:1]
@@ -657,7 +632,7 @@ def search(
     advice = [] if good else _advice(space, large[0])
     currency = cost.currency if cost else ""
     best = fastest, cheapest, fewest
-    return SearchResult(recipe, cluster, *best, good + large, space.n_estimated, currency, advice, steps)
+    return SearchResult(case.recipe, cluster, *best, good + large, space.n_estimated, currency, advice, steps)
 
 
 def _too_large(c: Candidate) -> str:
@@ -720,7 +695,7 @@ def on_more(space: Space) -> Candidate | None:
     tight = None
     for i in range(1, 11):
         try:
-            good, _ = ranked(Space(space.recipe, Cluster(space.cluster.device, space.n * 2**i), space.task, like=space))
+            good, _ = ranked(Space(space.case, Cluster(space.cluster.device, space.n * 2**i), like=space))
         except UserError:
             continue  # the batch cannot be split so far
         if good and (tight or good[0].needed <= HEADROOM * good[0].capacity):
@@ -729,18 +704,18 @@ def on_more(space: Space) -> Candidate | None:
     return tight
 
 
-def best_layout(recipe: Recipe, cluster: Cluster, task: Task | None = None, stated: Collection[str] = ()) -> Layout:
-    """The search's first; where none fits the one that is nearest. stated: as of `Space`. Raises UserError where no
-    layout is allowed."""
-    good, large = ranked(Space(recipe, cluster, task, stated))
-    return good[0].layout if good else min(large, key=lambda c: (c.needed, c.keys)).layout
+def best_layout(case: Case, cluster: Cluster, stated: Collection[str] = ()) -> engine.Plan:
+    """Of the search's first; where none fits of the one that is nearest. stated: as of `Space`. Raises UserError where
+    no layout is allowed."""
+    good, large = ranked(Space(case, cluster, stated))
+    return (good[0] if good else min(large, key=lambda c: (c.needed, c.keys))).plan
 
 
-def remedy(recipe: Recipe, cluster: Cluster, task: Task | None = None) -> Candidate | None:
+def remedy(case: Case, cluster: Cluster) -> Candidate | None:
     """What fits instead of the recipe's layout, the nearest: the loss by chunks, which takes no more time; a smaller
     micro-batch, more checkpointing, both; the best of all layouts on as many devices; then on the fewest more of
     them."""
-    space, own = Space(recipe, cluster, task), recipe.layout
+    space, own = Space(case, cluster), case.layout
     chunked = own.model_copy(update={"loss": "chunked"})
     if own.loss != "chunked" and space.allowed(chunked) and (c := space.evaluate(chunked)).fits:
         return c
@@ -769,10 +744,9 @@ def why_free(space: Space, chosen: Layout) -> str:
     other = chosen.model_copy(update={"checkpointing": less})
 
     def takes(layout: Layout) -> str:
-        processes = engine.planned(space._with(layout), space.n, space.target, space.task)
-        seconds = step_time(engine.work_of(processes), space.cluster).total
-        of = f"{size(space.evaluate(layout).needed)} of {size(space.cluster.capacity)}"
-        return f"{of} and {duration(seconds)} per step"
+        plan = engine.plan(space.case.at(layout))
+        seconds = step_time(plan.work, space.cluster).total
+        return f"{size(plan.memory.device_total)} of {size(space.cluster.capacity)} and {duration(seconds)} per step"
 
     text = f"layout.checkpointing={less} would take {takes(other)}"
     micro = (k for k in reversed(space.micro_batch_sizes(chosen)) if k < chosen.micro_batch)
@@ -785,19 +759,18 @@ def why_free(space: Space, chosen: Layout) -> str:
 
 
 def fewest_in_time(
-    recipe: Recipe, cluster: Cluster, steps: float, days: float, task: Task | None = None, *, chosen: bool = True,
-    stated: Collection[str] = (),
-) -> Candidate:  # fmt: skip
+    case: Case, cluster: Cluster, steps: float, days: float, *, chosen: bool = True, stated: Collection[str] = ()
+) -> Candidate:
     """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many
     days, the usual goodput counted. chosen: of all layouts, but for the keys that are stated; else the recipe's own,
     which need not fit. Raises UserError where no number of devices is enough."""
     device = cluster.device
-    multiple_of, quickest, n_tried, last_gain = 1 if chosen else needed(recipe.layout), math.inf, 0, 0
+    multiple_of, quickest, n_tried, last_gain = 1 if chosen else needed(case.layout), math.inf, 0, 0
 
     def days_with(seconds: float, n: int) -> float:
         return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
 
-    space = Space(recipe, Cluster(device, 1), task, stated)
+    space = Space(case, Cluster(device, 1), stated)
     min_device_days, min_devices = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1
     max_devices = device.node if device.network is None and device.kind != "cpu" else MOST_DEVICES
     parts_of_node = (k for k in range(1, device.node) if device.node % k == 0)
@@ -807,7 +780,7 @@ def fewest_in_time(
         n_tried += 1
         if n_tried > 2 * last_gain + GIVEN_UP:  # as many without any gain as before the last one
             break
-        space = Space(recipe, Cluster(device, n), task, like=space)
+        space = Space(case, Cluster(device, n), like=space)
         if (fastest := space.quickest(chosen)) is None:
             continue
         layout, seconds = fastest

@@ -10,16 +10,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from gradus import hardware, models
 from gradus.errors import UserError, did_you_mean
 from gradus.hardware import Cluster, Device
-from gradus.plan import engine
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.figures import known_figure
 from gradus.plan.passes import Pass, Usage
-from gradus.plan.store import stored
+from gradus.plan.store import stored, versions
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 from gradus.text import duration, rate, size, table
@@ -35,8 +32,7 @@ LEFT_OUT = "the prompt's activations, workspaces, the framework"
 def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> Usage:
     """Traced once, and kept on disk. batch: rows. tokens: of a row; of an image its patches. source: tokens that an
     encoder-decoder reads."""
-    versions = engine.family_code(config.family), engine.code(), torch.__version__
-    question = config.described(), batch, tokens, source, *versions
+    question = config.described(), batch, tokens, source, *versions(config.family)
 
     def trace() -> dict:
         from gradus.plan.pass_tracing import PassTracer  # half a second, which what is kept need not wait for

@@ -25,7 +25,7 @@ from gradus.text import DAY, UNITS, WIDTH, duration, fold, in_unit, money, param
 
 if TYPE_CHECKING:
     from gradus.hardware import Device
-    from gradus.plan.answer import Answer, Request
+    from gradus.plan.request import Answer, Request
 
 
 # ---------------------------------------------------------------- figures as text

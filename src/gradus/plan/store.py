@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from gradus import files, limits
+import torch
+
+from gradus import __version__, files, limits, models
 from gradus.errors import UserError
 
 
@@ -23,6 +29,21 @@ class Progress:
 
 
 progress = Progress()
+
+
+@functools.cache
+def code() -> str:
+    """The digest of the package's sources: what a trace comes to may depend on any of them."""
+    root = Path(__file__).parents[1]
+    sources = sorted(path for path in root.rglob("*.[py]*") if path.suffix in (".py", ".yaml"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+def versions(family: str) -> tuple[str, ...]:
+    """The code that an answer depends on: of Gradus, of PyTorch, and of a family that is registered from elsewhere."""
+    model = models.lookup(family).model
+    own = "" if model.__module__.startswith("gradus.") else inspect.getsource(sys.modules[model.__module__])
+    return own, __version__, torch.__version__, code()
 
 
 def digest_of(question: Any) -> str:

@@ -8,47 +8,33 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
+import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from gradus.parallel import stages as pipelines
-from gradus.plan.compose import (
-    Stage,
-    fsdp_widths,
-    gathered_bytes,
-    padded,
-    sharded_over,
-    stages_of,
-    tied_gradients,
-    width_of,
-)
+from gradus.plan.case import Case
+from gradus.plan.compose import tied_gradients
+from gradus.plan.process import Process, Unit, assign_owners, fsdp_widths, stages_of, width_of
 from gradus.plan.profiles import MiB, Weight
 from gradus.plan.work import Transfer
-from gradus.recipe.axes import DATA, sizes, strides
+from gradus.recipe.axes import DATA
 from gradus.recipe.schema import Layout
-
-if TYPE_CHECKING:
-    from gradus.plan.engine import Process
-
-Shape = dict[str, int]  # axis → processes along it, or the distance between neighbours
 
 
 def of_parameters(p: Process) -> list[Transfer]:
     """The transfers of one process in one step, but for those inside its blocks."""
-    shape, stride = sizes(p.recipe.layout, p.n), strides(p.recipe.layout, p.n)
-    parts = _pipeline(p, stride), _shards(p, shape, stride), _replicas(p, shape, stride), _partial(p)
-    every = [t for part in (*parts, _control(p, shape, stride)) for t in part]
+    ways = _shards(p) if p.layout.shard > 1 else _replicas(p)
+    every = itertools.chain(_pipeline(p), ways, _partial(p), _control(p))
     return [t for t in every if t.group > 1 and t.payload and t.calls]
 
 
-def _pipeline(p: Process, stride: Shape) -> Iterator[Transfer]:
+def _pipeline(p: Process) -> Iterator[Transfer]:
     """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds
     up and gives back."""
-    layout = p.recipe.layout
+    layout = p.layout
     rank_of = dict(enumerate(pipelines.ranks(layout)))
-    group, spacing = layout.pipeline, stride["pipeline"]
+    group, spacing = layout.pipeline, p.case.stride["pipeline"]
     for s, stage in zip(stages_of(p.rank, layout), p.stages):
         for kind, neighbour in (("forward", s + 1), ("backward", s - 1)):
             if rank_of.get(neighbour, p.rank) != p.rank and kind in stage.profile.sent:
@@ -57,77 +43,59 @@ def _pipeline(p: Process, stride: Shape) -> Iterator[Transfer]:
         yield Transfer("pipeline", "send", nbytes, calls, group, spacing, "optimizer")
 
 
-def in_order(stages: list[Stage], frozen: bool = False) -> Iterator[tuple[Weight, int]]:
-    """(parameter, how often) of a process, in the model's order but for the repeated blocks'."""
-    # what stands in the place of a parameter that another stage of the process has is not there
-    seen = {name for stage in stages for name in stage.profile.units.get("", {})} if frozen else set()
-    for stage in stages:
-        for unit, trained, others, times in stage.units:
-            for name, w in (others if frozen else trained).items():
-                if unit or name not in seen:
-                    seen.add(name)
-                    yield w, times
-
-
 # ---------------------------------------------------------------- shards
 
 
-def _shards(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
-    layout = p.recipe.layout
-    if layout.shard == 1:
-        return
-    computed, reduced = fsdp_widths(layout, p.width)
+def _shards(p: Process) -> Iterator[Transfer]:
+    layout, stride = p.layout, p.case.stride
+    replicas = p.case.shape["replicate"], stride["replicate"]
+    reduced = fsdp_widths(layout)[1]
     scatters = p.n_micro_batches if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
     for stage in p.stages:
-        for unit, weights, others, times in stage.units:
-            for expert in (False, True):  # split experts are a unit of their own
-                k, spacing = sharded_over(layout, expert), stride["shard"] if expert else nearest(layout, stride)
-                frozen = [w for w in others.values() if w.expert == expert]
-                elements = sum(padded(w, k) for w in weights.values() if w.expert == expert)
-                whole = elements * computed + gathered_bytes(frozen, k)
-                again = stage.backward_gathers(unit, bool(weights), times) if layout.reshard else 0
-                for phase, gathers in (("forward", times), ("backward", again)):
-                    yield Transfer("shard", "all_gather", whole, gathers * p.n_micro_batches, k, spacing, phase, phase)
-                backward, calls = ("backward", "backward"), times * scatters
-                yield Transfer("shard", "reduce_scatter", elements * reduced, calls, k, spacing, *backward)
-                replicas = shape["replicate"], stride["replicate"]
-                yield Transfer("replicate", "all_reduce", elements // k * reduced, calls, *replicas, *backward)
+        for name, trained, frozen, times in stage.units:
+            unit = Unit.of(layout, trained, frozen)
+            group = unit.ranks, stride["shard"] if unit.expert else nearest(p.case)
+            again = stage.backward_gathers(name, bool(trained), times) if layout.reshard else 0
+            for phase, gathers in (("forward", times), ("backward", again)):
+                whole, calls = unit.gathered, gathers * p.n_micro_batches
+                yield Transfer("shard", "all_gather", whole, calls, *group, phase, phase)
+            backward, calls = ("backward", "backward"), times * scatters
+            yield Transfer("shard", "reduce_scatter", unit.full * reduced, calls, *group, *backward)
+            part = unit.full // unit.ranks
+            yield Transfer("replicate", "all_reduce", part * reduced, calls, *replicas, *backward)
 
 
-def nearest(layout: Layout, stride: Shape) -> int:
-    """The distance between neighbours of those that shard the weights."""
-    return stride["context"] if layout.context > 1 else stride["expert"] if layout.expert > 1 else stride["shard"]
+def nearest(case: Case, otherwise: str = "shard") -> int:
+    """The distance between neighbours of those that have the same weights but experts: along context, else expert, else
+    the axis named."""
+    axis = "context" if case.layout.context > 1 else "expert" if case.layout.expert > 1 else otherwise
+    return case.stride[axis]
 
 
 # ---------------------------------------------------------------- replicas
 
 
-def _replicas(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
-    layout = p.recipe.layout
-    if layout.shard > 1:
-        return
-    weights = p.weights
-    bytes_of = [(w, w.size * width_of(w, layout)) for w, times in weights for _ in range(times)]
-    replicas, spacing = shape["replicate"], stride["replicate"]
-    yield from _sums(p, weights, bytes_of, shape, stride)
-    if layout.shard_optimizer and replicas > 1:
-        for load in assign_owners([w.size for w, times in weights for _ in range(times)], replicas):
+def _replicas(p: Process) -> Iterator[Transfer]:
+    replicas, spacing = p.case.shape["replicate"], p.case.stride["replicate"]
+    weights = [w for w, times in p.weights for _ in range(times)]
+    yield from _sums(p, weights, replicas, spacing)
+    if p.layout.shard_optimizer and replicas > 1:
+        for load in assign_owners([w.size for w in weights], replicas):
             yield Transfer("replicate", "broadcast", load * p.width, 1, replicas, spacing, "optimizer")
 
 
-def _sums(
-    p: Process, weights: list[tuple[Weight, int]], bytes_of: list[tuple[Weight, int]], shape: Shape, stride: Shape
-) -> Iterator[Transfer]:
-    layout, limit = p.recipe.layout, p.recipe.layout.bucket_mb * MiB
-    replicas, distance = shape["replicate"], stride["replicate"]
-    group, spacing = replicas * layout.context, stride["context"] if layout.context > 1 else distance
+def _sums(p: Process, weights: list[Weight], replicas: int, distance: int) -> Iterator[Transfer]:
+    """Of the weights' gradients, over all that have the same."""
+    layout, limit = p.layout, p.layout.bucket_mb * MiB
+    group, spacing = replicas * layout.context, p.case.stride["context"] if layout.context > 1 else distance
     axis = "replicate" if replicas > 1 else "context"
+    bytes_of = [(w, w.size * width_of(w, layout)) for w in weights]
     every = [nbytes for _, nbytes in bytes_of]
     if local := layout.local_sgd or layout.diloco:
         call = Transfer("replicate", "all_reduce", 0, 1 / local.every, replicas, distance)
         yield from _after_backward(every, limit, call)
     elif layout.replicate == "manual":
-        for w, times in weights:
+        for w, times in p.weights:
             yield Transfer(axis, "all_reduce", w.size * width_of(w, layout), times, group, spacing, "optimizer")
     elif layout.replicate == "parameter_server":
         yield Transfer("replicate", "send", sum(every), group - 1, group, spacing, "optimizer")
@@ -137,20 +105,9 @@ def _sums(
     else:
         for expert in (False, True):
             more = 1 if expert else layout.expert
-            along = "context" if layout.context > 1 else "expert" if layout.expert > 1 else "replicate"
-            near = distance if expert else stride[along]
+            near = distance if expert else nearest(p.case, "replicate")
             call = Transfer("expert" if more > 1 else axis, "all_reduce", 0, 1, group * more, near)
             yield from _after_backward([nbytes for w, nbytes in bytes_of if w.expert == expert], limit, call)
-
-
-def assign_owners(elements: list[int], replicas: int) -> list[int]:
-    """Elements that each replica steps: whole parameters, the largest first, each to whom has least
-    (parallel.shard.OptimizerShards)."""
-    load = [(0, r) for r in range(replicas)]
-    for size in sorted(elements, reverse=True):
-        least, r = load[0]
-        heapq.heapreplace(load, (least + size, r))
-    return [size for size, _ in load]
 
 
 def _ddp(gradients: list[int], limit: float, call: Transfer, wire: float) -> Iterator[Transfer]:
@@ -185,13 +142,13 @@ def _after_backward(gradients: list[int], limit: float, call: Transfer) -> Itera
 def _partial(p: Process) -> Iterator[Transfer]:
     """Gradients of what is whole on every process and applied to a part of the sequence: one call, or with FSDP2 one
     each."""
-    layout = p.recipe.layout
+    layout = p.layout
     partial = [(w.size, times) for w, times in p.weights if w.partial]
     if layout.shard == 1:
         nbytes = sum(size * times for size, times in partial) * p.width
         yield Transfer("tensor", "all_reduce", nbytes, 1, layout.tensor, 1, "optimizer")
         return
-    computed, reduced = fsdp_widths(layout, p.width)
+    computed, reduced = fsdp_widths(layout)
     width = computed if p.n_micro_batches == 1 or layout.pipeline > 1 else reduced  # added up in the type of the sum
     sums = p.n_micro_batches if layout.pipeline > 1 else 1
     for size, times in partial:
@@ -201,10 +158,10 @@ def _partial(p: Process) -> Iterator[Transfer]:
 # ---------------------------------------------------------------- single numbers
 
 
-def _control(p: Process, shape: Shape, stride: Shape) -> Iterator[Transfer]:
+def _control(p: Process) -> Iterator[Transfer]:
     """The loss over all that have a part of it; the norm's squares over the axes along which parameters are cut. Each
     has 4 bytes."""
-    layout = p.recipe.layout
+    layout, shape, stride = p.layout, p.case.shape, p.case.stride
 
     def over(*axes: str) -> Transfer:
         wide = [axis for axis in axes if shape[axis] > 1]

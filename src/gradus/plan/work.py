@@ -6,7 +6,7 @@ Units: bytes, floating-point operations, seconds. One multiply-add is two operat
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 Target = Literal["cpu", "cuda"]  # what kind of device a step is planned for
 Kind = Literal["matmul", "attention", "memory"]
@@ -79,7 +79,7 @@ class Work:
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble
     samples: float = 0  # of the whole step, over all devices
     tokens: float = 0  # of the whole step, over all devices, padding included
-    # of the whole step, over all devices, for comparison with published figures (engine.model_flops): without
+    # of the whole step, over all devices, for comparison with published figures: without
     # recomputation, with attention's full matrix (Chowdhery et al. 2022)
     model_flops: float = 0
     data_bytes: float = 0  # of a device's batch, copied from host to device
@@ -113,6 +113,7 @@ class TransferKey(NamedTuple):
 
 OpCounts = dict[OpKey, float]
 TransferCounts = dict[TransferKey, float]
+K = TypeVar("K")
 
 
 def op_of(key: OpKey, count: float, *, tf32: bool = False, phase: str | None = None) -> Op:
@@ -124,3 +125,13 @@ def op_of(key: OpKey, count: float, *, tf32: bool = False, phase: str | None = N
 
 def transfer_of(key: TransferKey, calls: float) -> Transfer:
     return Transfer(key.axis, key.kind, key.payload, calls, *key[3:])
+
+
+def add_counts(total: dict[K, float], counts: dict[K, float], times: float = 1) -> None:
+    for key, count in counts.items():
+        total[key] = total.get(key, 0) + count * times
+
+
+def memory_op(name: str, width: int, phase: str, nbytes: float) -> OpKey:
+    """Of an operation bound by memory. width: bytes of an element."""
+    return OpKey("micro", "memory", name, "bf16" if width == 2 else "fp32", phase, 0.0, nbytes, ())

@@ -18,7 +18,7 @@ from gradus.parallel.mesh import needed
 from gradus.parallel.processes import run_group
 from gradus.parallel.world import World, meet
 from gradus.plan import batches
-from gradus.plan.engine import Memory
+from gradus.plan.process import Memory
 from gradus.proof import results
 from gradus.proof.harness import run
 from gradus.proof.memory_budget import (

@@ -13,7 +13,9 @@ import torch
 from gradus import hardware
 from gradus.errors import UserError
 from gradus.hardware import Device
-from gradus.plan.engine import Memory, plan_memory
+from gradus.plan import engine
+from gradus.plan.case import Case
+from gradus.plan.process import Memory
 from gradus.recipe.axes import data_parallel_size, evaluation_samples
 from gradus.recipe.schema import Adapter, Recipe
 from gradus.signals import uninterrupted
@@ -37,10 +39,14 @@ class MemoryBudget:
     resident: int  # bytes that a process has on a host before the model is built
     task: Task | None
 
+    def case(self, recipe: Recipe, micro_batches: list[dict[str, Any]] | None = None) -> Case:
+        """Of the largest batch, or of these micro-batches."""
+        return Case.of(recipe, self.processes, self.target, self.task, micro_batches)
+
     def memory(self, recipe: Recipe) -> Memory:
         """The plan of the largest batch, of the rank that needs most."""
         with uninterrupted():
-            return plan_memory(recipe, self.processes, target=self.target, task=self.task, resident=self.resident)
+            return engine.plan(self.case(recipe), self.resident).memory
 
     def need(self, recipe: Recipe) -> int:
         """Bytes of the device (of a CPU: of the process) at the peak of the largest batch, on the rank that needs

@@ -18,8 +18,8 @@ from gradus.hardware import Cluster
 from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
 from gradus.plan.budget import power_of
-from gradus.plan.engine import Memory
 from gradus.plan.figures import figure
+from gradus.plan.process import Memory
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
@@ -94,8 +94,7 @@ def predict(case: Case) -> Predicted:
     def memory_with(recipe: Recipe) -> Memory:
         if not same_plan:
             return budget.memory(recipe)
-        more = budget.processes, budget.target, budget.task, case.micro_batches[0], budget.resident
-        return engine.with_evaluation(step[0], recipe, *more)
+        return engine.with_evaluation(step[0], budget.case(recipe, case.micro_batches), budget.resident)
 
     memory, smaller, chosen = memory_with(recipe), None, None
     if 0 < budget.available < memory.device_total and memory.at == engine.EVALUATION:
@@ -198,9 +197,9 @@ def predict_step(case: Case) -> tuple[Memory, Work]:
         t = trace_recipe(recipe, n, 0, target=target, task=task, micro_batches=micro_batches)
         memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.peak_phase, t.state, t.parameters, [])
         return memory if target == "cuda" else engine.with_process(memory, budget.resident, recipe), t.work
-    first = engine.processes(recipe, n, target, task, micro_batches)[0]
+    first = engine.processes(budget.case(recipe, micro_batches))[0]
     memory = engine.memory_of([first], budget.resident)
-    return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), first.work
+    return dataclasses.replace(memory, reserved=memory.allocated, notes=[]), engine.step_work(first)
 
 
 def step_rows(case: Case, memory: Memory, work: Work, shape: str) -> Iterator[Row]:

@@ -15,7 +15,8 @@ from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.parallel.device import pick_device
-from gradus.plan.engine import plan_memory, traced_work
+from gradus.plan import engine
+from gradus.plan.case import Case
 from gradus.plan.step import step_time
 from gradus.proof import timing
 from gradus.proof.memory_budget import changed
@@ -49,8 +50,8 @@ class ReferenceHardware:
         """The plan for these devices; of an epoch where data.limit says how many samples that is."""
         n, device = self.cluster.n, self.cluster.device
         target = "cpu" if device.kind == "cpu" else "cuda"
-        memory = plan_memory(self.recipe, n, target=target)
-        time = step_time(traced_work(self.recipe, n, target=target), self.cluster)
+        plan = engine.plan(Case.of(self.recipe, n, target))
+        memory, time = plan.memory, step_time(plan.work, self.cluster)
         figures = {
             "time/step": time.total, "memory/allocated": memory.allocated, "memory/device": memory.device_total,
         }  # fmt: skip
