@@ -86,7 +86,8 @@ def travelling(args: Namespace) -> Path | None:
 
 
 def inputs(recipe: Recipe) -> dict[str, list[Path]]:
-    """Key of the recipe → the files and folders on this machine that it needs, the one that the key names first.
+    """Key of the recipe → the files and folders on this machine that it needs, without links, the one that the key
+    names first.
 
     What is on the hub, or on the other machine, is not among them.
     """
@@ -103,7 +104,7 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
             companions = [path.parent / name for name in names if name]
         elif path.is_file():
             companions = [f for pattern in TOKENIZERS for f in sorted(path.parent.glob(pattern))]
-        by_key[key] = list(dict.fromkeys([path, *companions]))
+        by_key[key] = list(dict.fromkeys(file.resolve() for file in (path, *companions)))
     return by_key
 
 

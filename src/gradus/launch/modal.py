@@ -94,8 +94,8 @@ def app(args: Namespace, gpu: str | None, n_gpus: int, recipe: Recipe | None, ru
         name, settings = recipe.name, {}
         portable(run)
         for key, paths in inputs(recipe).items():
-            added |= {f"/root/inputs/{key}/{path.resolve().name}": path.resolve() for path in paths}
-            settings[key] = f"/root/inputs/{key}/{paths[0].resolve().name}"
+            added |= {f"/root/inputs/{key}/{path.name}": path for path in paths}
+            settings[key] = f"/root/inputs/{key}/{paths[0].name}"
         file = recipe_file(args.recipe)
         if file:
             added[f"/root/inputs/{file.name}"] = file.resolve()

@@ -131,8 +131,8 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         parts = (sources / part for part in built_from)
         copies["the program"] = ([part for part in parts if part.exists()], "source/")
     for key, paths in input_paths.items():
-        settings[key] = f"inputs/{key}/{paths[0].resolve().name}"
-        copies[key] = ([path.resolve() for path in paths], f"inputs/{key}/")
+        settings[key] = f"inputs/{key}/{paths[0].name}"
+        copies[key] = (paths, f"inputs/{key}/")
     if file:
         # recipe.yaml of a run folder is written by the run itself; a name that a shell there could misread stays here
         safe = re.fullmatch(SAFE, file.name) and file.name != "recipe.yaml"
