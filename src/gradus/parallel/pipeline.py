@@ -282,6 +282,32 @@ class Stage(nn.Module):
         return result
 
 
+@functools.cache
+def _observed_stage() -> type[PipelineStage]:
+    """torch's stage, which tells its Stage the number of the micro-batch, and the observer its passes."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class ObservedStage(PipelineStage):
+        def _observed(self, edge: str, run: Callable, micro_batch: int, *args, **kwargs):
+            stage: Stage = self.submod
+            stage.micro_batch, observer = micro_batch, stage.pipeline.run.observer
+            observer.edge("", edge)
+            out = run(micro_batch, *args, **kwargs)
+            observer.edge("", "idle")
+            return out
+
+        def forward_one_chunk(self, *args, **kwargs):
+            return self._observed("forward", super().forward_one_chunk, *args, **kwargs)
+
+        def backward_one_chunk(self, *args, **kwargs):
+            return self._observed("backward", super().backward_one_chunk, *args, **kwargs)
+
+        def backward_weight_one_chunk(self, *args, **kwargs):
+            return self._observed("weights", super().backward_weight_one_chunk, *args, **kwargs)
+
+    return ObservedStage
+
+
 @dataclasses.dataclass
 class _Run:
     """What the stages are working on. forward(stage, received, number of the micro-batch): as of `Stage.forward`."""
@@ -401,35 +427,20 @@ class Pipeline:
         return kind(stages[0] if alone else stages, n, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
 
     def _torch_stage(self, stage: Stage, capacities: tuple[int, ...]) -> PipelineStage:
-        from torch.distributed.pipelining import PipelineStage
-
         def like(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, device="meta", dtype=dtype).requires_grad_()
 
         d = self.cutter.d_model
         arriving = () if stage.index == 0 else (like(capacities[stage.index - 1], d, dtype=self.wire),)
         leaving = like(1, dtype=torch.float32) if stage.last else like(capacities[stage.index], d, dtype=self.wire)
-        torch_stage = PipelineStage(
+        torch_stage = _observed_stage()(
             stage, stage.index, self.n_stages, self.device,
             input_args=arriving, output_args=(leaving,), group=self.group,
         )  # fmt: skip
         torch_stage.stage_index_to_group_rank = dict(enumerate(self.rank_of))
         if dist.get_backend(self.group) == "gloo":
             send_nothing_ahead(torch_stage)
-        for edge, name in (
-            ("forward", "forward_one_chunk"), ("backward", "backward_one_chunk"),
-            ("weights", "backward_weight_one_chunk"),
-        ):  # fmt: skip
-            setattr(torch_stage, name, functools.partial(self._pass, stage, edge, getattr(torch_stage, name)))
         return torch_stage
-
-    def _pass(self, stage: Stage, edge: str, run: Callable, micro_batch: int, *args, **kwargs):
-        """A pass of torch's stage, which calls `stage`."""
-        observer, stage.micro_batch = self.run.observer, micro_batch
-        observer.edge("", edge)
-        out = run(micro_batch, *args, **kwargs)
-        observer.edge("", "idle")
-        return out
 
     def reduce_tied(self) -> None:
         """Sum the gradients of parameters that several processes hold, over those processes. Once, after the last

@@ -209,8 +209,7 @@ def _evaluate_batch(
     if whole is not None:
         sums = run(whole, batch)
     else:
-        if context:
-            batch = context.prepare(batch)
+        (batch,) = parallel.prepared([batch])
         sums = parallel.pipeline.forward(batch, run) if parallel.pipeline else run(parallel.bare, batch)
         if sums is None or mesh.rank("tensor") or (context and context.redundant and mesh.rank("context")):
             return {}
