@@ -44,11 +44,11 @@ class Task(abc.ABC):
     def without_data(cls, recipe: Recipe, length: int | None = None, tokenizers: dict | None = None) -> Self:
         """The task over samples that are made (`Unopened`). length: tokens of a sequence as the model reads it (None:
         as the recipe says). Raises UserError for one that the model cannot take."""
-        if length:
-            if (longest := recipe.model.longest) and length > longest:
-                why = f"longer than model.seq_len={longest}: shorten it, or raise model.seq_len"
-                raise UserError(f"a sequence of {length} tokens is {why}")
-            recipe = cls.of_length(recipe, length)
+        recipe = cls.of_length(recipe, length) if length else recipe
+        n, longest = getattr(recipe.data, "max_len", None) or getattr(recipe.task, "length", 0), recipe.model.longest
+        if longest and n > longest:
+            why = f"longer than model.seq_len={longest}: shorten it, or raise model.seq_len"
+            raise UserError(f"a sequence of {n} tokens is {why}")
         return cls(recipe, Unopened(recipe, tokenizers))
 
     @staticmethod

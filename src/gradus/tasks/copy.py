@@ -33,7 +33,9 @@ class Copy(SequenceToSequence):
         task, data, seed = recipe.task, recipe.data, recipe.train.seed
         self.task = task
         if isinstance(tokenizers, Unopened):
-            self.splits = tokenizers.pairs(task.length, "source", "target_in", "target_out")
+            sides = {"source": 0, "target_in": 1, "target_out": 1}
+            words = tokenizers.words
+            self.splits = tokenizers.splits(lambda i: {side: words(i + n, task.length) for side, n in sides.items()})
             return
         self.splits = {
             split: CopyDataset(n, task.n_symbols, task.length, seed, start=task.start, split=split)

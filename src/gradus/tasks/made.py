@@ -53,19 +53,10 @@ class Unopened(dict[str, Any]):
         size = self.recipe.model.vocab_size
         return np.random.Generator(np.random.PCG64(seed)).integers(min(4, size - 1), size, size=max(1, n))
 
-    def texts(self, n: int, **more: Any) -> dict[str, Made]:
-        """The splits of texts of n words. more: of every sample."""
-        return {"train": Made(lambda i: {"ids": self.words(i, n), **more})}
+    def splits(self, make: Callable[[int], Sample]) -> dict[str, Made]:
+        return {"train": Made(make)}
 
     def labelled(self, sample: Callable[[int], Sample]) -> tuple[dict[str, Made], list[str]]:
         """(splits, names of the classes), which take turns."""
         n = getattr(self.recipe.model, "n_classes", None) or 2
-        return {"train": Made(lambda i: {**sample(i), "label": i % n})}, [str(i) for i in range(n)]
-
-    def pairs(self, n: int, source: str, *targets: str) -> dict[str, Made]:
-        """The splits of pairs of n words each. source, targets: what they are called in a sample."""
-
-        def make(i: int) -> Sample:
-            return {source: self.words(i, n), **dict.fromkeys(targets, self.words(i + 1, n))}
-
-        return {"train": Made(make)}
+        return self.splits(lambda i: {**sample(i), "label": i % n}), [str(i) for i in range(n)]

@@ -83,7 +83,7 @@ def open_running_text(
     if isinstance(saved, Unopened):
         ones = np.ones(seq_len + 1, np.int64)
         more = {"segments": ones, "positions": np.arange(seq_len + 1)} if data.pack == "documents" else {}
-        return saved, saved.texts(seq_len + 1, **more), {}
+        return saved, saved.splits(lambda i: {"ids": saved.words(i, seq_len + 1), **more}), {}
     corpora = running_text(recipe, documents=data.pack == "documents")
     # a character table must know every character of the text, as in char-rnn; a BPE is trained on the training text
     seen = list(corpora) if recipe.tokenizer is not None and recipe.tokenizer.kind == "char" else ["train"]
@@ -104,7 +104,7 @@ def open_running_text(
 def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
     """Return (tokenizers, splits of rows of at most `room` tokens) for masked language models and span corruption."""
     if isinstance(saved, Unopened):
-        return saved, saved.texts(room)
+        return saved, saved.splits(lambda i: {"ids": saved.words(i, room)})
     data, corpora = recipe.data, running_text(recipe, documents=True)
     tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
     tokens = {split: TokenFile.of(corpus, tokenizers[""], cache=data.cache) for split, corpus in corpora.items()}
@@ -151,7 +151,8 @@ def open_pairs(
     """Return (tokenizers, splits, the raw corpora by split) of parallel text. Without a valid split, every tenth
     training pair is held out."""
     if isinstance(saved, Unopened):
-        return saved, saved.pairs(room + 1, "source", "target"), {}
+        splits = saved.splits(lambda i: {"source": saved.words(i, room + 1), "target": saved.words(i + 1, room)})
+        return saved, splits, {}
     data, path = recipe.data, needs_path(recipe)
     corpora = {}
     for split in ("train", "valid", "test"):
