@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from gradus.parallel import stages as pipelines
 from gradus.plan import batches as making
 from gradus.plan.batches import Batch
 from gradus.plan.profiles import block_kinds
 from gradus.plan.work import Target
-from gradus.recipe.axes import DATA, sizes, strides
+from gradus.recipe.axes import data_parallel_size, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 
@@ -92,10 +92,10 @@ class Case:
         """Axis → distance between neighbouring ranks along it."""
         return strides(self.layout, self.n)
 
-    @property
+    @functools.cached_property
     def data_parallel(self) -> int:
         """Into how many parts the samples of a step are split."""
-        return math.prod(self.shape[axis] for axis in DATA)
+        return data_parallel_size(self.layout, self.n)
 
     @property
     def ddp(self) -> bool:
@@ -104,6 +104,21 @@ class Case:
         several = self.shape["replicate"] * layout.context > 1
         split = max(layout.shard, layout.tensor, layout.expert, layout.pipeline) > 1
         return several and not split and layout.replicate in ("auto", "ddp") and not (layout.local_sgd or layout.diloco)
+
+    @functools.cached_property
+    def rank_of(self) -> list[int]:
+        """The process of the pipeline that has each stage."""
+        return pipelines.ranks(self.layout)
+
+    @functools.cached_property
+    def bounds(self) -> list[int]:
+        """The first block of each stage, and the number of all, counted through all stacks."""
+        return pipelines.bounds(sum(map(len, self.kinds)), len(self.rank_of))
+
+    @property
+    def n_micro_batches(self) -> int:
+        """That a process runs: at least those that it is given, and as many as the schedule needs."""
+        return pipelines.needed(self.layout, self.batches.count)
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
@@ -137,7 +152,7 @@ class Case:
     def one_sample(self) -> Case:
         """One sample of full length on one device. Its batches raise UserError for a length that the model has no
         positions for."""
-        return dataclasses.replace(self.at(Layout(device="cpu"), n=1, samples=1), task=None)
+        return dataclasses.replace(self.at(Layout(device="cpu"), n=1, samples=1), task=None, given=None)
 
     def evaluation_batch(self) -> Batch | None:
         """The largest of an evaluation; None where the task writes its answers token by token."""

@@ -20,7 +20,6 @@ from gradus import models
 from gradus.errors import UserError
 from gradus.layers.small import BUFFERS
 from gradus.parallel import check
-from gradus.parallel import stages as pipelines
 from gradus.plan import compose, profiles, traffic
 from gradus.plan.batches import size_of
 from gradus.plan.case import Case
@@ -30,7 +29,7 @@ from gradus.plan.profiles import NAMES, MiB, Part, Profile
 from gradus.plan.stage import Stage
 from gradus.plan.store import digest_of, stored, versions
 from gradus.plan.work import Op, OpCounts, Work, add_counts, op_of, transfer_of
-from gradus.recipe.schema import Layout, Recipe
+from gradus.recipe.schema import Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.kinds import task_class
 from gradus.text import size
@@ -107,11 +106,9 @@ def processes(case: Case) -> list[Process]:
 def processes_of(case: Case, stage: Callable[[Part, dict], Stage]) -> list[Process]:
     """Of a pipeline the first process and the last, that where the decoder begins, and the first with each mixture of
     kinds of blocks. stage: (part of the model, micro-batch) → its stage."""
-    layout, kinds, batches = case.layout, case.kinds, case.batches
-    rank_of = pipelines.ranks(layout)
-    bounds = pipelines.bounds(sum(map(len, kinds)), len(rank_of))
-    parts = [Part.of(kinds, begin, end) for begin, end in itertools.pairwise(bounds)]
-    ranks = _ranks_that_differ(layout, parts, bounds)
+    kinds, batches, rank_of = case.kinds, case.batches, case.rank_of
+    parts = [Part.of(kinds, begin, end) for begin, end in itertools.pairwise(case.bounds)]
+    ranks = _ranks_that_differ(case, parts)
     # with several stacks others may share ends
     numbers = [s for s, rank in enumerate(rank_of) if rank in ranks or len(kinds) > 1]
     full, tail = batches.full, batches.tail
@@ -120,22 +117,23 @@ def processes_of(case: Case, stage: Callable[[Part, dict], Stage]) -> list[Proce
     for s, one in every.items():
         for name in one.ends:
             holders.setdefault(name, set()).add(rank_of[s])
-    own = [(rank, stages_of(rank, layout)) for rank in ranks]
+    own = [(rank, stages_of(rank, rank_of)) for rank in ranks]
     return [
         Process.of(case, rank, [every[s] for s in of_rank], [last[s] for s in of_rank if last], holders)
         for rank, of_rank in own
     ]
 
 
-def _ranks_that_differ(layout: Layout, parts: list[Part], bounds: list[int]) -> list[int]:
-    ranks = {0, layout.pipeline - 1}
-    if len(parts[0].kinds) > 1:
-        decoder = bisect.bisect_right(bounds, len(parts[0].kinds[0])) - 1
-        ranks.add(pipelines.ranks(layout)[decoder])
-    if any(len(set(kinds)) > 1 for kinds in parts[0].kinds):
+def _ranks_that_differ(case: Case, parts: list[Part]) -> list[int]:
+    last = case.layout.pipeline - 1
+    ranks = {0, last}
+    if len(case.kinds) > 1:
+        decoder = bisect.bisect_right(case.bounds, len(case.kinds[0])) - 1
+        ranks.add(case.rank_of[decoder])
+    if any(len(set(kinds)) > 1 for kinds in case.kinds):
         mixtures: dict[tuple, int] = {}
-        for rank in range(layout.pipeline):
-            own = (parts[s].own_kinds for s in stages_of(rank, layout))
+        for rank in range(last + 1):
+            own = (parts[s].own_kinds for s in stages_of(rank, case.rank_of))
             mixtures.setdefault(tuple(sorted(kind for stacks in own for kinds in stacks for kind in kinds)), rank)
         ranks |= set(mixtures.values())
     return sorted(ranks)

@@ -343,10 +343,10 @@ def _on_host(p: Process) -> bool:
 
 
 def _start(p: Process) -> np.ndarray:
-    layout, stages, first = p.layout, p.stages, p.stages[0].profile
+    stages, first = p.stages, p.stages[0].profile
     buffers = p.n_micro_batches * sum(stage.profile.buffers for stage in stages)
     start = level(weights=p.frozen_bytes) + first.batch * p.case.batches.parts + buffers
-    numbers = stages_of(p.rank, layout)
+    numbers = stages_of(p.rank, p.case.rank_of)
     for s, stage in zip(numbers, stages):  # from stage to stage of the process nothing is received
         if s + 1 in numbers:
             hidden = NAMES[int(stage.profile.buffers[:N].argmax())]
@@ -384,7 +384,7 @@ def _passes(p: Process) -> Iterator[Span]:
     shared = [Span.change(-level(gradients=nbytes * p.width)) for nbytes in _shared_with_earlier(stages)]
     order = list(actions(layout, micro, p.rank))
     split = any(kind == "weights" for kind, _, _ in order)
-    numbers = stages_of(p.rank, layout)
+    numbers = stages_of(p.rank, p.case.rank_of)
     from_own = {s for s, number in enumerate(numbers) if number - 1 in numbers}  # what these send stays in the process
     sends = not one_by_one and layout.schedule in ("1f1b", "interleaved")  # the others keep what they send to the end
     in_flight = Span.change(np.zeros(ROW))

@@ -119,7 +119,7 @@ def timed(layout: Layout, micro: int) -> list[list[Action]]:
     forward ones or, split into inputs and weights, each part as long as one; sending takes no time."""
     orders = []
     for rank in range(layout.pipeline):
-        own = stages_of(rank, layout)
+        own = stages_of(rank, pipelines.ranks(layout))
         orders.append([(kind, own[s], i) for kind, s, i in peaks.actions(layout, micro, rank)])
     split = layout.schedule == "zero_bubble"
     lengths = {"forward": 1.0, "backward": 1.0 if split else 2.0, "weights": 1.0}
@@ -180,6 +180,7 @@ def schedule(layout: Layout, micro: int) -> Picture:
 
 def _box(a: Action, layout: Layout) -> tuple[float, float, str, str]:
     """As `pictures.gantt` takes it; of two stages of a process each has its colours."""
-    own = stages_of(pipelines.ranks(layout)[a.stage], layout)
+    rank_of = pipelines.ranks(layout)
+    own = stages_of(rank_of[a.stage], rank_of)
     which = f", {('first', 'second')[own.index(a.stage)]} stage" if len(own) == 2 else ""
     return a.start, a.stop, a.kind + which, f"{a.micro_batch + 1}"

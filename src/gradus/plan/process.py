@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gradus.parallel import stages as pipelines
 from gradus.plan.case import Case
 from gradus.plan.profiles import Weight
 from gradus.plan.stage import Stage
@@ -48,7 +47,7 @@ class Process:
     stages: list[Stage]
     tail: list[Stage]  # the same for a smaller last micro-batch; [] where there is none
     holders: dict[str, set[int]]  # parameter of an end of the model → the ranks that have it
-    n_micro_batches: int  # that it runs: at least those that it is given, and as many as the schedule needs
+    n_micro_batches: int
     n_whole: int  # of these, those before a smaller last one
     weights: list[tuple[Weight, int]]  # (trained parameter, how often) in the model's order, but for repeated blocks'
     largest: int  # elements of the usual width that it holds of one of these, at most
@@ -71,7 +70,7 @@ class Process:
         layout, optimizer = case.layout, case.recipe.optimizer
         weights, frozen = list(_in_order(stages)), _in_order(stages, frozen=True)
         width, replicas = bytes_per_weight(layout), case.shape["replicate"]
-        micro = pipelines.needed(layout, case.batches.count)
+        micro = case.n_micro_batches
         local = [(local_bytes(w, layout) // width, times) for w, times in weights]
         every = [size for size, times in local for _ in range(times)]
         param_bytes = width * sum(every)
@@ -118,9 +117,9 @@ def _in_order(stages: list[Stage], frozen: bool = False) -> Iterator[tuple[Weigh
                     yield w, times
 
 
-def stages_of(rank: int, layout: Layout) -> list[int]:
-    """The stages of a process of the pipeline."""
-    return [s for s, r in enumerate(pipelines.ranks(layout)) if r == rank]
+def stages_of(rank: int, rank_of: list[int]) -> list[int]:
+    """The stages of a process of the pipeline. rank_of: the process that has each stage."""
+    return [s for s, r in enumerate(rank_of) if r == rank]
 
 
 # ---------------------------------------------------------------- what a process holds of a parameter

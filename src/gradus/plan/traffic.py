@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from gradus.parallel import stages as pipelines
 from gradus.plan.case import Case
 from gradus.plan.compose import tied_gradients
 from gradus.plan.process import Process, Unit, assign_owners, fsdp_widths, stages_of, width_of
@@ -33,9 +32,9 @@ def _pipeline(p: Process) -> Iterator[Transfer]:
     """Hidden states and their gradients; then the gradients of parameters that several processes have: the first adds
     up and gives back."""
     layout = p.layout
-    rank_of = dict(enumerate(pipelines.ranks(layout)))
+    rank_of = dict(enumerate(p.case.rank_of))
     group, spacing = layout.pipeline, p.case.stride["pipeline"]
-    for s, stage in zip(stages_of(p.rank, layout), p.stages):
+    for s, stage in zip(stages_of(p.rank, p.case.rank_of), p.stages):
         for kind, neighbour in (("forward", s + 1), ("backward", s - 1)):
             if rank_of.get(neighbour, p.rank) != p.rank and kind in stage.profile.sent:
                 yield Transfer("pipeline", "send", stage.profile.sent[kind], p.n_micro_batches, group, spacing, kind)
