@@ -706,7 +706,6 @@ def profile(args) -> Iterable[str]:
 def evaluate(args) -> Iterable[str]:
     if args.report:
         room("report.runs").read([args.recipe])  # raises where it is no run
-        errors.need("matplotlib", "report", "a report's plots")
     overrides = [*args.overrides, *([f"evaluate.beams={args.beams}"] if args.beams != 1 else [])]
     how = {"engine": args.engine, "precision": args.precision, "keep": args.report is not None}
     run = room("infer.predict").evaluate

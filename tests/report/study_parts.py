@@ -11,7 +11,7 @@ from gradus.proof.study import Configuration, Study
 from gradus.proof.study_rows import rows_of
 from gradus.proof.study_store import Sample, StudyStore, claimed
 from gradus.proof.timing import Timed
-from gradus.report import plots, studies, study_plots
+from gradus.report import studies, study_plots
 
 COMMON = {"kind": "measured", "cpu": "a processor", "cpus": 8, "versions": {"torch": "2"}}
 
@@ -29,7 +29,7 @@ def folder_of(folder, rows, **about):
 
 
 def captions(folder):
-    return [figure.caption for figure in plots.drawn(study_plots.of_study(studies.read([str(folder)])[0]))]
+    return [figure.caption for figure in study_plots.of_study(studies.read([str(folder)])[0])]
 
 
 @pytest.fixture(scope="session")
