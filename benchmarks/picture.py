@@ -1,6 +1,6 @@
 """The README's picture, from committed rows: planned beside measured, memory of tensors and time of a step.
 
-`python benchmarks/picture.py` writes docs/images/proof-light.svg and proof-dark.svg. It needs the extra `report`.
+`python benchmarks/picture.py` writes docs/images/proof-light.svg and proof-dark.svg. It needs the extra `docs`.
 """
 
 from __future__ import annotations

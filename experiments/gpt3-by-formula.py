@@ -5,13 +5,12 @@ Needs the extra [report] for the chart. The page is rendered from the rows alone
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import files, hardware, models
+from gradus import files, hardware, models, pictures
 from gradus.errors import UserError
 from gradus.hardware.tables import gib
 from gradus.plan.answer import Request, answer
@@ -170,49 +169,31 @@ def page(found: Sequence[Record]) -> str:
     ]).strip() + "\n"  # fmt: skip
 
 
-def chart(found: Sequence[Record]) -> str:
-    """Each device by its year, as SVG: computing, memory, links; one line of cards joined, and named."""
-    import matplotlib
-
-    from gradus.report.plots import STYLE
-
-    text = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        figure_of(found).savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def figure_of(found: Sequence[Record]) -> Any:
-    from matplotlib.figure import Figure
-
-    from gradus.report.plots import COLOURS
-
-    figure = Figure(figsize=(9.2, 3.4), layout="constrained")
-    panels = figure.subplots(1, 3)
+def chart(found: Sequence[Record]) -> pictures.Picture:
+    """Each device by its year: computing, memory, links; one line of cards joined, and named below."""
+    panels = []
     panes = (("device/peak", 1e12, "dense peak, TFLOP/s"), ("device/bandwidth", 1e9, "memory, GB/s"), ("device/link/bandwidth", 1e9, "links, GB/s one way"))
-    for axes, (name, unit, title) in zip(panels, panes):
+    for name, unit, title in panes:
         of = {r["device"]: (r["year"], r["value"] / unit) for r in found if r["name"] == name}
-        axes.scatter(*zip(*of.values()), s=12, color=COLOURS[6], alpha=0.5, label="other GPUs, within a node")
-        axes.plot(*zip(*(of[device] for device in LINE_OF_CARDS)), "o-", ms=4, lw=1, color=COLOURS[0], label="the cards named, within a node")
-        for device in LINE_OF_CARDS:
-            above = 5 if device != LINE_OF_CARDS[-1] else -11  # beside the last but one
-            axes.annotate(device.partition("-")[0], of[device], xytext=(0, above), textcoords="offset points", fontsize=7, ha="center")
+        curves = {
+            "other GPUs, within a node": pictures.Curve([*of.values()], pictures.COLOURS[6], mark=pictures.MARKS[0], joined=False),
+            "the cards named": pictures.Curve([of[device] for device in LINE_OF_CARDS], pictures.COLOURS[0], mark=pictures.MARKS[0]),
+        }
         if name == "device/link/bandwidth":
             network = {r["device"]: (r["year"], r["value"] / unit) for r in found if r["name"] == "device/network/bandwidth"}
-            axes.plot(*zip(*(network[device] for device in LINE_OF_CARDS)), "s--", ms=4, lw=1, color=COLOURS[1], label="the same cards, between nodes")
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-        axes.set(yscale="log", xlabel="announced", title=title)
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.margins(x=0.12, y=0.12)
-        axes.grid(alpha=0.25)
-    return figure
+            points = [network[device] for device in LINE_OF_CARDS]
+            curves["these cards, between nodes"] = pictures.Curve(points, pictures.COLOURS[1], True, pictures.MARKS[1])
+        named = {of[device][0]: device.partition("-")[0] for device in LINE_OF_CARDS}
+        years = f"announced in {', '.join(str(of[device][0]) for device in LINE_OF_CARDS)}"
+        panels.append(pictures.lines(curves, title, x=years, width=470, zero=False, log="y", named=named))
+    return pictures.beside(panels, "GPUs by the year of their announcement")
 
 
 def main() -> None:
     files.write_text(ROWS, "".join(row.json() + "\n" for row in rows()))
     found = read_rows(ROWS)
     files.write_text(PAGE, page(found))
-    files.write_text(CHART, chart(found).replace("<svg ", '<svg style="background: white" ', 1))
+    chart(found).save(CHART)
     print(f"rows: {ROWS}\npage: {PAGE}\nchart: {CHART}")
 
 

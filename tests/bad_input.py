@@ -386,7 +386,7 @@ def built(folder: Path, only: set[str] | None = None) -> Path:
 
 
 PRELOADED = """
-matplotlib.backends.backend_svg matplotlib.figure mpl_toolkits.mplot3d onnxruntime sacrebleu tokenizers.implementations
+onnxruntime sacrebleu tokenizers.implementations
 torch.distributed.fsdp typst gradus.api gradus.infer.export gradus.infer.generate gradus.infer.predict
 gradus.infer.quantize gradus.plan.web gradus.proof.bench gradus.proof.ladder gradus.proof.study_file
 gradus.report.look gradus.report.report gradus.train.new gradus.train.run

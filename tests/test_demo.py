@@ -30,7 +30,6 @@ def shown(out: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_journey(monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is another's matter
     for n in (1, 2):  # the second time in the same folder, without plan and check, which begin no run
         assert demo(cli.run if n == 1 else lambda words: 0 if words[0] in ("plan", "check") else cli.run(words), SMALL) == 0
@@ -49,7 +48,6 @@ def test_it_ends_at_the_first_command_that_fails(failing, capsys):
         Path("runs/copy-task/latest").mkdir(parents=True, exist_ok=True)
         return 7 if words[0] == failing else 0
 
-    pytest.importorskip("matplotlib")
     assert demo(gradus) == 7
     out = capsys.readouterr().out
     assert shown(out)[-1] == failing and "What next?" not in out
@@ -59,16 +57,6 @@ def test_it_ends_at_the_first_command_that_fails(failing, capsys):
 def test_a_command_that_a_signal_ended_has_the_code_that_a_shell_gives_it(ended, code, monkeypatch):
     monkeypatch.setattr(demos, "run_program", lambda words: (ended, ""))
     assert demos.run(["plan"]) == code
-
-
-def test_without_matplotlib_there_is_no_report(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    Path("runs/copy-task/latest").mkdir(parents=True)
-    assert demo(lambda words: 0) == 0
-    out = capsys.readouterr().out
-    assert shown(out) == ["plan", "check", "train", "prove"]
-    (note,) = [line for line in out.splitlines() if line.startswith("note: ")]
-    assert note.startswith("note: gradus report needs the package matplotlib") and "pip install" in note
 
 
 INTERRUPTED = """

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gradus import files
-from gradus.errors import UserError, need
 from gradus.parallel.processes import run_program
 from gradus.text import say
 
@@ -42,13 +41,8 @@ def demo(gradus: Callable[[list[str]], int] = run, settings: Sequence[str] = ("t
             return code
     if code := _typed(gradus, "Was the plan right?", "prove", RUN):
         return code
-    try:
-        need("matplotlib", "report", "gradus report")
-    except UserError as e:
-        say(f"\nnote: {e}")
-    else:
-        if code := _typed(gradus, "Hand it in.", "report", RUN, "--to", f"{RUN}/report"):
-            return code
+    if code := _typed(gradus, "Hand it in.", "report", RUN, "--to", f"{RUN}/report"):
+        return code
     say(NEXT.format(run=files.run_of(RUN)))
     return 0
 

@@ -1,8 +1,8 @@
 """Pictures as SVG that stand alone: each has a title and a caption, and is legible on light and dark pages.
 
-A picture is made of numbers by one function (`heatmap`, `bars`, `lines`, `area`, `gantt`), of what goes between nodes
-by `network`; `beside` sets several into one; `Picture.save` writes it. Values may be nested lists, NumPy arrays or
-tensors.
+All that Gradus draws is drawn here: with one palette, one legend, one kind of axis. A picture is made of numbers by one
+function (`heatmap`, `bars`, `lines`, `area`, `gantt`), of what goes between nodes by `network`; `beside` sets several
+into one; `Picture.save` writes it. Values may be nested lists, NumPy arrays or tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import cmath
 import dataclasses
 import html
+import itertools
 import math
 import os
 import re
@@ -28,13 +29,18 @@ from gradus.text import rate
 COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442", "#882255", "#44AA99",
 )  # fmt: skip
-STYLE = (
-    "svg{--ink:#111;--paper:#fff;--line:#ccc;--quiet:#666}"
-    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}}"
+LIGHT = {"ink": "#111", "paper": "#fff", "line": "#ccc", "quiet": "#666"}
+CLASSES = (
     "text{fill:var(--ink);font:11px system-ui,sans-serif}.quiet{fill:var(--quiet)}.black{fill:#000}.white{fill:#fff}"
     ".title{font-weight:600}.paper{fill:var(--paper)}.line{stroke:var(--line);fill:none}.head{fill:var(--quiet)}"
     ".arrow{stroke:var(--quiet);fill:none}"
 )
+STYLE = (
+    f"svg{{{';'.join(f'--{name}:{colour}' for name, colour in LIGHT.items())}}}"
+    "@media(prefers-color-scheme:dark){svg{--ink:#e6e6e6;--paper:#16181b;--line:#444;--quiet:#9a9a9a}}" + CLASSES
+)
+# a disc, a square, a triangle, a diamond: with the colours as many kinds of points
+MARKS = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", "M-3-3h6v6h-6z", "M0-4L3.5 3h-7z", "M0-4.5L4 0L0 4.5L-4 0z")
 GAP = 14  # pixels around a picture and between two
 
 
@@ -71,8 +77,8 @@ class Picture:
         return width, y + 8 * bool(words), "".join(body)
 
     def svg(self, styled: bool = True) -> str:
-        """The picture as a document of its own; unstyled, it is part of a page that has STYLE and writes the
-        description itself."""
+        """The picture as a document of its own; unstyled, it is part of a page that has CLASSES and the colours of
+        LIGHT as variables, and writes the description itself."""
         width, height, body = self.drawn(captioned=styled)
         size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
         name = f"<title>{html.escape(self.title)}</title><desc>{html.escape(self.description)}</desc>"
@@ -119,6 +125,11 @@ def number(value: float, unit: str = "") -> str:
     return f"{'-' if value < 0 else ''}{rate(abs(value)).replace('e-0', 'e-')} {unit}".strip()
 
 
+def bytes_in(most: float) -> tuple[float, str]:
+    """(how many bytes the unit of a picture's numbers is, its name). most: the largest of them."""
+    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
+
+
 def ticks(low: float, high: float) -> list[float]:
     """Two to six round places from low to high: multiples of 1, 2 or 5 times a power of ten."""
     span = (high - low) or 1.0
@@ -127,6 +138,13 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / 5))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * span / 5)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-6) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round places of a logarithmic axis: 1, 2 and 5 times the powers of ten or, of many, these alone."""
+    powers = [10.0**k for k in range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    places = [m * power for power in powers for m in (1, 2, 5) if low <= m * power <= high]
+    return [place for place in places if place in powers] if len(places) > 8 else places or ticks(low, high)
 
 
 # ---------------------------------------------------------------- elements
@@ -196,24 +214,65 @@ def _farthest(table: Sequence[Sequence[float]]) -> float:
     return max((abs(v) for row in table for v in row), default=0) or 1.0
 
 
-def _legend(names: Sequence[str], width: float) -> tuple[str, float]:
-    """(elements, height) of the names with their colours, in lines of that width."""
+def _square(i: int, x: float, y: float) -> str:
+    return rectangle(x, y - 9, 10, 10, COLOURS[i % len(COLOURS)])
+
+
+def _legend(
+    names: Sequence[str], width: float, swatch: Callable[[int, float, float], str] = _square
+) -> tuple[str, float]:
+    """(elements, height) of the names with their colours, in lines of that width. swatch: draws that of a name."""
     out, x, y = [], float(GAP), 9.0
     for i, name in enumerate(names):
         if x > GAP and x + 14 + width_of(name) > width:
             x, y = float(GAP), y + 17
-        out.append(rectangle(x, y - 9, 10, 10, COLOURS[i % len(COLOURS)]) + text(x + 14, y, name, kind="quiet"))
+        out.append(swatch(i, x, y) + text(x + 14, y, name, kind="quiet"))
         x += 30 + width_of(name)
     return "".join(out), y + 10 if names else 0.0
 
 
-def _levels(
-    low: float, high: float, place: Callable[[float], float], sides: tuple[float, float], unit: str = ""
-) -> Iterator[str]:
-    """Round values at the left of a plot, and a line across at each. place: value → y. sides: x of its left, right."""
-    for value in ticks(low, high):
-        yield f'<path class="line" d="M{sides[0]:.1f} {place(value):.1f}H{sides[1]:.1f}"/>'
-        yield text(sides[0] - 6, place(value) + 4, number(value, unit), "end", "quiet")
+@dataclasses.dataclass(frozen=True)
+class _Axis:
+    """Values from low to high at the pixels from begin to end. log: equal ratios are equally far. named: the places
+    that have a tick, with its words; None: round ones. unit: of the numbers at round ones."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    log: bool = False
+    named: Mapping[float, str] | None = None
+    unit: str = ""
+
+    def at(self, value: float) -> float:
+        low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
+        return self.begin + (value - low) / ((high - low) or 1) * (self.end - self.begin)
+
+    def ticks(self) -> dict[float, str]:
+        if self.named is not None:
+            return dict(self.named)
+        return {value: _exact(value, self.unit) for value in (log_ticks if self.log else ticks)(self.low, self.high)}
+
+    def lying(self, y: float, name: str, below: float = 17) -> Iterator[str]:
+        """Words below the axis, those left out that would run into the one before; its name below their middle."""
+        edge = -math.inf
+        for value, words in self.ticks().items():
+            half = width_of(words) / 2
+            if self.at(value) - half > edge:
+                yield text(self.at(value), y, words, "middle", "quiet")
+                edge = self.at(value) + half + 3
+        yield text((self.begin + self.end) / 2, y + below, name, "middle", "quiet")
+
+    def levels(self, left: float, right: float) -> Iterator[str]:
+        """Of an upright axis: words at the left of a plot, and a line across at each."""
+        for value, words in self.ticks().items():
+            yield f'<path class="line" d="M{left:.1f} {self.at(value):.1f}H{right:.1f}"/>'
+            yield text(left - 6, self.at(value) + 4, words, "end", "quiet")
+
+
+def _exact(value: float, unit: str = "") -> str:
+    """A tick's number: as many digits as it has."""
+    return number(value, unit) if math.isclose(float(f"{value:.3g}"), value) else f"{value:,.9g} {unit}".strip()
 
 
 # ---------------------------------------------------------------- pictures
@@ -263,60 +322,137 @@ def _named(names: Sequence[Any]) -> list[Any]:
 
 def bars(
     values: Mapping[str, float | Mapping[str, float]], title: str, description: str = "", *, unit: str = "",
-    width: float = 640, limit: tuple[str, float] | None = None,
+    width: float = 640, limit: tuple[str, float] | None = None, marks: Mapping[str, Sequence[float]] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> Picture:  # fmt: skip
-    """Lying bars, a name each. A value that is a mapping is a bar of several parts: part → value. limit: (name, value),
-    a line across all bars. width: at least."""
+    """Lying bars, a name each. A value that is a mapping is a bar of several parts: part → value, those below zero to
+    the left. limit: (name, value), a line across all bars. marks: name → values that are marked on its bar, and joined.
+    notes: name → words behind the number. width: at least."""
     stacked = {name: value if isinstance(value, Mapping) else {"": value} for name, value in values.items()}
     parts = [part for part in dict.fromkeys(part for own in stacked.values() for part in own) if part]
-    totals = {name: sum(own.values()) for name, own in stacked.items()}
-    most = max([*totals.values(), *([limit[1]] if limit else [])], default=0) or 1.0
-    left = GAP + _label_width(list(values)) + 6
-    right = max(90, _label_width([number(total, unit) for total in totals.values()]) + 6 + GAP)
+    marks, notes = marks or {}, notes or {}
+    labels = {name: textwrap.wrap(name, 44, break_on_hyphens=False) for name in stacked}
+    said = {name: f"{number(sum(own.values()), unit)}{notes.get(name, '')}" for name, own in stacked.items()}
+    least = min((sum(value for value in own.values() if value < 0) for own in stacked.values()), default=0)
+    above = (sum(value for value in own.values() if value > 0) for own in stacked.values())
+    most = max([*above, *itertools.chain(*marks.values()), *([limit[1]] if limit else [])], default=0) - least or 1.0
+    left = GAP + _label_width([*itertools.chain(*labels.values())]) + 6
+    right = max(90, _label_width([*said.values()]) + 6 + GAP)
     width = max(width, left + 120 + right)
     legend, top = _legend(parts if parts != list(values) else [], width - GAP)
     body, y, size = [legend], top + 2, (width - left - right) / most
+    zero = left - least * size
     for name, own in stacked.items():
-        x = left
-        body.append(text(left - 6, y + 13, name, "end"))
+        extra = max(0, 7 * len(labels[name]) - 7)
+        y, ends = y + extra, [zero, zero]  # of the parts below and above zero
+        body += [text(left - 6, y + 13 - extra + 14 * i, line, "end") for i, line in enumerate(labels[name])]
         for part, value in own.items():
             fill = COLOURS[parts.index(part) % len(COLOURS)] if part else COLOURS[0]
-            body.append(rectangle(x, y, value * size, 18, fill, f"{name} {part}: {number(value, unit)}"))
-            x += value * size
-        body.append(text(x + 6, y + 13, number(totals[name], unit)))
-        y += 24
+            start, ends[value >= 0] = ends[value >= 0], ends[value >= 0] + value * size
+            note = f"{name} {part}: {number(value, unit)}"
+            body.append(rectangle(min(start, ends[value >= 0]), y, abs(value) * size, 18, fill, note))
+        places = [zero + value * size for value in sorted(marks.get(name, ()))]
+        if places:
+            ticks_of = "".join(f"M{x:.1f} {y + 3:.1f}v12" for x in places)
+            joined = f"M{places[0]:.1f} {y + 9:.1f}H{places[-1]:.1f}"
+            body.append(f'<path style="stroke:var(--ink);fill:none" d="{ticks_of}{joined}"/>')
+        body.append(text(max(ends[1], *places, 0) + 6, y + 13, said[name]))
+        y += 24 + extra
     if limit:
-        x, words = left + limit[1] * size, f"{limit[0]}: {number(limit[1], unit)}"
+        x, words = zero + limit[1] * size, f"{limit[0]}: {number(limit[1], unit)}"
         body.append(f'<path class="arrow" stroke-dasharray="4 3" d="M{x:.1f} {top}V{y:.1f}"/>')
         body.append(text(x, y + 10, words, "end" if x > width_of(words) else "start", "quiet"))
         y += 14
     return Picture(width, y + GAP / 2, "".join(body), title, description)
 
 
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """points: (x, y). mark: one of MARKS at each point. joined: by a line. spreads: lines from (x, y) to (x, y), such
+    as from the lowest to the highest of what a point is the mean of."""
+
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dashed: bool = False
+    mark: str = ""
+    joined: bool = True
+    spreads: Sequence[tuple[tuple[float, float], tuple[float, float]]] = ()
+
+    def drawn(self, name: str, across: _Axis, up: _Axis) -> Iterator[str]:
+        pixels = [(across.at(a), up.at(b)) for a, b in self.points]
+        note, dashes = f"<title>{html.escape(name)}</title>", ' stroke-dasharray="5 3"' * self.dashed
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in _fewer(pixels))
+        if self.joined:
+            drawn = f'fill="none" stroke="{self.colour}" stroke-width="2"{dashes}'
+            yield f'<polyline {drawn} points="{path}">{note}</polyline>'
+        for (a, b), (c, d) in self.spreads:
+            path = f"M{across.at(a):.1f} {up.at(b):.1f}L{across.at(c):.1f} {up.at(d):.1f}"
+            yield f'<path stroke="{self.colour}" d="{path}"/>'
+        yield from (self.marked(a, b, note) for a, b in pixels if self.mark)
+
+    def marked(self, x: float, y: float, note: str = "") -> str:
+        shape = f'fill="{self.colour}" d="{self.mark}"'
+        return f'<path transform="translate({x:.1f} {y:.1f})" {shape}>{note}</path>'
+
+    def swatch(self, x: float, y: float) -> str:
+        if self.mark:
+            return self.marked(x + 5, y - 4)
+        if self.dashed:
+            return f'<path stroke="{self.colour}" stroke-width="2" stroke-dasharray="5 3" d="M{x:.1f} {y - 4:.1f}h12"/>'
+        return rectangle(x, y - 9, 10, 10, self.colour)
+
+
+def _fewer(pixels: list[tuple[float, float]], most: int = 1000) -> list[tuple[float, float]]:
+    """Of many points the lowest and the highest of those side by side."""
+    every = -(-2 * len(pixels) // most)
+    groups = (pixels[i : i + every] for i in range(0, len(pixels), every))
+    ends = ({min(of, key=lambda p: p[1]), max(of, key=lambda p: p[1])} for of in groups)
+    return pixels if every < 3 else [point for two in ends for point in sorted(two)]
+
+
 def lines(
     series: Mapping[str, Any], title: str, description: str = "", *, x: str = "", y: str = "", width: float = 640,
-    height: float = 300,
+    height: float = 300, zero: bool = True, log: str = "", named: Mapping[float, str] | None = None,
 ) -> Picture:  # fmt: skip
-    """Curves. series: name → values at 0, 1, 2, ..., or → pairs (x, y). x, y: what the axes show, with the unit."""
-    curves = {}
-    for name, values in series.items():
-        points = _numbers(values)
-        curves[name] = [tuple(p) if isinstance(p, (list, tuple)) else (i, p) for i, p in enumerate(points)]
-    every = [point for points in curves.values() for point in points]
+    """Curves. series: name → values at 0, 1, 2, ..., or → pairs (x, y), or → a Curve. x, y: what the axes show, with
+    the unit. zero: the upright axis begins there or below; else both axes end a little beyond the points. log: "x", "y"
+    or "xy" are logarithmic. named: places of the lying axis, with their words. width: at least."""
+    curves = {
+        name: values if isinstance(values, Curve) else Curve(_pairs(values), COLOURS[i % len(COLOURS)])
+        for i, (name, values) in enumerate(series.items())
+    }
+    every = [p for curve in curves.values() for p in itertools.chain(curve.points, *curve.spreads)]
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*every))
-    y0, y1 = min(y0, 0.0), y1 if y1 > y0 else y0 + 1.0
-    legend, top = _legend(list(curves) if len(curves) > 1 else [], width - GAP)
-    left, right, top, bottom = 64.0, width - 2 * GAP, top + 20, height - 40.0
-    across = lambda v: left + (v - x0) / ((x1 - x0) or 1) * (right - left)  # noqa: E731
-    up = lambda v: bottom - (v - y0) / (y1 - y0) * (bottom - top)  # noqa: E731
-    body = [legend, text(GAP, top - 10, y, kind="quiet"), *_levels(y0, y1, up, (left, right))]
-    body += [text(across(v), bottom + 15, number(v), "middle", "quiet") for v in ticks(x0, x1)]
-    body.append(text((left + right) / 2, bottom + 32, x, "middle", "quiet"))
-    for i, (name, points) in enumerate(curves.items()):
-        path = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in points)
-        note, colour = f"<title>{html.escape(name)}</title>", COLOURS[i % len(COLOURS)]
-        body.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}">{note}</polyline>')
+    if zero and not log:
+        y0, y1 = min(y0, 0.0), y1 if y1 > y0 else y0 + 1.0
+    else:
+        measured = not any(curve.joined for curve in curves.values())  # else the lying axis is steps, years or sizes
+        (x0, x1), (y0, y1) = _beyond(x0, x1, "x" in log, measured), _beyond(y0, y1, "y" in log)
+    names = list(curves) if len(curves) > 1 else []
+    width = max(width, 3 * GAP + _label_width(names))
+    legend, top = _legend(names, width - GAP, lambda i, *at: curves[names[i]].swatch(*at))
+    height += max(0, top - 19)  # of a legend's further lines
+    right, top, bottom = width - 2 * GAP, top + (20 if y else 8), height - 40.0
+    up = _Axis(y0, y1, bottom, top, "y" in log)
+    left = max(64.0, GAP / 2 + _label_width([*up.ticks().values()]) + 6)
+    across = _Axis(x0, x1, left, right, "x" in log, named)
+    body = [legend, text(GAP, top - 10, y, kind="quiet"), *up.levels(left, right), *across.lying(bottom + 15, x)]
+    for name, curve in curves.items():
+        body += curve.drawn(name, across, up)
     return Picture(width, height, "".join(body), title, description)
+
+
+def _pairs(values: Any) -> list[tuple[float, float]]:
+    return [tuple(p) if isinstance(p, (list, tuple)) else (i, p) for i, p in enumerate(_numbers(values))]
+
+
+def _beyond(low: float, high: float, log: bool, measured: bool = True) -> tuple[float, float]:
+    """A little more on both sides; what was measured and is the same to 2 % looks so."""
+    if log:
+        factor = (high / low) ** 0.05 if high > low else 1.1
+        return low / factor, high * factor
+    more = max(0.04 * (high - low), measured * (0.01 * abs(low + high) - (high - low) / 2))
+    return low - more, high + more
 
 
 def area(
@@ -324,27 +460,25 @@ def area(
     unit: str = "", spans: Sequence[tuple[float, float, str]] = (), width: float = 760, height: float = 320,
 ) -> Picture:  # fmt: skip
     """Areas on top of one another. series: name → values at the places `at`; spans: (from, to, words), a band each
-    below the axis, whose words stand there where they fit. x: what the axis shows."""
+    below the axis, whose words stand there where they fit; without any, the axis has numbers. x: what it shows."""
     most = max(map(sum, zip(*series.values())), default=0) or 1.0
     legend, top = _legend(list(series), width - GAP)
     left, right, top, bottom = 74.0, width - GAP, top + 8, height - 48.0
-    first, extent = at[0], (at[-1] - at[0]) or 1.0
-    place = lambda value: left + (value - first) / extent * (right - left)  # noqa: E731
-    up = lambda value: bottom - value / most * (bottom - top)  # noqa: E731
-    body, below = [legend, *_levels(0, most, up, (left, right), unit)], [0.0] * len(at)
+    across, up = _Axis(at[0], at[-1], left, right, named={} if spans else None), _Axis(0, most, bottom, top, unit=unit)
+    body, below = [legend, *up.levels(left, right)], [0.0] * len(at)
     for i, (name, values) in enumerate(series.items()):
         above = [a + b for a, b in zip(below, values, strict=True)]
-        edge = [f"{place(p):.1f},{up(v):.1f}" for p, v in [*zip(at, above), *reversed([*zip(at, below)])]]
+        edge = [f"{across.at(p):.1f},{up.at(v):.1f}" for p, v in [*zip(at, above), *reversed([*zip(at, below)])]]
         shown = f"<title>{html.escape(f'{name}: at most {number(max(values), unit)}')}</title>"
         body.append(f'<polygon fill="{COLOURS[i % len(COLOURS)]}" points="{" ".join(edge)}">{shown}</polygon>')
         below = above
     greys = {words: 0.2 + 0.2 * (i % 3) for i, words in enumerate(dict.fromkeys(words for *_, words in spans))}
     for begin, end, words in spans:
-        size = place(end) - place(begin)
-        body.append(rectangle(place(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, greys[words]))
+        size = across.at(end) - across.at(begin)
+        body.append(rectangle(across.at(begin), bottom + 4, size - 0.5, 16, COLOURS[6], words, greys[words]))
         if size > width_of(words):
-            body.append(text(place(begin) + size / 2, bottom + 16, words, "middle"))
-    body.append(text((left + right) / 2, bottom + 38, x, "middle", "quiet"))
+            body.append(text(across.at(begin) + size / 2, bottom + 16, words, "middle"))
+    body += across.lying(bottom + 21, x)
     return Picture(width, height, "".join(body), title, description)
 
 
@@ -367,8 +501,7 @@ def gantt(
             if long > width_of(label) + 2:
                 body.append(text(left + start * size + long / 2, y + 15, label, "middle"))
         y += 26
-    body += [text(left + v * size, y + 12, number(v), "middle", "quiet") for v in ticks(0, end)]
-    body.append(text((left + width - GAP) / 2, y + 28, unit, "middle", "quiet"))
+    body += _Axis(0, end, left, width - GAP).lying(y + 12, unit, 16)
     return Picture(width, y + 36, "".join(body), title, description)
 
 

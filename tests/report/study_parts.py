@@ -10,7 +10,7 @@ from gradus import recipe as recipes
 from gradus.proof.study import Configuration, Study
 from gradus.proof.study_store import Sample, StudyStore, claimed
 from gradus.proof.timing import Timed
-from gradus.report import plots, studies, study_plots
+from gradus.report import studies, study_plots
 
 COMMON = {"kind": "measured", "cpu": "a processor", "cpus": 8, "versions": {"torch": "2"}}
 
@@ -28,7 +28,7 @@ def folder_of(folder, rows, **about):
 
 
 def captions(folder):
-    return [figure.caption for figure in plots.drawn(study_plots.of_study(studies.read([str(folder)])[0]))]
+    return [figure.caption for figure in study_plots.of_study(studies.read([str(folder)])[0])]
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gradus.report import answers
+from gradus.report import page as pages
 from gradus.report.blocks import Figure, Table
 from gradus.report.page import to_html, to_pdf
 from gradus.report.report import predictions
@@ -40,7 +41,7 @@ def test_a_confusion_matrix_is_scikit_learns(n_classes):
         most = int(np.argmax(others))
         assert row[5] == (f"{names[most]} ({others[most]})" if others[most] else "–")
     shares = [f"{matrix[i, j] / n[i]:.2f}" for i in chosen for j in chosen]
-    assert re.findall(r">(\d\.\d\d)</text>", figure.panels[0]) == shares
+    assert re.findall(r">(\d\.\d\d)</text>", figure.panels[0].svg()) == shares
     assert (f"the 20 of {n_classes} classes" in table.caption) == (n_classes > 20)
 
 
@@ -63,7 +64,7 @@ def test_the_section_of_a_run(tmp_path):
     page = to_html("x", blocks)
     assert page.count("data:image/png") == 1 + 3, "the matrix, and the images"
     assert "✗ &lt;b&gt; (90%)" in page and "<b>" not in page
-    assert not any("var(--" in block.panels[0] for block in blocks if isinstance(block, Figure))
+    assert not any("var(--" in pages._typst(block) for block in blocks), "paper has no variables"
 
 
 def test_a_confusion_matrix_on_paper():

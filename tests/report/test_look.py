@@ -183,10 +183,10 @@ def test_a_text_longer_than_the_context_is_cut_to_it(name, read, of, made, capsy
 def test_any_text_is_text_and_pictures_have_names(made):
     page = page_of(made, "gpt", 'a <b> cat "sat" <script>')
     assert "<script" not in page and "<b>" not in page and "&lt;b&gt;" in page
-    assert len(re.findall(r'<svg [^>]*aria-label="[^"]+"', page)) == page.count("<svg ") == page.count("<figcaption>") > 10
+    assert len(re.findall(r'<svg [^>]*aria-label="[^"]+"', page)) == page.count("<svg ") == page.count('<p class="caption">') > 10
     assert "<title>" in page and "prefers-color-scheme: dark" in page
     assert page.count("query ↓</text>") == page.count("key →</text>") == 8 and "position ↓</text>" in page and "dimension →</text>" in page
-    captions = re.findall("<figcaption>([^<]+)</figcaption>", page)
+    captions = re.findall('<p class="caption">([^<]+)</p>', page)
     assert captions and not any(f">{caption}</text>" in page for caption in captions)  # once
 
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_parts import Tags
 
+from gradus.pictures import bars
 from gradus.report import page
-from gradus.report.blocks import Code, Figure, Heading, Key, Table, Text, from_markdown, narrow
+from gradus.report.blocks import Code, Figure, Heading, Table, Text, from_markdown, narrow
 
 
 def test_markdown():
@@ -39,8 +40,7 @@ def test_any_text_is_text(text):
 def test_typst_reads_what_it_has_a_meaning_for():
     pytest.importorskip("typst")
     text = '#let $x$ *a* _b_ @c <d> "e" \\f \x00 \u2028 // g /* h */ `i` [j] {k}'
-    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt"/>'
-    figure = Figure([svg], text, [Key("#0072b2ff", "━", text), Key("#111111ff", "■", text)])
+    figure = Figure([bars({text: 1.0}, text)], text)
     blocks = [Heading(1, text), Text([("plain", text), ("code", text)], item=True), Table([text], [[text]], text), figure, Code(text, text)]
     assert re.match(rb"%PDF-1\.\d", page.to_pdf(text, blocks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from report_parts import Tags, rows_of, variant
+from svg_parts import texts
 
 from gradus.errors import FAULT, UserError, exit_code
 from gradus.report import first_page, plots
@@ -19,13 +21,6 @@ from gradus.report.blocks import Figure, Heading, Table
 from gradus.report.report import SHOWN, compared, content, energy, planned, predictions, report
 from gradus.report.runs import by_recipe, read
 from gradus.text import duration
-
-pytest.importorskip("matplotlib")
-
-
-@pytest.fixture
-def no_plots(monkeypatch):
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
 
 
 def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
@@ -42,8 +37,7 @@ def test_a_page_of_several_runs_needs_no_other_file(folders, tmp_path):
     assert text.count("<figure>") == -(-len(metrics) // plots.SIDE) + 2  # metrics, the loss one; rate and norm, throughput
 
 
-def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
+def test_runs_and_studies_on_one_page(folders, tmp_path):
     (tmp_path / "pair").mkdir()
     (tmp_path / "pair" / "study.json").write_text("{}")
     rows = [{"name": "samples_per_s", "value": 3.0, "kind": "measured", "configuration": c} for c in "ab"]
@@ -56,7 +50,7 @@ def test_runs_and_studies_on_one_page(folders, tmp_path, monkeypatch):
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order) and "n_train: 64" not in text and "class Seq2Seq" not in text
 
 
-def test_a_report_to_hand_in(folders, tmp_path, no_plots):
+def test_a_report_to_hand_in(folders, tmp_path):
     """Title, author and date, five sentences and one table; every table has a number, and the text refers to it."""
     pytest.importorskip("typst")
     runs = [variant(folders / name, tmp_path / f"20261128-18102{i}") for i, name in enumerate(("short", "long"))]
@@ -124,7 +118,7 @@ def test_speeds_of_a_busy_machine_are_not_comparable(folders, tmp_path, loads, p
     assert first_page.of_runs(found)[1].startswith("not comparable: other programs ran" if said else "10 × the samples/s of short, by long")
 
 
-def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path, no_plots):
+def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folders, tmp_path):
     text = "16.7 Wh (65 W per device, PUE 1.1; energy.watts), 6.42 g CO2 (as stated: 0.385 kg/kWh)"
     known = variant(folders / "short", tmp_path / "known", energy={"text": text, "devices": 1}, energy_wh=16.7)
     unknown = variant(folders / "short", tmp_path / "unknown", energy=None)
@@ -133,7 +127,7 @@ def test_energy_is_what_the_summary_says_and_absent_where_it_is_not_known(folder
     assert table in list(content("", read([str(known)]), ""))
 
 
-def test_runs_of_two_machines_are_each_named_with_theirs(folders, tmp_path, no_plots):
+def test_runs_of_two_machines_are_each_named_with_theirs(folders, tmp_path):
     places = [shutil.copytree(folders / name, tmp_path / name) for name in ("short", "long")]
     environment = json.loads((places[1] / "environment.json").read_text()) | {"gpu": {"name": "H100"}}
     assert [run.name for run in found_in(places)] == ["short", "long"]
@@ -148,7 +142,7 @@ def found_in(places: list[Path]) -> list:
     return found
 
 
-def test_the_promise_of_the_largest_batch_is_reported_beside_the_step(folders, tmp_path, no_plots):
+def test_the_promise_of_the_largest_batch_is_reported_beside_the_step(folders, tmp_path):
     place = shutil.copytree(folders / "short", tmp_path / "short")
     summary = json.loads((place / "summary.json").read_text())
     step = {"predicted": 50e6, "measured": 50e6, "error": 0.0, "batch": "step 3: 16 × 24 tokens"}
@@ -170,7 +164,6 @@ def test_an_unfinished_run_shows_where_it_stands_under_its_recipe(folders, monke
     assert stopped[6:] == finished[6:] and float(stopped[quality.head.index("validation loss")]) == pytest.approx(rows["valid/loss", 8], rel=1e-3)
     assert [row[3] for row in speed.rows] == ["–", "1", "1"]  # only its end says how many processes
     assert speed.rows[0][4] == "8" and speed.rows[0][5] != "–" and speed.rows[0][6:] == ["–"] * 3 and "against short" in speed.caption
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
     headings = [block.text for block in content("t", found, "") if isinstance(block, Heading)]
     assert headings[:2] == ["t", "Results"]
 
@@ -188,7 +181,6 @@ def test_equal_rows_give_equal_bytes(folders, tmp_path):
 
 def test_without_typst_the_page_is_there(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "typst", None)
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
     said = list(report([str(folders / "short")], str(tmp_path)))
     assert said[1].startswith("note: no PDF: a PDF needs the package typst") and (tmp_path / "report.html").is_file()
 
@@ -208,16 +200,17 @@ def test_wrong_folders(folders, tmp_path, monkeypatch, runs, wrong):
     shutil.rmtree("broken", ignore_errors=True)
 
 
-def test_runs_of_different_recipes_share_no_axis_and_no_speed_up(folders, tmp_path, monkeypatch):
-    other, drawn = variant(folders / "long", tmp_path / "other", {"name": "another-task"}), []
+def test_runs_of_different_recipes_share_no_axis_and_no_speed_up(folders, tmp_path):
+    other = variant(folders / "long", tmp_path / "other", {"name": "another-task"})
     rows = [row for name in ("train/loss", "valid/loss", "train/lr") for row in rows_of(name, [(1, 3.0), (2, 2.0), (3, 1.0)])]
     variant(folders / "short", tmp_path / "short", rows=rows)
-    monkeypatch.setattr(plots, "drawn", lambda made: drawn.append([[line.get_label() for line in axes[0].lines] for _, axes in made]) or [])
     blocks = list(content("t", read([str(tmp_path / "short"), str(other)]), ""))
     assert [b.text for b in blocks if isinstance(b, Heading)][1:3] == ["Recipe: copy-task", "Recipe: another-task"]
     assert not any("speed-up" in [*b.head, *(row[0] for row in b.rows), b.caption] for b in blocks if isinstance(b, Table))
-    assert [of_recipe[0] for of_recipe in drawn] == [["training", "validation"]] * 2
-    assert [{label for labels in of_recipe for label in labels} & {"short", "other"} for of_recipe in drawn] == [{"short"}, {"other"}]
+    sections = list(itertools.accumulate((isinstance(b, Heading) and b.level == 2 for b in blocks), int.__add__))
+    drawn = [[[words for words, *_ in texts(b.panels[0].svg())] for b, n in zip(blocks, sections) if n == of and isinstance(b, Figure)] for of in (1, 2)]
+    assert [{"training", "validation"} <= set(of_recipe[0]) for of_recipe in drawn] == [True, True]
+    assert not any({"short", "other"} & set(words) for of_recipe in drawn for words in of_recipe), "a run alone has no legend"
 
 
 # ---------------------------------------------------------------- faults
@@ -235,8 +228,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("file", DAMAGED)
-def test_a_damaged_file_is_one_line(folders, tmp_path, monkeypatch, file):
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
+def test_a_damaged_file_is_one_line(folders, tmp_path, file):
     run = variant(folders / "short", tmp_path / "run")
     for text in DAMAGED[file]:
         (run / file).write_text(text)
@@ -271,7 +263,6 @@ def test_names_are_text_wherever_they_stand(folders, tmp_path):
 
 def test_a_full_disk_leaves_nothing(folders, tmp_path, monkeypatch):
     pytest.importorskip("typst")
-    monkeypatch.setattr(plots, "drawn", lambda made: [])
     write = Path.write_bytes
 
     def full(path, content):

@@ -18,8 +18,6 @@ from gradus.report import first_page, studies
 from gradus.report.blocks import Code, Table, Text
 from gradus.report.report import report
 
-pytest.importorskip("matplotlib")
-
 
 def blocks_of(folder, kind):
     study = studies.read([str(folder)])[0]

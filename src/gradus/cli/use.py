@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradus.cli.verb import RECIPE, verb
-from gradus.errors import need
 from gradus.limits import CLASSES, LENGTH, SAMPLES, VOCABULARY
 from gradus.options import option, real, whole
 
@@ -110,7 +109,6 @@ def evaluate(args) -> Iterable[str]:
         from gradus.report import runs
 
         runs.read([args.recipe])  # raises where it is no run
-        need("matplotlib", "report", "a report's plots")
     overrides = [*args.overrides, *([f"evaluate.beams={args.beams}"] if args.beams != 1 else [])]
     how = {"engine": args.engine, "precision": args.precision, "keep": args.report is not None}
     metrics = evaluate(args.recipe, overrides, args.split, args.checkpoint, args.json_file, **how)

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from gradus.parallel.mesh import needed
 from gradus.parallel.observe import Observer
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row, as_lines
+from gradus.text import milliseconds
 from gradus.text import table as columns
 from gradus.train.loop import Trainer
 from gradus.train.machine import release_freed_memory
@@ -71,7 +72,7 @@ def profile(
         written.append(folder / "memory_summary.txt")
         write_text(written[-1], torch.cuda.memory_summary())
     yield ""
-    yield from time_lines(times, where)
+    yield from time_lines([row.record() for row in times], where)
     yield ""
     yield f"wrote {', '.join(map(str, [*written, *recorded.files]))}"
     yield from page(folder) if page else ()
@@ -317,7 +318,7 @@ KINDS: dict[str, Callable[[trace.Call], str]] = {
 
 
 def _most(kind: str, calls: list[trace.Call]) -> dict[str, Any]:
-    """What the most expensive of the calls are: their category, source, shapes."""
+    """What the most expensive of the calls are: their category and place, or their source."""
 
     def most(of: Callable[[trace.Call], str]) -> str:
         seconds = collections.Counter()
@@ -326,31 +327,44 @@ def _most(kind: str, calls: list[trace.Call]) -> dict[str, Any]:
         return seconds.most_common(1)[0][0]
 
     if kind == "operation":
-        shapes = most(lambda c: c.shapes)
-        return {"category": most(lambda c: c.category), "place": most(KINDS["place"]), "shapes": shapes}
+        return {"category": most(KINDS["category"]), "place": most(KINDS["place"])}
     return {"source": most(lambda c: c.place.source)} if kind == "place" else {}
 
 
-def time_lines(rows: list[Row], where: str) -> Iterator[str]:
+# what stands behind the time of each kind
+COLUMNS = {"phase": (), "category": (), "operation": ("calls", "category", "place"), "place": ("source",)}
+
+
+def below(rows: Sequence[dict[str, Any]], path: str) -> dict[str, dict[str, Any]]:
+    """The rest of its name → row, of what is named below a path."""
+    return {row["name"].removeprefix(f"{path}/"): row for row in rows if row["name"].startswith(f"{path}/")}
+
+
+def time_table(rows: Sequence[dict[str, Any]], kind: str) -> tuple[list[str], list[list[str]]]:
+    """(head, cells) of the largest of a kind; of phases and categories all."""
+    keys, cells = COLUMNS[kind], []
+    for name, row in [*below(rows, f"time/{kind}").items()][: TOP if keys else 2 * TOP]:
+        more = (f"{row[key]:,.0f}" if key == "calls" else row[key] or "–" for key in keys)
+        cells.append([name, milliseconds(row["value"]), f"{row['share']:.1%}", *more])
+    return [kind, "ms", "share", *keys], cells
+
+
+def time_lines(rows: Sequence[dict[str, Any]], where: str) -> Iterator[str]:
     """The times of a profile's rows as tables, and its hints."""
-    by = {row.name: row for row in rows}
+    by = {row["name"]: row for row in rows}
     step, recorded = by["time/step"], by["time/step/recorded"]
     yield (
-        f"a step of {where}: {step.value * 1e3:,.1f} ms; {recorded.value * 1e3:,.1f} ms while recorded, "
-        f"to which the shares refer ({recorded.conditions['recorded_steps']} steps)"
+        f"a step of {where}: {step['value'] * 1e3:,.1f} ms; {recorded['value'] * 1e3:,.1f} ms while recorded, "
+        f"to which the shares refer ({recorded['recorded_steps']} steps)"
     )
     if waits := by.get("time/waits"):
-        yield f"the host waited for the GPU {waits.conditions['calls']:.1f} times per step, {waits.value * 1e3:,.1f} ms"
-    for kind, more in (("phase", ()), ("category", ()), ("operation", ("calls", "category")), ("place", ("source",))):
-        own = [row for row in rows if row.name.startswith(f"time/{kind}/")][: 2 * TOP if not more else TOP]
-        cells = [
-            [f"  {row.name.split('/', 2)[2]}", f"{row.value * 1e3:,.2f}", f"{row.conditions['share']:.1%}"]
-            + [f"{v:,.0f}" if isinstance(v := row.conditions[key], float) else v for key in more]
-            for row in own
-        ]
+        yield f"the host waited for the GPU {waits['calls']:.1f} times per step, {waits['value'] * 1e3:,.1f} ms"
+    for kind, keys in COLUMNS.items():
+        head, cells = time_table(rows, kind)
+        head, *cells = ([f"  {name}", *more[:4]] for name, *more in (head, *cells))  # where it is called: on the page
         yield ""
-        yield from columns([f"  {kind}", "ms", "share", *more], cells, {1, 2, 3} if "calls" in more else {1, 2})
+        yield from columns(head, cells, {1, 2, 3} if "calls" in keys else {1, 2})
     yield ""
-    advice = [row for row in rows if row.name.startswith("hint/")]
+    advice = below(rows, "hint")
     yield "what to try next:" if advice else "what to try next: no setting of the layout stands out"
-    yield from (f"  {row.name.removeprefix('hint/')}: {row.conditions['text']}" for row in advice)
+    yield from (f"  {name}: {row['text']}" for name, row in advice.items())

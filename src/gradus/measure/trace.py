@@ -74,7 +74,6 @@ class Call:
     phase: str
     place: Place
     operation: Call | None  # the operator that this is, or is within
-    shapes: str
     own: float = 0.0
 
     @property
@@ -101,16 +100,12 @@ def _named(name: str) -> str:
 
 @dataclasses.dataclass
 class Trace:
-    """calls: of the recorded steps, each with time of its own. seconds: of the steps, on the host's clock. waits: times
-    that the host waited for a GPU, and µs."""
+    """calls: of the recorded steps, each with time of its own. steps: (start, end) of each, in µs. waits: times that
+    the host waited for a GPU, and µs."""
 
     calls: list[Call]
     steps: list[tuple[float, float]]
     waits: tuple[int, float] = (0, 0.0)
-
-    @property
-    def seconds(self) -> float:
-        return sum(end - start for start, end in self.steps) / 1e6
 
 
 class Phases:
@@ -184,7 +179,7 @@ def _sweep(
             open_calls.pop()
         above = open_calls[-1] if open_calls else None
         end = min(start + event["dur"], above.end if above else phases.step(start)[1])
-        kind, args, phase = event["cat"], event.get("args", {}), phases.phase(start)
+        kind, phase = event["cat"], phases.phase(start)
         place, again = (above.place, above.phase == AGAIN) if above else (Place(), False)
         if phase == "backward" and (again or "torch/utils/checkpoint.py" in event["name"]):
             phase, place = AGAIN, place if again else Place()
@@ -197,9 +192,8 @@ def _sweep(
             place = places.get(flows[1].get(key), place)
             if key in flows[0]:
                 places[flows[0][key]] = place
-        shapes = str(args.get("Input Dims", "")) if kind == "cpu_op" else ""
         inside = above.operation if above else None
-        call = Call(event["name"], kind, start, end, phase, place, inside, shapes)
+        call = Call(event["name"], kind, start, end, phase, place, inside)
         if kind == "cpu_op":
             call.operation = call
         if clock:
@@ -239,8 +233,8 @@ def _on_gpu(kernels: list[dict], launches: dict[int, Call], phases: Phases) -> l
     busy = merged((k["ts"], k["ts"] + k["dur"]) for k in kernels)
     left = sum(b - a for a, b in phases.steps) - sum(call.own for call in calls.values())
     waiting = min(max(left, 0.0), sum(b - a - overlap(busy, a, b) for a, b in phases.spans("data")))
-    rest = Call(IDLE, "idle", 0, 0, IDLE, Place(), None, "", max(0.0, left - waiting))
-    return [*calls.values(), Call("waiting for data", "idle", 0, 0, "data", Place(), None, "", waiting), rest]
+    rest = Call(IDLE, "idle", 0, 0, IDLE, Place(), None, max(0.0, left - waiting))
+    return [*calls.values(), Call("waiting for data", "idle", 0, 0, "data", Place(), None, waiting), rest]
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -39,11 +39,6 @@ def draw(answer: Answer) -> Picture:
     return pictures.beside(drawn, answer.headline[0], "All of it is planned, nothing measured.", columns=1)
 
 
-def _unit(most: float) -> tuple[float, str]:
-    """(bytes of it, its name)"""
-    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
-
-
 # ---------------------------------------------------------------- memory
 
 KEPT = "kept free"
@@ -61,7 +56,7 @@ def device(answer: Answer, found: list[Process], memories: list[Memory], shown: 
     several = answer.recipe.layout.pipeline > 1
     names = [f"process {p.rank}" if several else "each device" for p in found]
     most, capacity = max(m.device_total for m in memories), answer.value("memory/capacity")
-    one, unit = _unit(most)
+    one, unit = pictures.bytes_in(most)
     values = {name: {part: n / one for part, n in parts(m, shown).items()} for name, m in zip(names, memories)}
     limit = ("usable", capacity / one) if capacity and capacity < 4 * most else None
     words = f"Memory by component at the peak: {size(most)} at most{f' of {size(capacity)}' if capacity else ''}."
@@ -79,7 +74,7 @@ def step(p: Process, shown: Sequence[str]) -> Picture:
     every = -(-len(moments) // MOMENTS)
     groups = (moments[i : i + every] for i in range(0, len(moments), every))
     drawn = [max(of, key=lambda m: m.of.sum()) for of in groups]
-    one, unit = _unit(peak.bytes)
+    one, unit = pictures.bytes_in(peak.bytes)
     series = {part: [m.of[INDEX[part]] / one for m in drawn] for part in shown}
     title = f"tensors over a step{f' of process {p.rank}' if layout.pipeline > 1 else ''}"
     axis = "pieces of the step (a block's forward or backward pass is a few), in their order; they take no equal time"

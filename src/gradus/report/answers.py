@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,17 +11,10 @@ import numpy as np
 from gradus import pictures
 from gradus.infer import grid
 from gradus.report.blocks import Block, Figure, Table
-from gradus.report.plots import INK
 from gradus.report.runs import Prediction, Run
 from gradus.text import cell, short
 
 CLASSES, STEPS = 20, 12  # that are shown at most
-COLOURS = {"ink": INK, "paper": "none", "line": "#999", "quiet": "#777"}  # of pictures, on white and on black
-
-
-def figure(picture: pictures.Picture, caption: str) -> Figure:
-    """With its colours written out: Typst has no variables."""
-    return Figure([re.sub(r"var\(--(\w+)\)", lambda name: COLOURS[name[1]], picture.svg())], caption)
 
 
 def answered(run: Run, rows: Sequence[Prediction]) -> Iterator[Block]:
@@ -37,7 +29,7 @@ def answered(run: Run, rows: Sequence[Prediction]) -> Iterator[Block]:
     if pairs := [(row.truth, row.label) for row in rows if row.truth and row.label]:
         yield from confusion(pairs, run.name)
     if seen := [row.model_dump(exclude_none=True) | {"pixels": np.array(row.pixels)} for row in rows if row.pixels]:
-        yield figure(grid.of_predictions(seen), f"The {len(seen)} images of {run.name} with the largest loss.")
+        yield Figure([grid.of_predictions(seen)], f"The {len(seen)} images of {run.name} with the largest loss.")
 
 
 def confusion(pairs: Sequence[tuple[str, str]], name: str) -> Iterator[Block]:
@@ -54,7 +46,7 @@ def confusion(pairs: Sequence[tuple[str, str]], name: str) -> Iterator[Block]:
         shares[shown][:, shown], *[names[shown].astype("U24")] * 2, "Confusion matrix",
         axes=("right class", "answer"), cell=36, numbers=True, most=1.0,
     )  # fmt: skip
-    yield figure(drawn, f"The share of each answer (a column) among the samples of a class (a row), {name}.{few}")
+    yield Figure([drawn], f"The share of each answer (a column) among the samples of a class (a row), {name}.{few}")
     body = []
     for i in shown:
         others = matrix[i] * (names != names[i])

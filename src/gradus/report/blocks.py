@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gradus.errors import need
+from gradus.pictures import Picture
 
 Inline = list[tuple[str, str]]  # (plain, strong, emphasis or code; text)
 
@@ -46,22 +47,11 @@ class Table:
 
 
 @dataclasses.dataclass
-class Key:
-    """What a colour of a figure stands for. colour: #rrggbbaa. mark: one or two characters that look like the line, the
-    bar or the marker."""
-
-    colour: str
-    mark: str
-    text: str
-
-
-@dataclasses.dataclass
 class Figure:
-    """Panels (SVG), side by side where there is room, and the legend that they share. caption: as of a table."""
+    """Pictures, side by side where there is room, each with its description. caption: as of a table."""
 
-    panels: list[str]
-    caption: str
-    legend: list[Key] = dataclasses.field(default_factory=list)
+    panels: list[Picture]
+    caption: str = ""
 
 
 @dataclasses.dataclass

@@ -13,18 +13,10 @@ from torch import Tensor
 
 from gradus import pictures
 from gradus.pictures import Picture
-from gradus.report.blocks import Block, Heading, Html, Table, Text, plain
+from gradus.report.blocks import Block, Figure, Heading, Html, Table, Text, plain
 
 LAYERS, HEADS = 6, 8  # of which a larger model's are chosen
 ROWS, COLUMNS = 64, 128  # of a table
-STYLE = """
-.heads { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: flex-start; }
-.heads figure { margin: .5rem 0; max-width: 100%; width: min-content; }
-.heads svg { display: block; }
-.heads div { overflow-x: auto; }
-.heads figcaption { min-width: 13rem; }
-details { margin: .6rem 0; }
-"""
 
 
 @dataclasses.dataclass
@@ -66,7 +58,6 @@ def evenly(n: int, most: int) -> list[int]:
 
 
 def content(seen: Seen) -> Iterator[Block]:
-    yield Html(f"<style>{pictures.STYLE}{STYLE}</style>")
     yield Heading(1, f"A look inside {'/'.join(PurePath(seen.name).parts[-2:])}")
     shown_input = seen.input if len(seen.input) <= 300 else f"{seen.input[:299]}…"
     yield Text([("plain", f"{seen.name}: {seen.about}. Input: "), ("strong", shown_input)])
@@ -79,7 +70,7 @@ def content(seen: Seen) -> Iterator[Block]:
         yield Text([("plain", f"{what}, {len(tokens)} tokens: "), *parts])
     if seen.pixels is not None:
         yield Heading(2, "Patches")
-        yield shown(patches(seen.pixels, seen.layers[0].weights.shape[-1]))
+        yield Figure([patches(seen.pixels, seen.layers[0].weights.shape[-1])])
     yield Heading(2, "Attention")
     yield from attention(seen)
     yield Heading(2, "Positions")
@@ -94,13 +85,6 @@ def content(seen: Seen) -> Iterator[Block]:
 
 def folded(summary: str, block: Block) -> Iterator[Block]:
     yield from (Html(f"<details><summary>{html.escape(summary)}</summary>"), block, Html("</details>"))
-
-
-def shown(*drawn: Picture) -> Html:
-    """Pictures side by side where there is room, each with its description below it."""
-    each = ((p.svg(styled=False), html.escape(p.description)) for p in drawn)
-    figures = (f"<figure><div>{svg}</div><figcaption>{text}</figcaption></figure>" for svg, text in each)
-    return Html(f'<div class="heads">{"".join(figures)}</div>')
 
 
 # ---------------------------------------------------------------- attention
@@ -121,9 +105,9 @@ def attention(seen: Seen) -> Iterator[Block]:
         sizes = (len(layers), len(every), "layers"), (len(heads), len(every[0].weights), "heads")
         if said := " and ".join(f"{n} of {of} {what}" for n, of, what in sizes if n < of):
             yield plain(f"A sample: {said}, evenly chosen, the first and the last among them.")
-        yield shown(overview(seen, kind, layers, heads))
+        yield Figure([overview(seen, kind, layers, heads)])
         for layer in layers:
-            drawn = shown(*(head_picture(seen, layer, head) for head in heads))
+            drawn = Figure([head_picture(seen, layer, head) for head in heads])
             yield from folded(f"Layer {layer.number} of {len(every)}, {len(heads)} heads", drawn)
 
 
@@ -238,11 +222,11 @@ def positions(seen: Seen) -> Iterator[Block]:
     for name, table in seen.tables.items():
         yield plain(f"{name}: a table, a row of {table.shape[1]} numbers for each of {len(table)} positions.")
         unit = torch.nn.functional.normalize(table, dim=-1)
-        yield shown(*(_grids if seen.pixels is not None else _table)(table, unit @ unit.T))
+        yield Figure((_grids if seen.pixels is not None else _table)(table, unit @ unit.T))
     if seen.rotary and len(seen.rotary[0]) > 1:
-        yield shown(_rotary(*seen.rotary))
+        yield Figure([_rotary(*seen.rotary)])
     for kind, bias in seen.biases.items():
-        yield shown(_bias(kind, bias))
+        yield Figure([_bias(kind, bias)])
 
 
 def _grids(table: Tensor, alike: Tensor) -> list[Picture]:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from gradus.errors import need
-from gradus.report.blocks import Block, Code, Figure, Heading, Html, Inline, Key, Text
-from gradus.report.plots import INK
+from gradus.pictures import CLASSES, LIGHT
+from gradus.report.blocks import Block, Code, Figure, Heading, Html, Inline, Text
 
 ROWS = 16  # of a table that stays on one sheet
 SHORT = 12  # characters of a cell that stays on one line: a number with its unit
@@ -18,7 +18,6 @@ STYLE = """
 :root { color-scheme: light dark; --ink: #111; --paper: #fff; --line: #ccc; --quiet: #666; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e6e6; --paper: #16181b; --line: #444; --quiet: #9a9a9a; }
-  .panels, .key { filter: brightness(1.35); }
 }
 body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
@@ -31,16 +30,17 @@ th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(-
 .caption, figcaption { color: var(--quiet); font-size: .9rem; margin: .3rem 0 0; max-width: 44rem; }
 figure { margin: 1.5rem 0; color: var(--ink); }
 .short { white-space: nowrap; }
-.panels { display: flex; flex-wrap: wrap; align-items: flex-start; gap: .5rem; }
-.panels svg { flex: 1 1 auto; width: 18rem; max-width: 24rem; height: auto; }
-.panels svg:only-child { width: auto; max-width: 100%; flex: none; }
-.key { display: inline-block; margin-right: 1.2em; font-size: .85rem; }
+.panels { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: flex-start; }
+.panels > div { max-width: 100%; width: min-content; }
+.panels div div { overflow-x: auto; }
+.panels svg { display: block; }
+.panels .caption { min-width: 13rem; }
 @media (max-width: 40rem) { table { font-size: .8rem; } th, td { padding: .3rem; } }
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .7rem; font-size: .8rem; }
 summary { cursor: pointer; font-weight: 600; }
 @media print {
   :root { --ink: #000; --paper: #fff; --line: #bbb; --quiet: #444; }
-  .panels, .key { filter: none; }
+  .panels svg { max-width: 100%; height: auto; }
   body { font-size: 10pt; max-width: none; margin: 0; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
   figure, tr { break-inside: avoid; }
@@ -59,7 +59,7 @@ def to_html(title: str, blocks: Iterable[Block]) -> str:
         else:
             body.append(_html(block))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head += f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
+    head += f"<title>{html.escape(title)}</title><style>{STYLE}{CLASSES}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
 
 
@@ -79,11 +79,11 @@ def _html(block: Block) -> str:
     if isinstance(block, Html):
         return block.text
     if isinstance(block, Figure):
-        text = html.escape(block.caption)
-        label = f'<svg role="img" aria-label="{text}"'
-        drawn = "".join(svg.replace(INK, "currentColor").replace("<svg", label, 1) for svg in block.panels)
-        keys = "".join(_key(key) for key in block.legend)
-        return f'<figure><div class="panels">{drawn}</div>{keys}<figcaption>{text}</figcaption></figure>'
+        drawn = ((p.svg(styled=False), html.escape(p.description)) for p in block.panels)
+        about = '<p class="caption">{}</p>'.format
+        panels = "".join(f"<div><div>{svg}</div>{about(text) * bool(text)}</div>" for svg, text in drawn)
+        caption = f"<figcaption>{html.escape(block.caption)}</figcaption>" * bool(block.caption)
+        return f'<figure><div class="panels">{panels}</div>{caption}</figure>'
     if isinstance(block, Code):
         title = html.escape(block.title or "code")
         return f"<details><summary>{title}</summary><pre>{html.escape(block.text)}</pre></details>"
@@ -97,12 +97,6 @@ def _html(block: Block) -> str:
     caption = f'<p class="caption">{html.escape(block.caption)}</p>' * bool(block.caption)
     head = f"<thead>{cells('th', block.head)}</thead>"
     return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>{caption}'
-
-
-def _key(key: Key) -> str:
-    colour = "currentColor" if key.colour.startswith(INK) else key.colour
-    mark = f'<span style="color:{colour}">{key.mark}</span>'
-    return f'<span class="key">{mark} {html.escape(key.text)}</span>'
 
 
 def _cell(tag: str, text: str, left: bool) -> str:
@@ -120,7 +114,6 @@ def _breakable(cell: str) -> str:
 
 # ---------------------------------------------------------------- paper
 
-MONO = "DejaVu Sans Mono"  # Typst brings it; it has the marks of a legend
 SHEET = """
 #set page(paper: "a4", margin: 18mm, numbering: "1")
 #set text(size: 9.5pt)
@@ -172,10 +165,9 @@ def _typst(block: Block) -> str:
 
 
 def _typst_figure(block: Figure) -> str:
+    """With the colours of pictures written out: Typst has no variables."""
     width = ", width: 100%" if len(block.panels) > 1 else ""
-    images = ", ".join(f'image(bytes({_quoted(svg)}), format: "svg"{width})' for svg in block.panels)
-    marks = [f"fill: rgb({_quoted(key.colour)}), font: {_quoted(MONO)}, {_quoted(key.mark)}" for key in block.legend]
-    keys = " #h(1em) ".join(f"#box[#text({mark}) #text({_quoted(key.text)})]" for mark, key in zip(marks, block.legend))
-    body = f"grid(columns: {len(block.panels)}, gutter: 6pt, {images})"
-    body = f"stack(spacing: 6pt, {body}, text(size: 8pt)[{keys}])" if keys else body
+    drawn = (re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], panel.svg()) for panel in block.panels)
+    images = ", ".join(f'image(bytes({_quoted(svg)}), format: "svg"{width})' for svg in drawn)
+    body = f"grid(columns: {min(2, len(block.panels))}, gutter: 6pt, {images})"
     return f"#figure({body}, caption: text({_quoted(block.caption)}), numbering: none)"

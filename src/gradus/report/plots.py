@@ -1,125 +1,22 @@
-"""The plots of a report, as SVG: equal rows give equal bytes."""
+"""The plots of a report's runs: equal rows give equal bytes."""
 
 from __future__ import annotations
 
-import io
 import itertools
-import math
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from gradus.errors import either, need
+from gradus.errors import either
+from gradus.pictures import COLOURS, MARKS, Curve, Picture, bars, bytes_in, lines
 from gradus.proof.pairs import PEAK, figure_name
-from gradus.report.blocks import Figure, Key
+from gradus.report.blocks import Figure
 from gradus.report.runs import X_AXES, Run, words
-from gradus.text import count
 
-INK = "#111111"  # of all text and axes: a page replaces it by its own
-# of Okabe and Ito: distinct to all eyes
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
-PLAIN = ("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset")
-STYLE = {
-    "svg.hashsalt": "gradus",
-    "svg.fonttype": "path",
-    "text.parse_math": False,  # a $ in a name is a $
-    "font.size": 9,
-    **dict.fromkeys(PLAIN, False),
-    **dict.fromkeys(INKED, INK),
-}
-SHAPES = dict(zip("os^DvP*X", "●■▲◆▼✚★✖"))  # markers, and the characters that look like them
-CURVES = len(COLOURS)  # runs in one plot at most
+CURVES = 7  # runs in one plot at most
 LEAST = 3  # points of a curve, or bars: fewer are read faster in a table
 SIDE = 3  # panels of metrics in one figure
+PANEL = {"width": 310, "height": 230, "zero": False}  # of several side by side
 METRICS = 12  # that are drawn at most; the table has all
-BARS, LONG, LINES = 4.8, 32, 8  # inches of a plot of bars; characters of a line of their names, and lines
 DOTS = 60  # evaluations that are still marked one by one
-Plot = tuple[str, list[Any]]  # caption, axes of its panels
-
-
-def panels(n: int, height: float = 2.4, width: float | None = None) -> list[Any]:
-    """Axes, each of a figure of its own. height, width: in inches."""
-    figure = need("matplotlib.figure", "report", "a report's plots").Figure
-    size = width or (3.0 if n > 2 else 3.6), height
-    return [figure(figsize=size, layout="constrained").subplots() for _ in range(n)]
-
-
-def bars(names: Sequence[str], height: float, width: float = BARS) -> Any:
-    """Axes for lying bars: their names, in as many lines as they take, from top to bottom at 0, 1, ... height: of one,
-    in inches, at least."""
-    labels = [textwrap.wrap(name, LONG, break_on_hyphens=False, max_lines=LINES, placeholder=" …") for name in names]
-    height = max([height, *(0.1 + 0.16 * len(lines) for lines in labels)])
-    (axes,) = panels(1, 0.8 + height * len(names), width)
-    axes.set_yticks(range(len(names)), ["\n".join(lines) for lines in labels])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    return axes
-
-
-def drawn(plots: Iterable[Plot]) -> list[Figure]:
-    """Plots that are made as they are asked for. Raises UserError without matplotlib."""
-    matplotlib = need("matplotlib", "report", "a report's plots")
-    with matplotlib.rc_context(STYLE):
-        return [Figure([_svg(axes) for axes in own], caption, _legend(own)) for caption, own in plots]
-
-
-def _svg(axes: Any) -> str:
-    axes.figure.draw_without_rendering()
-    axes.figure.set_layout_engine("none")  # it is laid out
-    _spread_ticks(axes.xaxis, "x0", "x1")
-    _spread_ticks(axes.yaxis, "y0", "y1")
-    text = io.StringIO()
-    axes.figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def _spread_ticks(axis: Any, start: str, end: str) -> None:
-    """Leave out labels that would run into the one before."""
-    kept, edge = [], -math.inf
-    low, high = sorted(axis.get_view_interval())
-    labels = [(at, label) for at, label in zip(axis.get_ticklocs(), axis.get_ticklabels()) if low <= at <= high]
-    shown = [(label.get_window_extent(), at, label.get_text()) for at, label in labels if label.get_text()]
-    for box, at, text in sorted(shown, key=lambda entry: getattr(entry[0], start)):
-        if getattr(box, start) >= edge + 3:
-            kept.append((at, text))
-            edge = getattr(box, end)
-    if len(kept) < len(shown):
-        axis.set_ticks(*zip(*kept))
-
-
-def _legend(panels: Sequence[Any]) -> list[Key]:
-    """What the panels' colours and lines stand for; nothing of one alone."""
-    handles = {}
-    for axes in panels:
-        handles.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels())})
-    return [Key(*_looks(handle), label) for label, handle in handles.items()] if len(handles) > 1 else []
-
-
-def _looks(handle: Any) -> tuple[str, str]:
-    """(colour, mark) of what a legend would show."""
-    from matplotlib.colors import to_hex, to_rgba
-    from matplotlib.lines import Line2D
-
-    artist = handle[0] if isinstance(handle, tuple) else handle
-    if isinstance(artist, Line2D):
-        colour, dashes = artist.get_color(), {"-": "━━━", "--": "━ ━"}
-        mark = dashes.get(artist.get_linestyle()) or SHAPES.get(artist.get_marker(), "●")
-    else:
-        colour, mark = artist.get_facecolor(), "■"
-    alpha = artist.get_alpha()
-    colour = colour if isinstance(colour, str) else tuple(getattr(colour, "flat", colour))[:4]
-    return to_hex(to_rgba(colour, alpha), keep_alpha=True), mark
-
-
-def numbered(axis: Any) -> None:
-    """Short numbers at the ticks: 20k for 20,000."""
-    axis.set_major_formatter(lambda value, _: count(value, 6))
-    axis.set_major_locator(need("matplotlib.ticker", "report", "a report's plots").MaxNLocator(5, steps=[1, 2, 5, 10]))
-
-
-# ---------------------------------------------------------------- runs of one recipe
 
 
 def not_drawn(runs: Sequence[Run], x: str = "step") -> str:
@@ -145,7 +42,7 @@ def _several(runs: Sequence[Run], name: str, x: str) -> bool:
     return any(len(run.points(f"{kind}/{name}", x)) >= LEAST for run in runs for kind in ("train", "valid"))
 
 
-def of_runs(runs: Sequence[Run], x: str = "step") -> Iterator[Plot]:
+def of_runs(runs: Sequence[Run], x: str = "step") -> Iterator[Figure]:
     """What the runs of one recipe have rows for. x: of X_AXES."""
     curves = runs[:CURVES]
     names = [name for name in metrics(runs) if _several(curves, name, x)][:METRICS]
@@ -160,75 +57,52 @@ def of_runs(runs: Sequence[Run], x: str = "step") -> Iterator[Plot]:
     # a process has much more than its tensors
     memory = [bar for bar in memory if bar[1] == PEAK or not (several or bar[1] == "memory/process")]
     if len(memory) >= LEAST:
-        caption = f"The memory of tensors {'at the peak' if several else 'by component'}. Upper bars were planned, "
-        yield f"{caption}lower ones measured.", [_memory(memory, several)]
+        of = "at the peak" if several else "by component"
+        yield Figure([_memory(memory, several)], f"The memory of tensors {of}. Bars were measured, marks planned.")
     compared = [run for run in runs if run.speed_up]
     if len(compared) >= LEAST:
-        caption = f"The speed-up against {compared[0].name}. Dashed lines show the ideal, the ratio of the numbers of "
-        yield f"{caption}processes.", [_speed_up(compared)]
+        ideal = "Marks show the ideal, the ratio of the numbers of processes."
+        yield Figure([_speed_up(compared)], f"The speed-up against {compared[0].name}. {ideal}")
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str], x: str) -> Plot:
+def _curves(runs: Sequence[Run], names: Sequence[str], x: str) -> Figure:
     """A panel for each metric, of training and validation."""
-    all_axes, kinds = panels(len(names)), set()
-    for axes, name in zip(all_axes, names):
-        for (i, run), kind in itertools.product(enumerate(runs), ("train", "valid")):
+    panels, kinds = [], set()
+    for name in names:
+        curves, unit = {}, ""
+        for (run, colour), kind in itertools.product(zip(runs, COLOURS), ("train", "valid")):
             if points := run.points(f"{kind}/{name}", x):
                 kinds.add(kind)
-                line = {"ls": "-", "lw": 1.0} if kind == "train" else {"ls": "--", "lw": 1.2, "ms": 3}
-                line |= {"marker": "o"} if kind == "valid" and len(points) <= DOTS else {}
+                mark = MARKS[0] if kind == "valid" and len(points) <= DOTS else ""
                 label, unit = f"{run.name}: " * (len(runs) > 1) + words(kind), run.unit(f"{kind}/{name}")
-                axes.plot(*zip(*points), color=COLOURS[i], label=label, **line)
+                curves[label] = Curve(points, colour, kind == "valid", mark)
         more = f", {unit}" * (unit not in ("", words(name).replace(" per ", "/")))
-        axes.set(xlabel=X_AXES[x], ylabel=words(name) + more)
-        _lay_out(axes)
-    lines = "Solid lines are training, dashed lines validation." if len(kinds) > 1 else f"All of {words(kinds.pop())}."
-    return f"The {either(map(words, names), 'and')} by {X_AXES[x]}. {lines}", all_axes
+        panels.append(lines(curves, words(name) + more, x=X_AXES[x], **PANEL))
+    how = "Solid lines are training, dashed lines validation." if len(kinds) > 1 else f"All of {words(kinds.pop())}."
+    return Figure(panels, f"The {either(map(words, names), 'and')} by {X_AXES[x]}. {how}")
 
 
-def _lay_out(axes: Any) -> None:
-    for axis in (axes.xaxis, axes.yaxis):
-        numbered(axis)
-    axes.grid(alpha=0.25)
+def _of_training(runs: Sequence[Run], more: str, wanted: dict[str, str], x: str) -> Iterator[Figure]:
+    panels = {}
+    for name, title in wanted.items():
+        points = [(run.name, colour, run.points(f"train/{name}", x)) for run, colour in zip(runs, COLOURS)]
+        if any(len(of_run) >= LEAST for *_, of_run in points):
+            curves = {run: Curve(of_run, colour) for run, colour, of_run in points if of_run}
+            panels[title] = lines(curves, title, x=X_AXES[x], **PANEL)
+    if panels:
+        yield Figure([*panels.values()], f"The {either(panels, 'and')} of training by {X_AXES[x]}.{more}")
 
 
-def _of_training(runs: Sequence[Run], more: str, wanted: dict[str, str], x: str) -> Iterator[Plot]:
-    points = {name: [run.points(f"train/{name}", x) for run in runs] for name in wanted}
-    known = [name for name, curves in points.items() if any(len(of_run) >= LEAST for of_run in curves)]
-    all_axes = panels(len(known))
-    for axes, name in zip(all_axes, known):
-        for run, colour, of_run in zip(runs, COLOURS, points[name]):
-            if of_run:
-                axes.plot(*zip(*of_run), color=colour, lw=1.0, label=run.name)
-        axes.set(xlabel=X_AXES[x], ylabel=wanted[name])
-        _lay_out(axes)
-    if known:
-        yield f"The {either((wanted[name] for name in known), 'and')} of training by {X_AXES[x]}.{more}", all_axes
+def _memory(rows: list[tuple[Run, str, float, float]], several: bool) -> Picture:
+    one, unit = bytes_in(max(max(planned, measured) for *_, planned, measured in rows))
+    names = [run.name if several else figure_name(component) for run, component, *_ in rows]
+    planned, measured = ({name: row[side] / one for name, row in zip(names, rows)} for side in (2, 3))
+    marks = {name: [value] for name, value in planned.items()}
+    return bars(measured, "memory of tensors", unit=unit, marks=marks, width=560)
 
 
-def bytes_in(most: float) -> tuple[float, str]:
-    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
-
-
-def _memory(rows: list[tuple[Run, str, float, float]], several: bool) -> Any:
-    axes = bars([run.name if several else figure_name(component) for run, component, *_ in rows], 0.28)
-    unit, name = bytes_in(max(max(planned, measured) for *_, planned, measured in rows))
-    for label, side, alpha, shift in (("planned", 2, 0.4, -0.18), ("measured", 3, 1.0, 0.18)):
-        widths = [bar[side] / unit for bar in rows]
-        axes.barh([i + shift for i in range(len(rows))], widths, 0.34, color=COLOURS[0], alpha=alpha, label=label)
-    axes.set_xlabel(name)
-    numbered(axes.xaxis)
-    return axes
-
-
-def _speed_up(runs: Sequence[Run]) -> Any:
-    names, base = [f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}" for run in runs], runs[0]
-    axes = bars(names, 0.35)
-    for i, run in enumerate(runs):
-        axes.barh(i, run.speed_up, 0.6, color=COLOURS[0])
-        axes.vlines(run.processes / base.processes, i - 0.38, i + 0.38, colors=INK, linestyles="dashed")
-        axes.annotate(f"{run.speed_up:.2f}", (run.speed_up, i), (4, 0), textcoords="offset points", va="center")
-    axes.margins(x=0.12)
-    axes.set_xlabel("times as many samples/s")
-    numbered(axes.xaxis)
-    return axes
+def _speed_up(runs: Sequence[Run]) -> Picture:
+    names = [f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}" for run in runs]
+    ideal = {name: [run.processes / runs[0].processes] for name, run in zip(names, runs)}
+    speed_ups = {name: run.speed_up for name, run in zip(names, runs)}
+    return bars(speed_ups, "times as many samples/s", unit="×", marks=ideal, width=560)

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import files
-from gradus.errors import UserError
-from gradus.report import plots
-from gradus.report.blocks import Block, Code, Heading, Inline, Table, Text, plain
+from gradus import files, pictures
+from gradus.measure.profile import below, time_table
+from gradus.report.blocks import Block, Code, Figure, Heading, Table, Text, plain
 from gradus.report.page import to_html
 from gradus.report.report import fact_text
 from gradus.rows import read_rows
-from gradus.text import milliseconds, size
+from gradus.text import milliseconds
 
-TOP = 10
 CONDITIONS = (
     *("recipe", "device", "gpu", "precision", "samples", "tokens", "recorded_steps"),
     *("host", "cpu", "cpus", "threads", "load", "versions"),
@@ -26,20 +24,14 @@ Row = dict[str, Any]
 def page(folder: Path) -> Iterator[str]:
     """Write profile.html from the folder's rows.jsonl and, of CUDA, memory_summary.txt; yields what is printed.
 
-    Equal rows give equal bytes. Without matplotlib there is a note in place of the page."""
+    Equal rows give equal bytes."""
     rows, file = read_rows(folder / "rows.jsonl"), folder / "memory_summary.txt"
     summary = file.read_text(encoding="utf-8") if rows[0]["device"].startswith("cuda") else ""
-    try:
-        blocks = list(content(rows, summary))
-    except UserError as e:
-        yield f"note: no page: {e} The rows and the lines above hold the same figures."
-        return
-    files.write_text(folder / "profile.html", to_html(f"Profile: {rows[0]['recipe']}", blocks))
+    files.write_text(folder / "profile.html", to_html(f"Profile: {rows[0]['recipe']}", content(rows, summary)))
     yield f"{folder / 'profile.html'}: the page; it needs no other file"
 
 
 def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
-    """Raises UserError without matplotlib."""
     by = {row["name"]: row for row in rows}
     step, recorded = by["time/step"], by["time/step/recorded"]
     yield Heading(1, f"Profile: {step['recipe']}")
@@ -51,16 +43,16 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     yield plain(f"{text}.")
     yield Heading(2, "What to try next")
     hints = below(rows, "hint")
-    yield from (Text(_hint(name, row), item=True) for name, row in hints)
+    for name, row in hints.items():
+        yield Text([("code", name), ("plain", f": {row['text']}.")], item=True)
     if not hints:
         yield plain("No setting of the layout stands out.")
-    times, memory = plots.drawn(_figures(rows))
+    times, memory = _figures(rows)
     yield Heading(2, "Where the step's time goes")
     yield times
     yield from tables(rows)
     yield Heading(2, "Memory")
     yield memory
-    yield from memory_tables(rows)
     if summary:
         yield Code("torch.cuda.memory_summary()", summary)
     yield Heading(2, "How it was measured")
@@ -73,72 +65,28 @@ def content(rows: Sequence[Row], summary: str = "") -> Iterator[Block]:
     )
 
 
-def below(rows: Sequence[Row], path: str) -> list[tuple[str, Row]]:
-    """(the rest of its name, row) of what is named below a path."""
-    return [(row["name"].removeprefix(f"{path}/"), row) for row in rows if row["name"].startswith(f"{path}/")]
-
-
-def _hint(name: str, row: Row) -> Inline:
-    return [("code", name), ("plain", f": {row['text']}.")]
-
-
-def cost(row: Row) -> tuple[str, str]:
-    """ms, and their share."""
-    return milliseconds(row["value"]), f"{row['share']:.1%}"
-
-
 def tables(rows: Sequence[Row]) -> Iterator[Block]:
     """By operation and by place in the code; categories and phases are in the plot."""
     yield Heading(2, "Top operations")
-    cells = [
-        [name, row["category"], *cost(row), f"{row['calls']:,.0f}", row["place"] or "–"]
-        for name, row in below(rows, "time/operation")[:TOP]
-    ]
-    head = ["operation", "category", "ms", "share", "calls", "mostly in"]
-    yield Table(head, cells, "The time of an operation is per step, without the operations that it calls.")
+    caption = "The time of an operation is per step, without the operations that it calls."
+    yield Table(*time_table(rows, "operation"), caption)
     yield Heading(2, "Where they are called")
-    cells = [[name, *cost(row), row["source"] or "–"] for name, row in below(rows, "time/place")[:TOP]]
     caption = "The backward pass of an operation counts where the operation was called."
-    yield Table(["module, or file", "ms", "share", "mostly from"], cells, caption)
+    yield Table(*time_table(rows, "place"), caption)
 
 
-def memory_tables(rows: Sequence[Row]) -> Iterator[Block]:
-    by = {row["name"]: row for row in rows}
-    known = {name: name for name in ("weights", "gradients", "optimizer")}
-    known |= {"activations": "activations, of one micro-batch", "peak": "peak of the first two steps"}
-    yield Table(["component", "size"], [[text, size(by[f"memory/{name}"]["value"])] for name, text in known.items()])
-    passes: dict[str, dict[str, str]] = {}
-    for name, row in below(rows, "memory"):
-        when, _, kind = name.partition("/")
-        if kind in ("allocated", "peak", "reserved"):
-            step = f"step {row['step']}: {when}" if row.get("step") else when
-            passes.setdefault(step, {})[kind] = size(row["value"])
-    kinds = list(next(iter(passes.values())))
-    yield Table(["after", *kinds], [[name, *row.values()] for name, row in passes.items()])
-
-
-# ---------------------------------------------------------------- plots
-
-
-def _figures(rows: Sequence[Row]) -> Iterator[plots.Plot]:
+def _figures(rows: Sequence[Row]) -> Iterator[Figure]:
     panels = []
     for kind in ("phase", "category"):
-        own = [(name, row) for name, row in below(rows, f"time/{kind}") if row["share"] >= 0.0005]
-        axes = plots.bars([name for name, _ in own], 0.25)
-        axes.barh(range(len(own)), [row["value"] * 1e3 for _, row in own], 0.7, color=plots.COLOURS[0])
-        for place, (_, row) in enumerate(own):
-            axes.text(row["value"] * 1e3, place, f" {row['share']:.1%}", va="center")
-        axes.set(xlabel="ms per step", title=f"by {kind}")
-        axes.margins(x=0.18)
-        panels.append(axes)
-    yield "Bars show the time of a recorded step by phase and by category of operations; each sums to the step.", panels
-    (axes,) = plots.panels(1, 2.8, plots.BARS)
-    levels: dict[str, list[tuple[float, float]]] = {}
-    for name, row in below(rows, "memory/timeline"):
-        levels.setdefault(name, []).append((row["ms"], row["value"] / 1e6))
-    times = [at for at, _ in next(iter(levels.values()))]
-    heights = [[value for _, value in points] for points in levels.values()]
-    axes.stackplot(times, heights, labels=list(levels), colors=plots.COLOURS, step="mid", lw=0)
-    axes.set(xlabel="ms of the step", ylabel="MB", xlim=(times[0], times[-1]))
-    axes.grid(alpha=0.25)
-    yield "Areas show the memory of tensors within the last recorded step, by component.", [axes]
+        own = {name: row for name, row in below(rows, f"time/{kind}").items() if row["share"] >= 0.0005}
+        notes = {name: f", {row['share']:.1%}" for name, row in own.items()}
+        values = {name: row["value"] * 1e3 for name, row in own.items()}
+        panels.append(pictures.bars(values, f"ms per step, by {kind}", notes=notes, width=470))
+    text = "Bars show the time of a recorded step by phase and by category of operations; each sums to the step."
+    yield Figure(panels, text)
+    levels: dict[str, dict[float, float]] = {}
+    for row in (row for row in rows if row["name"].startswith("memory/timeline/")):
+        levels.setdefault(row["name"].rpartition("/")[2], {})[row["ms"]] = row["value"] / 1e6
+    heights, times = {name: [*own.values()] for name, own in levels.items()}, [*next(iter(levels.values()))]
+    drawn = pictures.area(heights, times, "memory of tensors", x="ms of the step", unit="MB")
+    yield Figure([drawn], "Areas show the memory of tensors within the last recorded step, by component.")

@@ -46,8 +46,7 @@ def report(folders: Sequence[str], to: str, notes: str | None = None, **shown: A
 
     notes: a Markdown file with one's own discussion, which comes after the tables. shown: of Options. A study that is
     not finished is left out, and a note says so. Equal rows give equal bytes. Raises UserError for folders that hold no
-    run and no study, where nothing is left, and where matplotlib is not installed; EnvironmentFault for a full disk:
-    then nothing is written.
+    run and no study, and where nothing is left; EnvironmentFault for a full disk: then nothing is written.
     """
     options = Options(**shown)
     left_out: list[str] = []
@@ -109,13 +108,13 @@ def content(
         yield from energy(group)
         yield from planned(group)
         yield from predictions(group)
-        yield from plots.drawn(plots.of_runs(group, options.x))
+        yield from plots.of_runs(group, options.x)
         if text := plots.not_drawn(group, options.x):
             yield plain(text)
     for n, study in enumerate(studied, len(groups)):
         yield Heading(2, f"Study: {study.name}", new_page=not n)
         yield from studies.tables(study)
-        yield from plots.drawn(study_plots.of_study(study))
+        yield from study_plots.of_study(study)
     if notes:
         yield Heading(2, "Discussion")
         yield from from_markdown(notes)

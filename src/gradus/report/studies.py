@@ -129,17 +129,10 @@ class Study:
                 mine.update((k, v) for k, v in row.items() if k not in ("name", "value", "unit"))
         return facts
 
-    @functools.cached_property
-    def _numbers(self) -> dict[tuple[str, Any], dict[str, float]]:
-        numbers: dict[tuple[str, Any], dict[str, float]] = {}
-        for row in self.rows:
-            if is_number(row["value"]):
-                numbers.setdefault((row["name"], row.get("kind")), {})[row["configuration"]] = row["value"]
-        return numbers
-
-    def values(self, name: str, planned: bool = False) -> dict[str, float]:
-        """Configuration → the finite number of this name that was measured, or planned of one step, of it."""
-        return self._numbers.get((name, "predicted" if planned else "measured"), {})
+    def values(self, name: str) -> dict[str, float]:
+        """Configuration → the finite number of this name that was measured of it."""
+        rows = ((c, row["value"]) for (c, of), row in self.table.measured.items() if of == name)
+        return {c: value for c, value in rows if is_number(value)}
 
     def row(self, c: str, name: str) -> dict[str, Any]:
         return self.table.measured.get((c, name), {})
