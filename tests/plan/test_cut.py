@@ -9,7 +9,7 @@ from gradus.plan import engine
 from gradus.plan.answer import Request, open_recipe
 from gradus.plan.batches import size_of
 from gradus.plan.case import Case
-from gradus.plan.cut import between, with_samples
+from gradus.plan.cut import between
 from gradus.plan.peak import peak_of
 from gradus.plan.process import Process
 from gradus.plan.search import SAMPLES, Space
@@ -61,10 +61,9 @@ def test_a_stage_has_the_parameters_of_its_blocks_and_ends():
     assert elements == {0: embedding + position + blocks, 7: embedding + norm + blocks, "all": elements["all"]}
 
 
-@pytest.mark.parametrize(("preset", "near"), [("gpt2-small", 0.3), pytest.param("t5-base", 0.36, marks=pytest.mark.slow)])
-def test_other_micro_batches_lie_on_a_line(preset, near):
-    """Operations and bytes are those of a trace with as many samples; scaled from one trace the bytes are near it, less from more samples and more
-    from fewer: what samples share is scaled too (T5's biases of positions, a third of the bytes of two)."""
+@pytest.mark.parametrize("preset", ["gpt2-small", pytest.param("t5-base", marks=pytest.mark.slow)])
+def test_other_micro_batches_lie_on_a_line(preset):
+    """Operations and bytes are those of a trace with as many samples."""
     space = space_of(preset, "A100-80GB", *(["data.max_len=256"] if preset == "gpt2-small" else []))
     layout = space.base.model_copy(update={"precision": "bf16", "micro_batch": 4})
     batches = [space._batch(layout, samples) for samples in (*SAMPLES, 4)]
@@ -72,15 +71,12 @@ def test_other_micro_batches_lie_on_a_line(preset, near):
     few, many, own = (space._traced(layout, batch) for batch in batches)
     on_line = between(few, many, (places - size) / (larger - size))
     totals = []
-    for profile in (own, on_line, with_samples(few, places / size), with_samples(many, places / larger)):
+    for profile in (own, on_line):
         pieces = [piece for run in profile.first.values() for piece in run]
         ops = [(key, n) for piece in pieces for key, n in piece.stretch.ops.items()]
         totals.append([sum(key[at] * n for key, n in ops) for at in (5, 6)] + [sum(piece.stretch.net[:8] for piece in pieces[:3])])
-    exact, line, *scaled = totals
+    exact, line = totals
     assert line[:2] == pytest.approx(exact[:2], rel=1e-6) and line[2] == pytest.approx(exact[2], rel=1e-6)
-    assert [flops for flops, *_ in scaled] == pytest.approx([exact[0]] * 2, rel=1e-6)
-    (_, above, _), (_, below, _) = scaled
-    assert below <= exact[1] <= above and above == pytest.approx(exact[1], rel=near) and below == pytest.approx(exact[1], rel=0.3)
 
 
 @pytest.mark.parametrize("keys", [{"schedule": "1f1b"}, {"schedule": "interleaved"}, {"shard": 2, "param_dtype": "bf16", "schedule": "1f1b"}])

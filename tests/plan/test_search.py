@@ -261,7 +261,7 @@ def test_an_encoder_and_experts_are_searched(name):
 
 def test_an_impossible_number_of_devices():
     with pytest.raises(UserError, match=r"batch\.samples"):
-        search(case_of(recipe_of("gpt2-small", samples=1, **SMALL)), hardware.cluster("7xH100"), fewer=False)
+        search(case_of(recipe_of("gpt2-small", samples=1, **SMALL)), hardware.cluster("7xH100"))
 
 
 ROWS = read_rows(Path(__file__).parents[2] / "benchmarks/results/search-exhaustive.jsonl")

@@ -12,7 +12,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from gradus.errors import UserError
@@ -23,8 +23,8 @@ from gradus.plan.batches import size_of
 from gradus.plan.budget import usual_goodput
 from gradus.plan.case import Case
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.cut import Cuts, between, with_samples
-from gradus.plan.figures import figure
+from gradus.plan.cut import Cuts, between
+from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.process import Process, bytes_per_weight, fsdp_widths, momenta, sharded_over
 from gradus.plan.profiles import Part, Profile
@@ -44,17 +44,17 @@ CHOSEN = {  # what the search decides; all else of the layout stays as the recip
     "offload", "shard_optimizer", "tensor", "sequence_parallel", "vocab_parallel", "pipeline", "schedule", "stages",
     "context", "context_method", "expert", "local_sgd", "diloco", "bucket_mb", "compress", "transport",
 }  # fmt: skip
-LONG = 2048  # tokens of a sample from which one micro-batch, of one sample, is traced for all sizes
-SAMPLES = 2, 16  # of the micro-batches that are traced for all other sizes
+# of the micro-batches that are traced for all sizes; primes, whose tokens are hardly ever as many as a weight has rows:
+# what is done with that many vectors and with the weight would count as one operation
+SAMPLES = 7, 19
 THIN = 2048  # tokens of a device's part of a sequence below which layout.context is not tried
 HEADROOM = 0.8  # of a device's memory that a suggestion fills at most: weeks bring fragmentation and longer samples
 SURE = 1.01  # estimates are within 1 % of one another: the search ends at one that is this much above the best
 MOST = 20  # ways to split that are traced exactly, at most
+SHOWN = 8  # of these
 PARTS = 3  # that a search traces for what changes a block, about: each way of checkpointing, or exactly
 CHECKPOINTING = ("none", "selective", "full")  # the first that fits: to compute more again is never faster
 SCHEDULES = (("1f1b", None), ("interleaved", None), ("interleaved", 4), ("zero_bubble", None), ("zero_bubble", 1))
-TRACED = "plan/engine.py: the modules, the optimizer and the step themselves, under fake tensors; times: plan/step.py"
-LEAST = 0.97  # margin of lower bounds in seconds: scaled to another micro-batch they are up to 3 % too high
 COARSE = 0.9  # of the seconds of a split without its bubble: no other schedule or sharding of it takes less
 MOST_DEVICES = 2**17
 NEAR = 0.9  # further devices save at most 10 % of the device-days
@@ -120,7 +120,6 @@ class Space:
         self.part = Part.whole(case.kinds)
         self.samples = self.case.at(self.base).samples
         self.cuts: dict[tuple, Cuts] = like.cuts if like else {}
-        self.stages: dict[tuple, Stage] = like.stages if like else {}
         self.seconds_of: dict[tuple, float] = {}  # of the operations of a micro-batch
         self.estimates: dict[str, list[Process]] = {}
         self.times: dict[str, StepTime] = {}
@@ -230,7 +229,7 @@ class Space:
                 seconds = collective_seconds(t.kind, t.payload, t.group, t.stride, self.cluster, fit)
                 sums.on_all_stages += seconds * t.calls
             self.seconds_of[key] = sums.on_all_stages
-        computing = LEAST * self.seconds_of[key] * self.case.at(layout).batches.parts / layout.pipeline
+        computing = self.seconds_of[key] * self.case.at(layout).batches.parts / layout.pipeline
         return max(computing, self._least_traffic(layout))
 
     def _least_traffic(self, layout: Layout) -> float:
@@ -251,33 +250,26 @@ class Space:
     def _key(self, layout: Layout) -> tuple:
         """What changes a block."""
         axes = layout.tensor, layout.context, layout.context_method, layout.expert
-        return *axes, layout.precision, _in_half(layout), layout.checkpointing, layout.loss
+        return *axes, layout.precision, _in_half(layout), layout.checkpointing
 
-    def cut(self, layout: Layout, places: int) -> Cuts:
-        """Of micro-batches of so many tokens."""
-        key = self._key(layout)
-        if (key, places) not in self.cuts:
-            self.cuts[key, places] = Cuts(self.recipe.model.family, self._profile(layout, places))
-        return self.cuts[key, places]
+    def cut(self, layout: Layout, batch: dict[str, Any]) -> Cuts:
+        """What a pass of this micro-batch over the whole model comes to, on one stage."""
+        key = self._key(layout), size_of(batch)
+        if key not in self.cuts:
+            whole = Stage(self.part, self._profile(layout, batch))
+            self.cuts[key] = Cuts(self.recipe.model.family, whole)
+        return self.cuts[key]
 
-    def _profile(self, layout: Layout, places: int) -> Profile:
-        """Traced with one sample; if that has fewer than LONG tokens, with `SAMPLES`, and other sizes lie on the
-        straight line through these."""
-        profile, size, short = self._nearest(layout, places)
-        if short and size != places:
-            few = self._batch(layout, SAMPLES[0])
-            fewer = size_of(few)
-            line = between(self._traced(layout, few), profile, (places - fewer) / (size - fewer))
-            profile, size = (line, places) if line else (profile, size)
-        return _scaled(profile, places / size, layout)
-
-    def _nearest(self, layout: Layout, places: int) -> tuple[Profile, int, bool]:
-        """(profile of one sample or of the larger of `SAMPLES`, its tokens, whether it is of the latter)."""
-        batch = self._batch(layout, 1)
-        short = size_of(batch) < LONG and size_of(batch) != places
-        if short:
-            batch = self._batch(layout, SAMPLES[1])
-        return self._traced(layout, batch), size_of(batch), short
+    def _profile(self, layout: Layout, batch: dict[str, Any]) -> Profile:
+        """On the straight line through two sizes that are traced; traced itself where these are not two, or do not the
+        same."""
+        low, high = (self._batch(layout, samples) for samples in SAMPLES)
+        size, smaller, larger = map(size_of, (batch, low, high))
+        line = None
+        if smaller < larger:
+            share = (size - smaller) / (larger - smaller)
+            line = between(self._traced(layout, low), self._traced(layout, high), share)
+        return line or self._traced(layout, batch)
 
     def _small(self, layout: Layout, samples: int) -> Case:
         """Whose model, on one stage, is traced with micro-batches of so many samples."""
@@ -293,24 +285,14 @@ class Space:
         return engine.profile_of(self._small(layout, 1), self.part, batch, micro=1)
 
     def _whole(self, layout: Layout) -> Stage:
-        """One block of each kind stands for all, with the first way of checkpointing; traced with one micro-batch."""
+        """One block of each kind stands for all, with the first way of checkpointing."""
         layout = layout.model_copy(update={"checkpointing": self.checkpointing[0]})
-        places = size_of(self.case.at(layout).batches.full)
-        key = self._key(layout), places
-        if key not in self.stages:
-            profile, size, _ = self._nearest(layout, places)
-            self.stages[key] = Stage(self.part, _scaled(profile, places / size, layout))
-        return self.stages[key]
+        return self.cut(layout, self.case.at(layout).batches.full).whole
 
     def _stage(self, layout: Layout, part: Part, batch: dict) -> Stage:
-        places, in_pipeline = size_of(batch), layout.pipeline > 1
+        in_pipeline = layout.pipeline > 1
         split = in_pipeline and layout.schedule == "zero_bubble"
-        ends = tuple((not before, not after) for before, _, after in part.stacks)
-        key = self._key(layout), places, in_pipeline, split, *part.own_kinds, ends
-        if key not in self.stages:
-            cuts, hidden = self.cut(layout, places), self._hidden(layout, places)
-            self.stages[key] = Stage(part, cuts.part(part, hidden, in_pipeline, split))
-        return self.stages[key]
+        return self.cut(layout, batch).stage(part, self._hidden(layout, size_of(batch)), in_pipeline, split)
 
     def _hidden(self, layout: Layout, places: int) -> float:
         """Bytes of what a stage sends to the next one."""
@@ -414,38 +396,6 @@ def _in_half(layout: Layout) -> bool:
     return layout.shard > 1 and bool(layout.param_dtype)
 
 
-def _scaled(profile: Profile, factor: float, layout: Layout) -> Profile:
-    return profile if factor == 1 else with_samples(profile, factor, layout.loss == "chunked")
-
-
-def evaluated(space: Space, stop: Callable[[float], bool]) -> Iterator[Candidate]:
-    """Layouts evaluated by the engine: of every way to split the one that is the fastest by estimate, in about this
-    order; those that prove too large come between. Where nothing leaves the head room, what fits. stop: whether the
-    search ends at an estimate of so many seconds."""
-    capacity = space.cluster.capacity
-    for limit in (HEADROOM * capacity, capacity):
-        space.limit, taken = limit, set()
-        for way, layout, seconds in space.walk():
-            if way in taken:
-                continue
-            if stop(seconds):
-                return
-            try:
-                c = space.evaluate(layout)
-            except UserError:  # it cannot be traced
-                continue
-            if c.needed <= limit:
-                taken.add(way)
-            else:
-                c.time = None
-                space.push_with_checkpointing(way, layout, space.checkpointing.index(layout.checkpointing) + 1)
-            yield c
-        if taken:
-            return
-    if (layout := space.nearest[1]) is not None:
-        yield space.evaluate(layout)
-
-
 def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate]]:
     """(the best of so many ways to split, fastest first; what the engine found too large). However many are asked for,
     the first is the same: all whose estimates are within SURE of the fastest are traced exactly. Which layouts they are
@@ -466,15 +416,35 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
 
 
 def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate]]:
+    """(layouts that fit, fastest first; what proved too large), by the engine: of every way to split the layout that is
+    the fastest by estimate, in about this order. Where nothing leaves the head room, what fits."""
     from gradus.plan.trace import gc_paused
 
     good: list[Candidate] = []
     large: list[Candidate] = []
-    stop = lambda seconds: len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds)  # noqa: E731
     with gc_paused():
-        for c in evaluated(space, stop):
+        for limit in (HEADROOM * space.cluster.capacity, space.cluster.capacity):
+            space.limit, taken = limit, set()
+            for way, layout, seconds in space.walk():
+                if way in taken:
+                    continue
+                if len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds):
+                    break
+                try:
+                    c = space.evaluate(layout)
+                except UserError:  # it cannot be traced
+                    continue
+                if c.needed <= limit:
+                    taken.add(way)
+                    good = sorted([*good, c], key=lambda c: c.order)
+                else:
+                    large.append(c)
+                    space.push_with_checkpointing(way, layout, space.checkpointing.index(layout.checkpointing) + 1)
+            if good:
+                return good, large
+        if (layout := space.nearest[1]) is not None:
+            c = space.evaluate(layout)
             (good if c.time else large).append(c)
-            good.sort(key=lambda c: c.order)
     if not good and not large:
         check.validate(space.case.at(space.base).recipe, space.n)  # says what is wrong
         where = f"{space.recipe.name}: no layout is possible on {space.n} devices"
@@ -573,40 +543,39 @@ class SearchResult:
                 "rank": rank, "devices": c.n, "layout": self.keys(c), "fits": c.fits, "reason": c.reason or None,
                 "best": names or None,
             }  # fmt: skip
-            parts = "reserved + framework", c.memory, TRACED
-            out.append(figure("search/memory", c.needed, "bytes", *parts, **conditions))
+            out.append(known_figure("search/memory", c.needed, c.memory, **conditions))
             if c.time:
-                out.append(figure("search/step", c.seconds, "s", "sum of the parts", c.parts, TRACED, **conditions))
+                out.append(known_figure("search/step", c.seconds, c.parts, **conditions))
             if c.money is not None:
+                steps = self.steps or 1000
                 hourly = c.money / c.n / c.seconds * 3600
                 inputs = {"devices": c.n, "seconds per step": c.seconds, f"{self.currency} per device-hour": hourly}
-                source = "--price, else the price file (gradus hardware NAME); the usual goodput (plan/budget.py)"
-                unit, steps = SIGNS.get(self.currency, self.currency), self.steps or 1000
-                text = f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput"
                 conditions |= {"of": "the whole run" if self.steps else "1,000 steps"}
-                formula = text, {**inputs, "steps": steps}, source
-                out.append(figure("search/money", self.charge(c, steps), unit, *formula, **conditions))
+                priced = {
+                    "unit": SIGNS.get(self.currency, self.currency),
+                    "formula": f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput",
+                }
+                inputs |= {"steps": steps}
+                out.append(known_figure("search/money", self.charge(c, steps), inputs, **priced, **conditions))
             if c.run is not None:
                 inputs = {"steps": self.steps, "seconds per step": c.seconds}
-                formula = "steps × seconds / goodput", inputs, "plan/budget.py"
-                out.append(figure("search/time", c.run, "s", *formula, **conditions))
+                out.append(known_figure("search/time", c.run, inputs, **conditions))
         return out
 
 
 def search(
-    case: Case, cluster: Cluster, *, steps: float | None = None, top: int = 8, fewer: bool = True,
-    stated: Collection[str] = (), paid: float | None = None,
+    case: Case, cluster: Cluster, *, steps: float | None = None, stated: Collection[str] = (), paid: float | None = None
 ) -> SearchResult:  # fmt: skip
-    """The best layouts of a case on `cluster`: fastest, cheapest (price × devices × time) and on fewest devices.
+    """The best layouts of a case on `cluster`, and the best of each on n/2, n/4, ... devices of the kind: fastest,
+    cheapest (price × devices × time) and on fewest devices.
 
-    steps: of the whole run, where that is known: time and money are of it then. fewer: also on n/2, n/4, ... devices of
-    the kind, the best of each. stated: keys of the recipe's layout that stay. paid: for a device-hour, in place of the
-    quotes. Raises UserError where no layout is allowed at all.
+    steps: of the whole run, where that is known: time and money are of it then. stated: keys of the recipe's layout
+    that stay. paid: for a device-hour, in place of the quotes. Raises UserError where no layout is allowed at all.
     """
     space = Space(case, cluster, stated)
-    good, large = ranked(space, top)
-    good, n = good[:top], cluster.n
-    while fewer and n > 1 and n % 2 == 0 and good:
+    good, large = ranked(space, SHOWN)
+    good, n = good[:SHOWN], cluster.n
+    while n > 1 and n % 2 == 0 and good:
         n //= 2
         try:
             best, miss = ranked(Space(case, Cluster(cluster.device, n), like=space))
@@ -719,11 +688,12 @@ def remedy(case: Case, cluster: Cluster) -> Candidate | None:
     chunked = own.model_copy(update={"loss": "chunked"})
     if own.loss != "chunked" and space.allowed(chunked) and (c := space.evaluate(chunked)).fits:
         return c
-    now = min(own.micro_batch or math.inf, max(space.micro_batch_sizes(own)))
+    *sizes, most = space.micro_batch_sizes(own)
+    now = min(own.micro_batch or most, most)
     ways: tuple[str, ...] = (own.checkpointing,)
     if own.checkpointing in CHECKPOINTING and own.schedule != "zero_bubble":
         ways = CHECKPOINTING[CHECKPOINTING.index(own.checkpointing) :]
-    smaller = [now, *(2**i for i in range(12, -1, -1) if 2**i < now)]
+    smaller = [now, *(k for k in reversed(sizes) if k < now)]
     for micro, checkpointing in [(micro, way) for way in ways for micro in smaller][1:]:
         layout = own.model_copy(update={"micro_batch": micro, "checkpointing": checkpointing})
         if space.allowed(layout) and space.device_bytes(layout) <= cluster.capacity:
