@@ -44,6 +44,7 @@ lint: .venv/installed-dev
 	.venv/bin/ruff check src tests benchmarks experiments
 	.venv/bin/lint-imports
 	.venv/bin/mypy
+	.venv/bin/python tests/rooms.py
 
 dist: .venv/installed-dev  # wheel and source archive, and the wheel checked in an empty environment
 	.ci/wheel
