@@ -183,7 +183,7 @@ def configuration(pair: EnginePair, batch: int, length: int | None, options: dic
     words = [str(pair), f"batch {batch}"]
     words += [f"{length} tokens"] if length else []
     words += [f"{options['new']} new"] if options["new"] else []
-    options = {**options, **pair._asdict(), "batch": batch, "length": length}
+    options = {**options, "engine": pair.engine, "precision": pair.precision, "batch": batch, "length": length}
     return Configuration(" · ".join(words), None, at, "engine", options=options)
 
 
