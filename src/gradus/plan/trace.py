@@ -814,9 +814,9 @@ def _evaluation(recorder: Recorder, stepper: Stepper, batches: list[dict]) -> in
     """Evaluate the first batch as `train.evaluation` does. Returns the first event."""
     parallel, start = stepper.parallel, len(recorder.timeline.events)
     recorder.scope = "micro"
-    batch = stepper.precision.cast_batch(stepper.task.to_device(batches[0], stepper.device))
+    batches = stepper.on_device(batches[:1])
     with torch.no_grad(), stepper.precision.autocast():
-        (batch,) = parallel.prepared([batch])
+        (batch,) = parallel.prepared(batches)
         stepper.task.evaluate(parallel.bare.eval(), batch)
     return start
 
@@ -897,7 +897,8 @@ def _first_step(stepper: Stepper, micro_batches: list[dict], counts: dict[str, i
         return received.sum().expand(pipeline.run.capacities[stage.index], pipeline.cutter.d_model).clone()
 
     if pipeline:
-        pipeline.run_schedule(parallel.prepared(micro_batches), without_blocks, parallel.observer)
+        parallel.observer.edge("", "begin")
+        pipeline.run_schedule(parallel.prepared(stepper.on_device(micro_batches)), without_blocks, parallel.observer)
     for p in parallel.trainable:
         if p.parameter.grad is None:
             p.parameter.grad = torch.zeros_like(p.parameter)

@@ -82,12 +82,16 @@ class Stepper:
             return sum(sums[kind] / counts[kind] for kind in sums)
 
         self.at("the forward and backward passes with their collectives", self.progress.step + 1)
-        batches = [self.precision.cast_batch(self.task.to_device(batch, self.device)) for batch in micro_batches]
+        batches = self.on_device(micro_batches)
         if not self.warm:
             parallel.warm_up(batches[0], loss_of)
             self.warm = True
         loss = parallel.forward_backward(batches, loss_of, self.precision.scaled)
         return loss, self.update(loss)
+
+    def on_device(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """As the model reads them."""
+        return [self.precision.cast_batch(self.task.to_device(batch, self.device)) for batch in micro_batches]
 
     def update(self, loss: Tensor) -> Tensor:
         """The optimizer's part of a step whose passes gave this loss. Returns the gradient norm."""
