@@ -322,6 +322,7 @@ def errors(world, folder: Path) -> dict[str, str]:
         "norm": {"stacks": (Stack("blocks", before=("token_embedding",), heads=("head",)),)},
         "tokens": {"tokens": ("embedding",)},
         "tensor": {"tensor": {"mixer.value": "column"}},
+        "rules": {"weights": SimpleNamespace(**{**vars(WEIGHTS), "rules": lambda config: WEIGHTS.rules(config)[1:]})},
     }.items():
         models.register(dataclasses.replace(FAMILY, **changes))
         told(name, models.build, config, "meta")
@@ -344,6 +345,7 @@ def test_what_a_description_lacks_is_named(folder):
     assert found["norm"] == "family conv: stacks: norm.weight in none: name them in before, norm, heads or shared"
     assert found["tokens"] == "family conv: tokens: no module embedding"
     assert found["tensor"] == "family conv: tensor: no module's name ends in mixer.value"
+    assert found["rules"].startswith("family conv: weights.rules: nothing for "), "what a checkpoint would lose"
 
 
 @pytest.mark.parametrize(
@@ -353,6 +355,7 @@ def test_what_a_description_lacks_is_named(folder):
         ({"model": nn.Linear}, r"lacks Linear.initialisation\(\), Linear.hidden\(\)"),
         ({"attention": "cross"}, r"lacks Conv.encode\(\), Conv.decode\(\)"),
         ({"stacks": ()}, "lacks stacks"),
+        ({"weights": SimpleNamespace(**{**vars(WEIGHTS), "MODEL_TYPES": "conv"})}, "weights.MODEL_TYPES is a text"),
         ({"attention": "forward"}, "attention=forward: must be causal, both or cross"),
     ],
 )

@@ -164,6 +164,10 @@ class Named(TaskConfig):
     name: Literal["copy"] = "copy"
 
 
+class Other(TaskConfig):
+    name: Literal["other"] = "other"
+
+
 @pytest.mark.parametrize(
     "changes, why",
     [
@@ -182,4 +186,7 @@ def test_a_name_is_taken_once():
     kinds.register(kinds.lookup("copy"))  # the same again is no error
     with pytest.raises(TypeError, match=r"Named: task copy is CopyTask's\. Choose another name"):
         kinds.register(TaskKind(config=Named, tasks={"synthetic": Copy}))
+    with pytest.raises(TypeError, match=r"Other: learners: no family gtp\. Known: seq2seq, "):
+        kinds.register(TaskKind(config=Other, tasks={"synthetic": Copy}, learners={"gtp": "synthetic"}))
+    assert "other" not in TASKS
     assert TASKS["copy"] is CopyTask and kinds.lookup("copy").config is CopyTask

@@ -85,6 +85,8 @@ class Family:
         asked = ["initialisation", *methods[self.attention]]
         lacks = [f"{self.model.__name__}.{name}()" for name in asked if not hasattr(self.model, name)]
         lacks += [f"weights.{name}" for name in rules if not hasattr(self.weights, name)]
+        if isinstance(getattr(self.weights, "MODEL_TYPES", ()), str):
+            raise TypeError(f"family {self.name}: weights.MODEL_TYPES is a text: must be a tuple of them")
         if lacks or not self.stacks:
             raise TypeError(f"family {self.name} lacks {', '.join(lacks) or 'stacks'}")
 
@@ -118,6 +120,10 @@ class Family:
         started = {id(p) for p, _ in initialisation()}
         if left := [name for name, p in model.named_parameters() if id(p) not in started]:
             yield f"initialisation: nothing for {', '.join(left)}"
+        ruled = {name for rule in self.weights.rules(model.config) for name in rule.names}
+        kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in ruled}
+        if left := [name for name, p in model.named_parameters() if id(p) not in kept]:
+            yield f"weights.rules: nothing for {', '.join(left)}"
 
 
 _known: dict[str, Family] = {}  # registered, or looked up before

@@ -922,6 +922,8 @@ def register_task(config: type[TaskConfig], learners: Mapping[str, str]) -> None
         return
     if name in TASKS:
         raise TypeError(f"{config.__name__}: task {name} is {TASKS[name].__name__}'s. Choose another name")
+    if unknown := ", ".join(learners.keys() - MODELS.keys()):
+        raise TypeError(f"{config.__name__}: learners: no family {unknown}. Known: {', '.join(MODELS)}")
     TASKS[name] = config
     for family, kind in learners.items():
         MODELS[family].learns = {**MODELS[family].learns, name: kind}
