@@ -36,6 +36,13 @@ def between(low: Profile, high: Profile, share: float) -> Profile | None:
     def line(a: Any, b: Any) -> Any:
         return a + (b - a) * share
 
+    def row(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """All in the allocator's pool of large tensors: how a pool rounds lies on no line."""
+        out = line(a, b)
+        out[N:] = 0.0
+        out[LARGE] = out[:N].sum()
+        return out
+
     def field(a: Any, b: Any) -> Any:
         """Names stay; numbers, and those of a shape, lie between."""
         if isinstance(a, str):
@@ -48,7 +55,7 @@ def between(low: Profile, high: Profile, share: float) -> Profile | None:
         for total, (u, v) in zip(counts, both):
             for (x, m), (y, n) in zip(u.items(), v.items()):  # which may meet: as many tokens as a weight has rows
                 add_counts(total, {type(x)(*map(field, x, y)): line(m, n)})
-        return Stretch(line(a.peak, b.peak), line(a.net, b.net), *counts)
+        return Stretch(row(a.peak, b.peak), row(a.net, b.net), *counts)
 
     def names(profile: Profile) -> list:
         pieces = [piece for run in profile.first.values() for piece in run]
@@ -61,7 +68,7 @@ def between(low: Profile, high: Profile, share: float) -> Profile | None:
         kind: [Piece(a.unit, a.edge, of(a.stretch, b.stretch)) for a, b in zip(run, high.first[kind])]
         for kind, run in low.first.items()
     }
-    batch, buffers = line(low.batch, high.batch), line(low.buffers, high.buffers)
+    batch, buffers = row(low.batch, high.batch), row(low.buffers, high.buffers)
     return dataclasses.replace(low, first=first, later=first, batch=batch, buffers=buffers)
 
 
