@@ -410,7 +410,7 @@ class ReaderConfig(ModelConfig):
 
 def weights_of(config: type[ModelConfig]) -> SimpleNamespace:
     name = config.model_fields["family"].default
-    return SimpleNamespace(**{**vars(WEIGHTS), "MODEL_TYPES": (f"gradus-{name}",)})
+    return SimpleNamespace(**{**vars(WEIGHTS), "MODEL_TYPES": (f"gradus-{name}",), "rules": lambda config: []})  # planned, never kept
 
 
 class Pictures(vit.ViT):

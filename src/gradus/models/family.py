@@ -122,7 +122,8 @@ class Family:
             yield f"initialisation: nothing for {', '.join(left)}"
         ruled = {name for rule in self.weights.rules(model.config) for name in rule.names}
         kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in ruled}
-        if left := [name for name, p in model.named_parameters() if id(p) not in kept]:
+        left = [name for name, p in model.named_parameters() if id(p) not in kept]
+        if ruled and left:  # without any rule, a family is planned and not kept
             yield f"weights.rules: nothing for {', '.join(left)}"
 
 
