@@ -381,8 +381,8 @@ class Curve:
     def drawn(self, name: str, across: _Axis, up: _Axis) -> Iterator[str]:
         pixels = [(across.at(a), up.at(b)) for a, b in self.points]
         note, dashes = f"<title>{html.escape(name)}</title>", ' stroke-dasharray="5 3"' * self.dashed
-        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in _fewer(pixels))
         if self.joined:
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in _fewer(pixels))
             drawn = f'fill="none" stroke="{self.colour}" stroke-width="2"{dashes}'
             yield f'<polyline {drawn} points="{path}">{note}</polyline>'
         for (a, b), (c, d) in self.spreads:

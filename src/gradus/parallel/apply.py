@@ -158,7 +158,7 @@ def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None, p: Parallel | No
     def forward(x: Tensor) -> Tensor:
         if (targets := Targets.now()) is None:
             return plain(x)
-        weight, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (head.weight, head.bias))
+        weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (head.weight, head.bias))
         x = x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
         observer = p.observer if p else Observer()
         observer.edge(name, "loss")

@@ -125,7 +125,7 @@ class Case:
         """Of each stack the kind of each block."""
         return block_kinds(self.recipe.model)
 
-    @property
+    @functools.cached_property
     def batches(self) -> MicroBatches:
         """The micro-batches of a step."""
         if self.given:

@@ -8,6 +8,7 @@ are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -228,6 +229,10 @@ def steps_by_part(rows: Sequence[results.Record]) -> list[list[str]]:
     return [[c, *cells(of_c, names, milliseconds)] for c, of_c in values if "time/step/data" in of_c]
 
 
+def _percent(share: float, least: float) -> str:
+    return "noise" if 0 < abs(share) < least else f"{100 * share:+.1f}"
+
+
 def lost(rows: Sequence[results.Record]) -> list[list[str]]:
     """Configuration, what it lost against the first one in total and by PARTS, in % of the step, or "noise"."""
     noise, values = noise_of(rows), by_configuration(rows)
@@ -235,8 +240,7 @@ def lost(rows: Sequence[results.Record]) -> list[list[str]]:
     for c, of_c in values.items():
         if "efficiency" in of_c and "time/step" in of_c:
             shares, least = {**of_c, "total": 1 - of_c["efficiency"]}, noise.get(c, 0.0)
-            percent = lambda share, least=least: "noise" if 0 < abs(share) < least else f"{100 * share:+.1f}"  # noqa: E731
-            body.append([c, *cells(shares, names, percent)])
+            body.append([c, *cells(shares, names, functools.partial(_percent, least=least))])
     return body
 
 
