@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from gradus.data.images import ArrayImages
+from gradus.data.images import FileImages
 
 
 def random_images(n, channels=3, height=6, width=6, seed=0):
@@ -47,5 +47,15 @@ def save(path, image):
     image.save(path)
 
 
-def in_memory(n=30, channels=3, height=8, width=8, classes=3):
-    return ArrayImages("noise", random_images(n, channels, height, width), np.arange(n) % classes, [str(c) for c in range(classes)])
+def kept(folder, images, n_classes=3, name="noise"):
+    """These images as a data set that is kept in a folder; `images` has them."""
+    images.tofile(folder / "images.bin")
+    classes = [str(c) for c in range(n_classes)]
+    index = {name: i for i, name in enumerate(classes)}
+    data = FileImages(name, np.arange(len(images)) % n_classes, classes, index, images.shape[1:], folder, None)
+    data.images = images
+    return data
+
+
+def noise(folder, n=30, channels=3, height=8, width=8):
+    return kept(folder, random_images(n, channels, height, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from image_parts import in_memory, picture, png, random_images, write_parquet
+from image_parts import noise, picture, png, random_images, write_parquet
 from PIL import Image
 
 from gradus.data.augment import Augment, resize
@@ -15,8 +15,8 @@ from gradus.errors import UserError
 from gradus.recipe.schema import ImagesData
 
 
-def test_evaluation_only_normalises_and_resizes():
-    data = in_memory()
+def test_evaluation_only_normalises_and_resizes(tmp_path):
+    data = noise(tmp_path)
     augment = Augment(ImagesData(crop=2, flip=True, mixup=0.5, mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7]), None, data)
     batch = augment.apply({**augment.collate([data[i] for i in range(4)]), "n": 4})
     expected = (data.images[:4] / 255 - np.array([0.1, 0.2, 0.3])[:, None, None]) / np.array([0.5, 0.6, 0.7])[:, None, None]
@@ -39,8 +39,8 @@ def test_resizing_is_pillows():
     assert torch.equal(resize(wide, 4), wide[..., 4:8])  # the centre
 
 
-def test_crop_and_flip_by_hand():
-    data = in_memory()
+def test_crop_and_flip_by_hand(tmp_path):
+    data = noise(tmp_path)
     augment = Augment(ImagesData(crop=2, flip=True, mean=[0.0] * 3, std=[1 / 255] * 3), None, data)
     samples = [augment.prepare(data[i], np.random.default_rng(i)) for i in range(30)]
     images = augment.apply(augment.collate(samples))["images"].numpy()
@@ -53,8 +53,8 @@ def test_crop_and_flip_by_hand():
     assert 5 < sum(s["flip"] for s in samples) < 25
 
 
-def test_mixup_by_hand():
-    data = in_memory()
+def test_mixup_by_hand(tmp_path):
+    data = noise(tmp_path)
     augment = Augment(ImagesData(mixup=0.8, mean=[0.0] * 3, std=[1 / 255] * 3), None, data)
     samples = [augment.prepare(data[i], np.random.default_rng(i)) for i in range(30)]
     batch = augment.apply(augment.collate(samples))
@@ -67,8 +67,8 @@ def test_mixup_by_hand():
     assert len({s["share"].item() for s in samples}) == 30  # a sample, not a batch
 
 
-def test_cutmix_by_hand():
-    data = in_memory(height=10, width=8)
+def test_cutmix_by_hand(tmp_path):
+    data = noise(tmp_path, height=10, width=8)
     augment = Augment(ImagesData(cutmix=1.0, mean=[0.0] * 3, std=[1 / 255] * 3), None, data)
     samples = [augment.prepare(data[i], np.random.default_rng(i)) for i in range(30)]
     batch = augment.apply(augment.collate(samples))
@@ -104,8 +104,8 @@ def test_batches_and_workers_change_no_pixel(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(images(**options), whole))
 
 
-def test_settings_that_do_not_fit_are_said():
-    data = in_memory()
+def test_settings_that_do_not_fit_are_said(tmp_path):
+    data = noise(tmp_path)
     with pytest.raises(UserError, match=r"data\.mean has 1 values, but the images have 3 channels"):
         Augment(ImagesData(mean=[0.5]), None, data)
     with pytest.raises(UserError, match=r"data\.std=.*above 0"):

@@ -197,7 +197,7 @@ def test_what_is_kept_beside_decoded_images_is_made_anew_where_it_is_damaged(dam
         return channel_stats(split), split.content
 
     whole = opened()
-    kept = [path for path in (tmp_path / "cache" / "images").rglob("*") if path.name.startswith("stats-")]
+    kept = list((tmp_path / "cache" / "images").rglob("stats.json"))
     assert kept  # its content stands in about.json, of which test_a_damaged_cache_is_made_anew speaks
     for path in kept:
         path.write_bytes(damage.encode(errors="surrogateescape"))

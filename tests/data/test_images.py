@@ -9,11 +9,11 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
-from image_parts import content, in_memory, picture, png, random_images, save, write_parquet
+from image_parts import content, kept, noise, picture, png, random_images, save, write_parquet
 from PIL import Image
 
 from gradus.data import images as module
-from gradus.data.images import ArrayImages, FileImages, LazyImages, channel_stats, open_images, read_image
+from gradus.data.images import FileImages, LazyImages, channel_stats, open_images, read_image
 from gradus.data.splits import Part
 from gradus.errors import UserError
 from gradus.recipe.schema import ImagesData
@@ -241,15 +241,15 @@ def test_an_unwritable_cache_is_said(tmp_path, monkeypatch):
         open_images(ImagesData(path=str(path)))
 
 
-def test_channel_stats_are_exact():
-    data = in_memory()
+def test_channel_stats_are_exact(tmp_path):
+    data = noise(tmp_path)
     mean, std = channel_stats(data)
     np.testing.assert_allclose(mean, (data.images / 255).mean((0, 2, 3)), rtol=1e-13)
     np.testing.assert_allclose(std, (data.images / 255).std((0, 2, 3)), rtol=1e-13)
     part = Part(data, np.array([3, 4]), "two")
     np.testing.assert_allclose(channel_stats(part)[0], (data.images[3:5] / 255).mean((0, 2, 3)), rtol=1e-13)
     with pytest.raises(UserError, match=r"black: channel 0 has one value everywhere"):
-        channel_stats(ArrayImages("black", np.zeros((2, 1, 4, 4), np.uint8), np.zeros(2, int), ["a"]))
+        channel_stats(kept(tmp_path, np.zeros((2, 1, 4, 4), np.uint8), 1, "black"))
 
 
 def test_channel_stats_kept_beside_decoded_images_are_of_that_part(tmp_path, cache):

@@ -42,7 +42,7 @@ from gradus.data.splits import (
     print_left_out,
 )
 from gradus.data.text import LABEL_COLUMNS, as_label, of_one_kind
-from gradus.errors import DataError, UserError
+from gradus.errors import DataError, UserError, need
 from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
 from gradus.text import say
@@ -247,6 +247,29 @@ def _listed(path: Path, config: ImagesData) -> dict[str, FileSource]:
         named = ", ".join(sorted({table.name for table in tables}))
         say(f"note: {n:,} of {len(images):,} images are not named in {named} and are left out")
     return {split: FileSource(f"{path} ({split})", labels) for split, labels in splits.items() if labels}
+
+
+class DigitsSource(Source):
+    """scikit-learn's 1,797 handwritten digits, 8 x 8; grey levels 0 to 16 become 0 to 255."""
+
+    name, classes = "digits", list("0123456789")
+
+    def key(self) -> str:
+        return self.name
+
+    def content(self) -> None:
+        """They come with a package."""
+
+    @functools.cached_property
+    def bunch(self) -> Any:
+        return need("sklearn.datasets", "vision", "data.source=digits", DataError).load_digits()
+
+    def labels(self) -> np.ndarray:
+        return self.bunch.target.astype(np.int64)
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """Every image, decoded: (1, 8, 8) uint8."""
+        return iter(np.rint(self.bunch.images[:, None] * (255 / 16)).astype(np.uint8))
 
 
 class CifarSource(Rows):

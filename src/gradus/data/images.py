@@ -22,10 +22,10 @@ import numpy as np
 
 from gradus import files, limits
 from gradus.data.cache import digest, keep
-from gradus.data.image_sources import Source, find_sources, no_effect
+from gradus.data.image_sources import DigitsSource, Source, find_sources, no_effect
 from gradus.data.splits import Part, hold_out, limited
 from gradus.data.text import number_classes
-from gradus.errors import DataError, UserError, need
+from gradus.errors import UserError, need
 from gradus.recipe.schema import ImagesData, Preprocess
 from gradus.text import say
 
@@ -53,7 +53,8 @@ def open_images(
     """
     if config.source == "digits":
         no_effect(config, ("path", "image", "label"), "data.source=digits")
-        splits = _digits()
+        train, test = hold_out(_open(DigitsSource()), 5, "images")
+        splits = {"train": train, "test": test}
     else:
         splits = {}
         for split, source in find_sources(config).items():
@@ -74,45 +75,8 @@ def open_images(
     return {split: splits[split] for split in ("train", "valid", "test") if split in splits}
 
 
-def _digits() -> dict[str, Any]:
-    """scikit-learn's 1,797 handwritten digits, 8 x 8; grey levels 0 to 16 become 0 to 255. A fixed fifth of each class
-    is test."""
-    bunch = need("sklearn.datasets", "vision", "data.source=digits", DataError).load_digits()
-    images = np.rint(bunch.images[:, None] * (255 / 16)).astype(np.uint8)  # (n, 1, 8, 8)
-    digits = ArrayImages("digits", images, bunch.target.astype(np.int64), [str(c) for c in range(10)])
-    train, test = hold_out(digits, 5, "images")
-    return {"train": train, "test": test}
-
-
-class Images:
-    """What images with a label have in common."""
-
-    labels: np.ndarray
-
-    def image(self, i: int) -> np.ndarray:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"image": self.image(i), "label": int(self.labels[i])}
-
-
-class ArrayImages(Images):
-    """Images in one array in memory: (n, channels, height, width)."""
-
-    folder = None
-
-    def __init__(self, name: str, images: np.ndarray, labels: np.ndarray, classes: list[str]):
-        self.name, self.images, self.labels, self.classes, self.shape = name, images, labels, classes, images.shape[1:]
-
-    def image(self, i: int) -> np.ndarray:
-        return self.images[i]
-
-
 @dataclasses.dataclass
-class FileImages(Images):
+class FileImages:
     """Images of one shape, one after another in `folder`/images.bin. Read, not mapped: the pages of what is mapped
     count as this process's memory."""
 
@@ -122,32 +86,51 @@ class FileImages(Images):
     index: dict[str, int]  # label as text → its class
     shape: tuple[int, ...]
     folder: Path
-    content: str
+    content: str | None
 
-    @functools.cached_property
-    def file(self) -> io.BufferedReader:
-        return open(self.folder / "images.bin", "rb")  # open as long as this
+    FILE = "images.bin"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"image": self.image(i), "label": int(self.labels[i])}
 
     def image(self, i: int) -> np.ndarray:
         size = math.prod(self.shape)
-        data = os.pread(self.file.fileno(), size, range(len(self))[i] * size)
+        return np.frombuffer(self.read(range(len(self))[i] * size, size), np.uint8).reshape(self.shape)
+
+    @functools.cached_property
+    def file(self) -> io.BufferedReader:
+        return open(self.folder / self.FILE, "rb")  # open as long as this
+
+    def read(self, start: int, size: int) -> bytes:
+        data = os.pread(self.file.fileno(), size, start)
         if len(data) < size:
             raise UserError(f"{self.file.name}: cut short since it was opened. Start again: it is made anew.")
-        return np.frombuffer(data, np.uint8).reshape(self.shape)
+        return data
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "file"}  # a worker opens it anew
+        return {k: v for k, v in self.__dict__.items() if k not in ("file", "offsets")}  # a worker opens them anew
 
 
 @dataclasses.dataclass
 class LazyImages(FileImages):
-    """Images of several sizes, decoded when asked for. shape: (n_channels,), of all."""
+    """Images of several sizes, decoded when asked for: files of their own, or of which the i-th is bytes offsets[i] to
+    offsets[i + 1] of `folder`/encoded.bin. shape: (n_channels,), of all."""
 
-    encoded: Sequence[Path] | EncodedFile  # of each a path, or the bytes of a file
+    paths: Sequence[Path] | None
     where: Callable[[int], str]  # what messages call image i
 
+    FILE = "encoded.bin"
+
+    @functools.cached_property
+    def offsets(self) -> list[int]:
+        return np.load(self.folder / "offsets.npy").tolist()
+
     def image(self, i: int) -> np.ndarray:
-        return read_image(self.encoded[i], self.where(i), *self.shape)
+        data = self.paths[i] if self.paths else self.read(self.offsets[i], self.offsets[i + 1] - self.offsets[i])
+        return read_image(data, self.where(i), *self.shape)
 
 
 class FittedImages(Part):
@@ -161,22 +144,6 @@ class FittedImages(Part):
         sample, (n_channels, size, _) = super().__getitem__(i), self.shape
         image = np.broadcast_to(image := sample["image"], (n_channels, *image.shape[1:]))
         return {**sample, "image": fit(image, size, self.preprocess, f"{self.name}, image {i}")}
-
-
-class EncodedFile:
-    """The files of many images in one: `folder`/encoded.bin, of which the i-th is bytes offsets[i] to offsets[i +
-    1]."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.offsets = np.load(folder / "offsets.npy")
-        self.data = np.memmap(folder / "encoded.bin", mode="r")
-
-    def __getitem__(self, i: int) -> bytes:
-        return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes()
-
-    def __reduce__(self):
-        return EncodedFile, (self.folder,)
 
 
 @contextlib.contextmanager
@@ -284,7 +251,7 @@ def _open(source: Source, like: FileImages | None = None, names: Sequence[str] |
     about = source.name, counted, classes, index, tuple(shape), folder, content
     if len(shape) > 1:
         return FileImages(*about)
-    return LazyImages(*about, source.paths or EncodedFile(folder), source.where)
+    return LazyImages(*about, source.paths, source.where)
 
 
 def _decode(source: Source, folder: Path) -> None:
@@ -329,15 +296,13 @@ def _write_images(source: Source, to: Path, n: int, n_channels: int | None = Non
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     """(mean, standard deviation) a channel, of values in 0..1, over all pixels of a data set: one streaming pass, exact
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
-    memo = None
-    if dataset.folder is not None:
-        part = digest(dataset.indices.tolist(), str(dataset.preprocess))[:16] if isinstance(dataset, Part) else "all"
-        memo = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}.json"
-        with contextlib.suppress(UserError):  # none, damaged, or a pipe
-            match limits.read_json(memo, limits.CONFIG_FILE):
-                case {"mean": [*mean], "std": [*std]} if len(mean) == len(std) == dataset.shape[0]:
-                    if all(isinstance(x, float) and 0 <= x <= 1 for x in mean + std) and all(std):
-                        return mean, std
+    part = digest(dataset.indices.tolist(), str(dataset.preprocess))[:16] if isinstance(dataset, Part) else "all"
+    folder = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}"
+    keep(folder, lambda aside: files.write_json(aside / "stats.json", _measure(dataset)), "GRADUS_CACHE")
+    return tuple(json.loads((folder / "stats.json").read_text()))
+
+
+def _measure(dataset: Any) -> tuple[list[float], list[float]]:
     counts = np.zeros((dataset.shape[0], 256), np.int64)
     for i in range(len(dataset)):
         counts += [np.bincount(channel.ravel(), minlength=256) for channel in dataset[i]["image"]]
@@ -347,7 +312,4 @@ def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     if not std.all():
         channel = int(np.argmin(std))
         raise UserError(f"{dataset.name}: channel {channel} has one value everywhere. Set data.mean and data.std")
-    stats = {"mean": mean.tolist(), "std": std.tolist()}
-    if memo is not None:
-        files.write_json(memo, stats)
-    return stats["mean"], stats["std"]
+    return mean.tolist(), std.tolist()

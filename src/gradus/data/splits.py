@@ -290,7 +290,7 @@ def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, P
         raise UserError(f"{dataset.name}: no class has 2 {unit}, enough to hold one out. Add a valid split.")
     parts = Part(dataset, np.flatnonzero(~mask)), Part(dataset, np.flatnonzero(mask), f"{dataset.name} (held out)")
     for part, held_out in zip(parts, (False, True)):
-        if hasattr(part, "content"):
+        if getattr(part, "content", None):
             part.content = digest(part.content, every, held_out, *few)
     return parts
 
