@@ -20,9 +20,9 @@ from gradus.recipe.schema import ImagesData
 class Augment:
     """What happens to images between the data set and the model.
 
-    All that is random is drawn a sample, in `prepare`, from the sample's own generator: offsets of the crop, the flip,
-    and for mixup and cutmix the weight and the partner, which is any training image with a crop and flip of its own.
-    `apply` then works on whole batches, on the device. So neither micro-batches nor workers change a pixel.
+    All that is random is drawn a sample, in `prepare`, from the sample's own generator: the crop and the flip, and for
+    mixup and cutmix the weight and the partner, which is any training image with a crop and flip of its own. `apply`
+    then works on whole batches, on the device. So neither micro-batches nor workers change a pixel.
 
     Random crop after padding with black by `crop` pixels, and horizontal flip with probability 1/2; mixup (Zhang et al.
     2018): share ~ Beta(mixup, mixup), image = share · own + (1 - share) · partner; cutmix (Yun et al. 2019): a box of
@@ -49,13 +49,13 @@ class Augment:
         self.std: list[float] = config.std or measured[1]
 
     def prepare(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """Add to a sample what is drawn for it in training."""
+        """A sample as it is drawn for training: cropped and mirrored, with what it is mixed with."""
         c = self.config
-        sample = {**sample, **self._draw(rng)}
+        sample = {**sample, "image": self._moved(sample["image"], rng)}
         if not (c.mixup or c.cutmix):
             return sample
         partner = self.train[int(rng.integers(len(self.train)))]
-        sample |= {f"other_{k}": v for k, v in {**partner, **self._draw(rng)}.items()}
+        sample |= {"other_image": self._moved(partner["image"], rng), "other_label": partner["label"]}
         height, width = sample["image"].shape[1:]
         cut = bool(c.cutmix) and (not c.mixup or rng.random() < 0.5)
         alpha = c.cutmix if cut else c.mixup
@@ -70,21 +70,21 @@ class Augment:
         blend = 0.0 if cut else 1 - share  # the partner's weight outside the box
         return sample | {"share": np.float32(share), "blend": np.float32(blend), "box": np.array(box, dtype=np.int64)}
 
-    def _draw(self, rng: np.random.Generator) -> dict[str, Any]:
-        c = self.config
-        drawn: dict[str, Any] = {}
-        if c.crop:
-            drawn["offset"] = rng.integers(0, 2 * c.crop + 1, size=2)
-        if c.flip:
-            drawn["flip"] = bool(rng.random() < 0.5)
-        return drawn
+    def _moved(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """An image (channels, height, width), cropped and mirrored at random."""
+        if pad := self.config.crop:
+            (down, right), (channels, height, width) = rng.integers(0, 2 * pad + 1, size=2), image.shape
+            padded = np.zeros((channels, height + 2 * pad, width + 2 * pad), image.dtype)  # np.pad is far slower
+            padded[:, pad:-pad, pad:-pad] = image
+            image = padded[:, down : down + height, right : right + width]
+        return image[..., ::-1] if self.config.flip and rng.random() < 0.5 else image
 
     def apply(self, batch: dict[str, Any]) -> dict[str, Any]:
         """`image`, `label` and what `prepare` drew become `images` (batch, channels, image_size, image_size) float32
         and `labels` (batch,); when mixed also `other_labels` (batch,) and `share` (batch,), the weight of `labels`.
         Without draws (evaluation) images are only resized and normalised. Other keys stay."""
         batch = dict(batch)
-        images = self._moved(batch, "").float()  # (batch, channels, height, width)
+        images = batch.pop("image").float()  # (batch, channels, height, width)
         done = {"labels": batch.pop("label")}
         if "box" in batch:
             top, bottom, left, right = (edge[:, None, None, None] for edge in batch.pop("box").unbind(1))
@@ -92,33 +92,11 @@ class Augment:
             x = torch.arange(images.shape[3], device=images.device)
             inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (batch, 1, height, width)
             weight = torch.where(inside, 1.0, batch.pop("blend")[:, None, None, None])
-            images = images + weight * (self._moved(batch, "other_").float() - images)
+            images = images + weight * (batch.pop("other_image").float() - images)
             done |= {"other_labels": batch.pop("other_label"), "share": batch.pop("share")}
         if self.image_size is not None:
             images = resize(images, self.image_size)
         return {**batch, "images": normalise(images, self.mean, self.std), **done}
-
-    def _moved(self, batch: dict[str, Any], which: str) -> Tensor:
-        images = batch.pop(which + "image")
-        offset, flip = batch.pop(which + "offset", None), batch.pop(which + "flip", None)
-        return images if offset is None and flip is None else crop_and_flip(images, offset, flip, self.config.crop)
-
-
-def crop_and_flip(images: Tensor, offset: Tensor | None, flip: Tensor | None, pad: int) -> Tensor:
-    """Pad with zeros by `pad` pixels, cut out the old size at each image's offset, mirror where flip says so.
-
-    images (batch, channels, height, width); offset (batch, 2), (down, right) in 0 .. 2 pad; flip (batch,) bool.
-    """
-    batch, channels, height, width = images.shape
-    rows = torch.arange(height, device=images.device).expand(batch, -1)
-    columns = torch.arange(width, device=images.device).expand(batch, -1)
-    if flip is not None:
-        columns = torch.where(flip[:, None], columns.flip(1), columns)
-    if offset is not None:
-        images = F.pad(images, (pad, pad, pad, pad))
-        rows, columns = rows + offset[:, :1], columns + offset[:, 1:]
-    one, channel = torch.arange(batch, device=images.device), torch.arange(channels, device=images.device)
-    return images[one[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def resize(images: Tensor, size: int) -> Tensor:

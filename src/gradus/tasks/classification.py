@@ -224,7 +224,7 @@ class TextClassification(Classification):
 
 
 class ImageClassification(Classification):
-    """Image → label; augmentation is drawn per sample and applied per batch, on the device."""
+    """Image → label. Crops and flips are made per sample, mixtures per batch, on the device."""
 
     counts_tokens = False
 
