@@ -113,19 +113,18 @@ class DocumentsDataset:
         self.tokens, self.content = tokens, tokens.content
         offsets = np.asarray(tokens.offsets)
         if across:
-            starts, at, n = [], 0, tokens.n_tokens
-            while at < n:
+            starts, at = [], 0
+            while at < tokens.n_tokens:
                 starts.append(at)
                 border = int(offsets[np.searchsorted(offsets, at + max_len, "right") - 1])
                 at = border if border > at else at + max_len
             self.starts = np.array(starts, dtype=np.int64)
-            self.lengths = np.diff(self.starts, append=n)
         else:
             pieces = -(-np.diff(offsets) // max_len)  # of each document
             first = np.cumsum(pieces) - pieces  # of each document
             number = np.arange(pieces.sum()) - np.repeat(first, pieces)  # of each piece in its document
             self.starts = np.repeat(offsets[:-1], pieces) + number * max_len
-            self.lengths = np.minimum(max_len, np.repeat(offsets[1:], pieces) - self.starts)
+        self.lengths = np.diff(self.starts, append=tokens.n_tokens)
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -143,7 +143,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _text(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").replace("\r\n", "\n").split("\n")
+        return file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise _Damaged(f"{file.name} is not text") from None
 
@@ -280,7 +280,7 @@ def _read_wordpiece(file: Path, config: Config, name: str) -> Tokenizer:
     """BERT's WordPiece (Devlin et al. 2019). Cased or not: tokenizer_config.json beside it says so; else a vocabulary
     with upper-case pieces is cased."""
     lines, special = _text(file), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
+    vocab = {line: i for i, line in enumerate(lines) if line or i < len(lines) - 1}
     if missing := ", ".join(s for s in special if s not in vocab):
         raise _Damaged(f"no {missing} in it, so not a WordPiece vocabulary with one piece a line")
     upper = any(piece != piece.lower() for piece in vocab if not piece.startswith("["))
@@ -348,16 +348,15 @@ def _read_llama2c(file: Path, config: Config, name: str) -> Tokenizer:
     SentencePiece's BPE: of two pieces that could be merged the one of the higher score is. The file does not say how
     many tokens it has: one cut exactly between two is told from a whole one only by the longest that it lacks.
     """
-    data, names, scores, at, longest = file.read_bytes(), ["<unk>", "<s>", "</s>"], [], 4, 0
+    data, scores, pieces, at = file.read_bytes(), [], [], 4
     try:
         while at < len(data):
             score, length = struct.unpack_from("<fi", data, at)
-            piece, at = data[at + 8 : at + 8 + length], at + 8 + length
-            if length < 0 or at > len(data):
-                raise ValueError("cut")
-            longest = max(longest, length)
-            names += [piece.decode().replace(" ", "▁")] if len(scores) > 2 else []
+            pieces += struct.unpack_from(f"{length}s", data, at + 8)
             scores.append(score)
+            at += 8 + length
+        names = ["<unk>", "<s>", "</s>", *(piece.decode().replace(" ", "▁") for piece in pieces[3:])]
+        longest = max(map(len, pieces))
         whole = struct.unpack_from("<i", data)[0] == longest and (names[3], names[258]) == ("<0x00>", "<0xFF>")
     except (struct.error, IndexError, ValueError):
         whole = False

@@ -265,8 +265,7 @@ class TableTokenizer(FastTokenizer):
             raise InputError(f"{lacks} of {self.vocab_size}, which has no <unk>. {mend}.")
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    encode_batch = Tokenizer.encode_batch
 
     def _state(self) -> dict[str, Any]:
         return {"kind": self.kind, "specials": list(self.specials), "tokens": self.tokens}

@@ -264,7 +264,7 @@ def _nvidia() -> dict[str, Any]:
                 gpus.append({"index": i, "error": str(e)})
         cuda = read(library, "nvmlSystemGetCudaDriverVersion_v2")
         return {
-            "driver": _text(read(library, "nvmlSystemGetDriverVersion")),
+            "driver": read(library, "nvmlSystemGetDriverVersion"),
             "driver_cuda": cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
             "gpus": gpus,
             "gpu_links": list(_links(library, handles)),
@@ -281,13 +281,13 @@ def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
     power, cap, mode, state = map(ask, ("PowerUsage", "EnforcedPowerLimit", "ComputeMode", "PerformanceState"))
     generation, width = (f"{ask(f'CurrPcieLink{of}')} of {ask(f'MaxPcieLink{of}')}" for of in ("Generation", "Width"))
     facts = {
-        "name": _text(ask("Name")),
+        "name": ask("Name"),
         "temperature_c": ask("Temperature", library.NVML_TEMPERATURE_GPU),
         "performance_state": None if state is None or state == library.NVML_PSTATE_UNKNOWN else f"P{state}",
         "persistence_mode": _on(ask("PersistenceMode")),
         "power_w": power and power / 1000,
         "power_cap_w": cap and cap / 1000,
-        "bus_id": _text(pci and pci.busId),
+        "bus_id": pci and pci.busId,
         "display_active": _on(ask("DisplayActive")),
         "memory_used_bytes": memory and memory.used,
         "memory_bytes": memory and memory.total,
@@ -305,10 +305,6 @@ def _gpu(library: ModuleType, gpu: Any) -> dict[str, Any]:
 
 def _on(value: int | None) -> str | None:
     return None if value is None else "on" if value else "off"
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _nvlinks(library: ModuleType, gpu: Any) -> str | None:

@@ -17,7 +17,7 @@ import yaml
 from gradus import files, models, tasks
 from gradus.data.corpus import Corpus
 from gradus.data.readers import expanded
-from gradus.data.splits import Part, find_pairs, find_split
+from gradus.data.splits import find_pairs, find_split
 from gradus.errors import UserError, not_written
 from gradus.recipe import presets
 from gradus.recipe.check import learners
@@ -131,9 +131,7 @@ class Facts:
         """Tokens of each training sample, of a pair of the longer side."""
         if self.summary.kind != "pairs":
             return np.asarray(self.train.lengths)
-        part = isinstance(self.train, Part)
-        data, rows = (self.train.dataset, self.train.indices) if part else (self.train, slice(None))
-        return np.maximum(data.source.lengths(), data.target.lengths())[rows]
+        return np.maximum(self.train.source.lengths(), self.train.target.lengths())
 
     def lines(self) -> Iterator[str]:
         """What was found."""
