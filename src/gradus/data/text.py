@@ -88,13 +88,10 @@ class LMDataset:
         ids = self.tokens.ids[start:stop].astype(np.int64)
         if not self.documents:
             return {"ids": ids}
-        offsets = self.tokens.offsets
-        inside = offsets[np.searchsorted(offsets, start, "right") : np.searchsorted(offsets, stop, "left")]
-        begins = np.zeros(len(ids), dtype=np.int64)
-        begins[inside - start] = 1  # empty documents fall together with the next
-        places = np.arange(len(ids))
-        positions = places - np.maximum.accumulate(places * begins)
-        return {"ids": ids, "segments": np.cumsum(begins), "positions": positions}
+        places, offsets = np.arange(start, stop), self.tokens.offsets
+        document = np.searchsorted(offsets, places, "right") - 1  # of each token
+        segments = np.unique(document, return_inverse=True)[1]
+        return {"ids": ids, "segments": segments, "positions": places - np.maximum(start, offsets[document])}
 
 
 class DocumentsDataset:
