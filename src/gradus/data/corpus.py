@@ -204,12 +204,12 @@ def cached_bpe(
 ) -> Tokenizer:
     """`train_bpe` of these texts, done once and kept in the cache. sentinels: with T5's 100 `<extra_id_i>`."""
     specials = [f"<extra_id_{i}>" for i in range(100)] if sentinels else []
-    key_parts: tuple[Any, ...] = ("".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
+    key = digest(1, "".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
 
     def write(aside: Path) -> None:
         train_bpe((text for corpus in corpora for text in corpus), vocab_size, lowercase, specials).save(aside)
 
-    return load(keep(files.cache_dir(cache) / "tokenizers" / digest(1, *key_parts), write))
+    return load(keep(files.cache_dir(cache) / "tokenizers" / key, write))
 
 
 # ---------------------------------------------------------------- tokenised once
@@ -275,7 +275,7 @@ def _write(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, begin: list[int], end: list[int], extra: Callable
 ) -> None:
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    about = dict.fromkeys(("n_tokens", "n_texts", "n_bytes", "n_words", "n_lines"), 0)
+    about, n_texts, n_tokens = dict.fromkeys(("n_bytes", "n_words", "n_lines"), 0), 0, 0
     shown, starts = time.monotonic(), True
     with open(folder / "ids.bin", "wb") as ids, open(folder / "offsets.bin", "wb") as offsets:
         offsets.write(np.zeros(1, "<i8").tobytes())
@@ -284,21 +284,21 @@ def _write(
             try:
                 about["n_bytes"] += len("".join(texts).encode())
             except UnicodeEncodeError as e:
-                where = f"one of the texts {about['n_texts'] + 1} to {about['n_texts'] + len(batch)}"
+                where = f"one of the texts {n_texts + 1} to {n_texts + len(batch)}"
                 raise UserError(f"{corpus.name}: half a character in {where} ({e.reason}). Fix it.") from None
             first, starts = (starts, *last[:-1]), last[-1]
             rows = [begin * a + row + end * b for a, row, b in zip(first, tokenizer.encode_batch(texts), last)]
-            ends = np.cumsum([len(row) for row in rows], dtype="<i8") + about["n_tokens"]
+            ends = np.cumsum([len(row) for row in rows], dtype="<i8") + n_tokens
             ids.write(np.fromiter(itertools.chain.from_iterable(rows), dtype).tobytes())
             offsets.write(ends[list(last)].tobytes())
-            about["n_tokens"], about["n_texts"] = int(ends[-1]), about["n_texts"] + sum(last)
+            n_texts, n_tokens = n_texts + sum(last), int(ends[-1])
             about["n_words"] += sum(len(text.split()) for text in texts)
             about["n_lines"] += sum(text.count("\n") for text in texts)
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
-                done = f"{about['n_bytes'] / 1e6:,.1f} MB, {about['n_tokens'] / 1e6:,.1f} M tokens"
+                done = f"{about['n_bytes'] / 1e6:,.1f} MB, {n_tokens / 1e6:,.1f} M tokens"
                 print(f"tokenising {corpus.name}: {done}", file=sys.stderr, flush=True)
-    if about["n_tokens"] == 0:
+    if n_tokens == 0:
         raise UserError(f"{corpus.name}: empty: it contains no tokens.")
     about |= {"dtype": dtype, **extra()}
     (folder / "about.json").write_text(json.dumps(about))

@@ -282,8 +282,9 @@ class CifarSource(Rows):
     def __init__(self, path: Path, split: str):
         self.path, self.name = path, f"{path} ({split})"
         self.wanted = re.compile(r"data_batch_\d+\.bin" if split == "train" else r"test_batch\.bin")
-        inside = [f for f in sorted(path.iterdir()) if self.wanted.fullmatch(f.name)] if path.is_dir() else []
-        self.files = [path] if path.is_file() else inside
+        self.files = [path]
+        if path.is_dir():
+            self.files = [file for file in sorted(path.iterdir()) if self.wanted.fullmatch(file.name)]
 
     def key(self) -> str:
         return digest(self.wanted.pattern, self.identities)

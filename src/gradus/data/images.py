@@ -71,7 +71,7 @@ def open_images(
             splits[split] = FittedImages(dataset, shape, how)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(splits["train"], unit="images")
-    splits = limited(splits, config.limit, config.limit_valid)
+    splits = limited(splits, config)
     return {split: splits[split] for split in ("train", "valid", "test") if split in splits}
 
 
@@ -296,7 +296,9 @@ def _write_images(source: Source, to: Path, n: int, n_channels: int | None = Non
 def channel_stats(dataset: Any) -> tuple[list[float], list[float]]:
     """(mean, standard deviation) a channel, of values in 0..1, over all pixels of a data set: one streaming pass, exact
     (counts of the 256 values). Kept beside the decoded images. Raises UserError for a channel without any variation."""
-    part = digest(dataset.indices.tolist(), str(dataset.preprocess))[:16] if isinstance(dataset, Part) else "all"
+    part = "all"
+    if isinstance(dataset, Part):
+        part = digest(dataset.indices.tolist(), str(getattr(dataset, "preprocess", None)))[:16]
     folder = dataset.folder / f"stats-{part}-{'x'.join(map(str, dataset.shape))}"
     keep(folder, lambda aside: files.write_json(aside / "stats.json", _measure(dataset)), "GRADUS_CACHE")
     return tuple(json.loads((folder / "stats.json").read_text()))

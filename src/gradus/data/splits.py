@@ -255,18 +255,20 @@ def find_pairs(
 # ---------------------------------------------------------------- some samples of one
 
 
+PER_SAMPLE = ("lengths", "sides", "labels")
+OF_ALL = ("classes", "shape", "as_read", "preprocess", "folder", "content", "truncation", "epoch_aware")
+
+
 class Part:
     """Some samples of a data set, in the order of `indices`, with what is known of them."""
 
     def __init__(self, dataset: Any, indices: np.ndarray, name: str | None = None):
         self.dataset, self.indices = dataset, indices
         self.name = name or getattr(dataset, "name", type(dataset).__name__)
-        self.epoch_aware = getattr(dataset, "epoch_aware", False)
-        self.preprocess = getattr(dataset, "preprocess", None)  # how images are resized and cropped, where they are
-        for name in ("lengths", "sides", "labels", "classes", "shape", "as_read", "folder", "content", "truncation"):
+        for name in (*PER_SAMPLE, *OF_ALL):
             if hasattr(dataset, name):
                 value = getattr(dataset, name)
-                setattr(self, name, value[indices] if name in ("lengths", "sides", "labels") else value)
+                setattr(self, name, value[indices] if name in PER_SAMPLE else value)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -295,9 +297,9 @@ def hold_out(dataset: Any, every: int = 10, unit: str = "rows") -> tuple[Part, P
     return parts
 
 
-def limited(splits: dict[str, Any], limit: int | None, limit_valid: int | None) -> dict[str, Any]:
+def limited(splits: dict[str, Any], data: Any) -> dict[str, Any]:
     """The splits, of which train and valid keep the first so many samples of a fixed shuffle."""
-    for split, most in (("train", limit), ("valid", limit_valid)):
+    for split, most in (("train", data.limit), ("valid", data.limit_valid)):
         if most is not None and split in splits and most < len(splits[split]):
             order = np.random.Generator(np.random.PCG64(0)).permutation(len(splits[split]))
             splits[split] = Part(splits[split], order[:most])

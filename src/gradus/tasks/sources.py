@@ -98,7 +98,7 @@ def open_running_text(
             about, targets = tokens.about, splits[split].n_targets
             words = about["n_words"] + about["n_lines"]
             sizes[split] = {"bytes": about["n_bytes"], "words": words, "targets": targets}
-    return tokenizers, limited(splits, data.limit, data.limit_valid), sizes
+    return tokenizers, limited(splits, data), sizes
 
 
 def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:
@@ -109,7 +109,7 @@ def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple
     tokenizers = saved or {"": make_tokenizer(recipe, lambda: [corpora["train"]])}
     tokens = {split: TokenFile.of(corpus, tokenizers[""], cache=data.cache) for split, corpus in corpora.items()}
     splits = {split: DocumentsDataset(t, room, across=data.pack == "stream") for split, t in tokens.items()}
-    return tokenizers, limited(splits, data.limit, data.limit_valid)
+    return tokenizers, limited(splits, data)
 
 
 def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any], list[str]]:
@@ -142,7 +142,7 @@ def open_labelled(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[
             splits[split] = LabelledDataset(files[split], tokenizers[""], room, like=train, **options)
     if "valid" not in splits:
         splits["train"], splits["valid"] = hold_out(train)
-    return tokenizers, limited(splits, data.limit, data.limit_valid), train.classes
+    return tokenizers, limited(splits, data), train.classes
 
 
 def open_pairs(
@@ -170,4 +170,4 @@ def open_pairs(
     tokenizers = saved or {place: make_tokenizer(recipe, lambda of=of: list(of)) for place, of in sides.items()}
     source, target = tokenizers[""], tokenizers.get("target", tokenizers[""])
     splits = {split: PairsDataset(*pair, source, target, room, data.cache) for split, pair in corpora.items()}
-    return tokenizers, limited(splits, data.limit, data.limit_valid), corpora
+    return tokenizers, limited(splits, data), corpora

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from gradus import hub, models
 from gradus import recipe as recipes
 from gradus.data import tokenizer_files
+from gradus.data.readers import expanded
 from gradus.data.splits import SPLITS
 from gradus.errors import UserError
 from gradus.recipe.schema import Recipe
@@ -61,10 +61,10 @@ def _weights(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
     init = recipe.model.init
     if init is None:
         return "drawn from the seed: nothing to fetch", {}
-    if Path(os.path.expanduser(init)).exists():
+    if expanded(init).exists():
         place = models.locate(init)
         if place.is_file():  # llama2.c: the tokenizer may lie beside
-            _copy([place, *_matching(place.parent, TOKENIZERS)], to)
+            _copy([place, *_tokenizers_in(place.parent)], to)
             return init, {"model.init": str(to / place.name)}
         _copy([f for f in place.iterdir() if not f.name.startswith(("training.", "."))], to)
     else:
@@ -82,13 +82,13 @@ def _tokenizer(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
         return f"{config.kind}, made from the training text: nothing to fetch", {}
     if config.path is None:
         return "beside the weights: nothing more to fetch", {}
-    path, place = Path(os.path.expanduser(config.path)), to
+    path, place = expanded(config.path), to
     if path.is_file():  # files that say how to read this one lie beside it
-        companions = [f for f in _matching(path.parent, TOKENIZERS) if f.suffix in (".json", ".txt", ".bpe", ".jinja")]
+        companions = [f for f in _tokenizers_in(path.parent) if f.suffix in (".json", ".txt", ".bpe", ".jinja")]
         _copy([path, *companions], to)
         place = to / path.name
     elif path.is_dir():
-        _copy(_matching(path, TOKENIZERS), to)
+        _copy(_tokenizers_in(path), to)
     else:
         _from_hub(config.path, "tokenizer.path", to, [[*DESCRIPTION, *TOKENIZERS]])
     tokenizer_files.load(place)
@@ -109,7 +109,7 @@ def _data(recipe: Recipe, to: Path) -> tuple[str, dict[str, str]]:
             if name in wanted:
                 table.to_parquet(str(to / f"{name}.parquet"))
         return path, {"data.path": str(to), **{f"data.{split}": f"{name}.parquet" for split, name in explicit.items()}}
-    place = Path(os.path.expanduser(path))
+    place = expanded(path)
     if not place.exists():
         where = recipes.looked_for(path)
         raise UserError(f"data.path={path}: no such file or folder{where}. Give one that is here, or hf:NAME.")
@@ -131,8 +131,8 @@ def _from_hub(
 # ---------------------------------------------------------------- files
 
 
-def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+def _tokenizers_in(folder: Path) -> list[Path]:
+    return sorted({file for pattern in TOKENIZERS for file in folder.glob(pattern) if file.is_file()})
 
 
 def _copy(paths: Sequence[Path], to: Path) -> None:
