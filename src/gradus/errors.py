@@ -83,9 +83,14 @@ def disk_full(error: BaseException) -> bool:
     return _number(error) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; of one that says nothing its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def not_written(where: Path, error: BaseException, then: str) -> UserError:
     """What to raise where `where` could not be written: 'WHERE: the disk is full (0.00 GB free): THEN'."""
-    reason = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = getattr(error, "strerror", None) or first_line(error)
     if disk_full(error):
         there = next(p for p in (Path(where), *Path(where).absolute().parents) if p.exists())
         reason = "the quota is used up" if _number(error) == errno.EDQUOT else "the disk is full"

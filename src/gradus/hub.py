@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus.errors import DataError, EnvironmentFault, UserError, disk_full, need
+from gradus.errors import DataError, EnvironmentFault, UserError, disk_full, first_line, need
 
 
 def _is_set(variable: str) -> bool:
@@ -84,7 +84,7 @@ def data_set(name: str, where: str) -> dict[str, Any]:
 
 def _reason(e: Exception, where: str) -> str:
     """Raises EnvironmentFault where the disk is full."""
-    reason = (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+    reason = first_line(e)[:200]
     if disk_full(e):
         fix = "Free some space, or set HF_HOME to a folder with enough space."
         raise EnvironmentFault(f"{where}: {reason}. {fix}") from None

@@ -42,7 +42,7 @@ from gradus.data.splits import (
     print_left_out,
 )
 from gradus.data.text import LABEL_COLUMNS, as_label, of_one_kind
-from gradus.errors import DataError, UserError, need
+from gradus.errors import DataError, UserError, first_line, need
 from gradus.limits import GB
 from gradus.recipe.schema import ImagesData
 from gradus.text import say
@@ -318,7 +318,7 @@ class CifarSource(Rows):
                     if self.wanted.fullmatch(base):
                         yield f"{self.path}:{member.name}", archive.extractfile(member).read()
         except (tarfile.TarError, OSError, EOFError) as e:
-            why = str(e).splitlines()[0].rstrip(":")
+            why = first_line(e).rstrip(":")
             raise UserError(f"{self.path}: not a readable archive ({why}). Download it again") from None
 
     def labels(self) -> np.ndarray:

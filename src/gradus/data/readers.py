@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gradus import hub, limits
-from gradus.errors import DataError, UserError, did_you_mean, need
+from gradus.errors import DataError, UserError, did_you_mean, first_line, need
 
 KINDS = {".txt": "txt", ".raw": "txt", ".tokens": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"} | {
     f".{kind}": kind for kind in ("csv", "tsv", "parquet")
@@ -325,8 +325,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         try:
             yield pq.ParquetFile(file)
         except (OSError, arrow.ArrowException) as e:
-            why = str(e).splitlines()[0]
-            raise UserError(f"{path}: not a whole Parquet file ({why}). Get the file again.") from None
+            raise UserError(f"{path}: not a whole Parquet file ({first_line(e)}). Get the file again.") from None
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:

@@ -76,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(map(self.split.search, texts)):
-            return [self.encode(text) for text in texts]
+            return super().encode_batch(texts)
         return self.sp.encode(list(map(self._spaced, texts)))
 
     def decode(self, ids: Iterable[int]) -> str:

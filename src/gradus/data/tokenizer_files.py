@@ -28,7 +28,7 @@ from gradus.data.tokenizers import (
     content_of,
     package_tokenizers,
 )
-from gradus.errors import DataError, UserError
+from gradus.errors import DataError, UserError, first_line
 
 Config = dict[str, Any]  # what the files beside a tokenizer say of it
 # Tokenizers of transformers whose files are read here, by class or model type: the kind of file, and the roles of the
@@ -128,10 +128,6 @@ def _find(folder: Path) -> Path:
         return others[0]
     there = ", ".join(p.name for p in files[:10]) or "nothing"
     raise UserError(f"{folder}: need one tokenizer in this folder; found {there}. A tokenizer is {KINDS}.")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -247,7 +243,7 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # the package raises plain Exception, and where it panics a BaseException of its own
-        raise _Damaged(f"not a readable {what}: {_first_line(e)}") from None
+        raise _Damaged(f"not a readable {what}: {first_line(e)[:200]}") from None
     return rust
 
 
@@ -335,7 +331,7 @@ def _read_sentencepiece(file: Path, config: Config, name: str) -> Tokenizer:
         # Files that `save` wrote (extra_ids) are as read
         tokenizer = SentencePieceTokenizer(data, config, name == "llamatokenizer" and "extra_ids" not in config)
     except (RuntimeError, ValueError) as e:
-        raise _Damaged(f"not a readable SentencePiece model: {_first_line(e)}") from None
+        raise _Damaged(f"not a readable SentencePiece model: {first_line(e)[:200]}") from None
     if tokenizer.like_t5:
         tokenizer.around(None, tokenizer.eos_id)
     return tokenizer

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import torch
 
-from gradus.errors import EnvironmentFault, UserError, need, writing
+from gradus.errors import EnvironmentFault, UserError, first_line, need, writing
 from gradus.recipe.schema import Log
 from gradus.rows import Row, RowFile
 from gradus.text import say, wrapped
@@ -119,7 +119,7 @@ def _wandb_errors() -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        why = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0].rstrip(".")
+        why = first_line(e).partition(". ")[0].rstrip(".")
         raise UserError(f"log.wandb: {why}. Log in once with wandb login, or set WANDB_MODE=offline.") from None
 
 

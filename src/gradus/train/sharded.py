@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from gradus import files, models, tasks
-from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_code, not_written
+from gradus.errors import FAULT, EnvironmentFault, UserError, disk_full, exit_code, first_line, not_written
 from gradus.models import weights
 from gradus.models.values import fill, place
 from gradus.models.weights import Stored, checksums
@@ -93,8 +93,7 @@ def _not_written(target: Path, error: BaseException) -> UserError:
     last, then = causes[-1], f"{target.name} was not written; earlier checkpoints are complete."
     if full is not None or isinstance(last, OSError | SafetensorError):
         return not_written(target.parent, full or last, f"{then} Free some space, then continue with --resume.")
-    why = (str(last).strip() or type(last).__name__).splitlines()[0]
-    return UserError(f"{target.parent}: writing failed ({why}): {then} Continue with --resume.")
+    return UserError(f"{target.parent}: writing failed ({first_line(last)}): {then} Continue with --resume.")
 
 
 # ---------------------------------------------------------------- save
