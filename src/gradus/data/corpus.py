@@ -86,9 +86,10 @@ class Corpus:
         first = self._derived(f"first {1 - fraction:.0%}", self._part, fraction, False)
         return first, self._derived(f"last {fraction:.0%}", self._part, fraction, True)
 
-    def every(self, n: int, held_out: bool) -> Corpus:
-        """Every n-th text (held_out), or all others."""
-        return self._derived(f"every {n}th" if held_out else f"without every {n}th", self._every, n, held_out)
+    def every(self, n: int) -> tuple[Corpus, Corpus]:
+        """All but every n-th text, and the rest."""
+        others = self._derived(f"without every {n}th", self._every, n, False)
+        return others, self._derived(f"every {n}th", self._every, n, True)
 
     def _derived(self, share: str, make: Callable, *arguments: Any) -> Corpus:
         key, name = digest(self.key, make.__name__, *arguments), f"{self.name} ({share})"

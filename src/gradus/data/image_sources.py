@@ -36,7 +36,7 @@ from gradus.data.splits import (
     class_folders,
     data_files,
     existing,
-    find_split,
+    find_splits,
     folders_in,
     inner,
     print_left_out,
@@ -389,5 +389,4 @@ def _tables(where: str) -> dict[str, Readable]:
     there = (file for level in ("*", "*/*", "*/*/*") for file in path.glob(f"{level}.parquet"))
     if not (is_hub(where) or path.is_file() or next(there, None)):
         return {}
-    found = {split: find_split(where, split, required=split == "train") for split in SPLITS}
-    return {split: tables for split, tables in found.items() if tables}
+    return find_splits(where)

@@ -69,6 +69,13 @@ def find_split(path: str | Path, split: str, explicit: str | None = None, requir
     return None
 
 
+def find_splits(path: str | Path, explicit: Any = None) -> dict[str, Readable]:
+    """Split → its file, as `find_split` finds it, of those that there are. explicit: has their names as attributes.
+    Raises UserError where there is no training split."""
+    found = {split: find_split(path, split, getattr(explicit, split, None), split == "train") for split in SPLITS}
+    return {split: file for split, file in found.items() if file is not None}
+
+
 def existing(path: str | Path) -> Path:
     """The path, with the home folder for ~. Raises DataError where there is nothing."""
     if not (found := expanded(path)).exists():

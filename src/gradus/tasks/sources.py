@@ -11,7 +11,7 @@ import numpy as np
 from gradus import limits, models
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
 from gradus.data.readers import Readable
-from gradus.data.splits import find_pairs, find_split, hold_out, limited, print_left_out
+from gradus.data.splits import find_pairs, find_splits, hold_out, limited, print_left_out
 from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset, has_labels
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
@@ -50,10 +50,7 @@ def needs_path(recipe: Recipe) -> str:
 
 def _files(recipe: Recipe) -> dict[str, Readable]:
     """The file of each split that the data have. Raises UserError where there is no training split."""
-    data, path = recipe.data, needs_path(recipe)
-    splits = ("train", "valid", "test")
-    files = {s: find_split(path, s, getattr(data, s), required=s == "train") for s in splits}
-    return {split: file for split, file in files.items() if file is not None}
+    return find_splits(needs_path(recipe), recipe.data)
 
 
 def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
@@ -161,8 +158,7 @@ def open_pairs(
         if pair is not None:
             corpora[split] = pair
     if "valid" not in corpora:
-        pair = corpora["train"]
-        corpora["train"], corpora["valid"] = (tuple(side.every(10, valid) for side in pair) for valid in (False, True))
+        corpora["train"], corpora["valid"] = zip(*(side.every(10) for side in corpora["train"]))
     shared = recipe.tokenizer is None or recipe.tokenizer.shared
     if recipe.tokenizer is not None and recipe.tokenizer.kind == "file" and not recipe.tokenizer.shared:
         raise UserError("tokenizer.shared=false has no effect with tokenizer.kind=file, one file for both languages.")
