@@ -214,7 +214,7 @@ LIST = (
       "data/test_corpus.py::test_documents_of_a_text_file", of="bert masked_lm train"),
     M("data/text.py", '*columns, "labels as written")', '"labels as written")',
       "data/test_text.py::test_other_columns_are_not_the_kept_ones", of="classification train"),
-    M("data/splits.py", '("lengths", "sides", "labels") else', '("sides", "labels") else',
+    M("data/splits.py", "value[indices] if name in PER_SAMPLE else", "value[indices] if name in PER_SAMPLE[1:] else",
       "data/test_splits.py::test_what_is_known_of_a_part_is_known_of_its_own_samples", of="translation train"),
     M("tasks/causal_lm.py", 'nats / size["bytes"] / math.log(2)', 'nats / size["bytes"]',
       "train/test_evaluation.py::test_a_perplexity_of_words_is_of_models_that_are_told_by_words", of="gpt causal_lm evaluate"),
