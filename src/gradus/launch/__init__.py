@@ -110,12 +110,11 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
 
 def _named(recipe: Recipe) -> dict[str, str]:
     """Key of the recipe → the weights, tokenizer and data that it names."""
-    values = {
-        "model.init": recipe.model.init,
-        "tokenizer.path": recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None,
-        "data.path": getattr(recipe.data, "path", None),
-    }
-    return {key: value for key, value in values.items() if value}
+    from gradus.recipe.load import INPUTS
+    from gradus.recipe.text import get_key
+
+    tree = recipe.model_dump()
+    return {key: value for key in INPUTS if (value := get_key(tree, key))}
 
 
 def preview(args: Namespace, recipe: Recipe, processes: int, gpu: str | None = None) -> Iterator[str]:

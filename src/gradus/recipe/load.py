@@ -30,7 +30,7 @@ EXCLUSIVE = (
     ("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"),
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
 )  # fmt: skip
-INPUTS = ("data.path", "tokenizer.path", "model.init")  # paths: see text.absolute
+INPUTS = ("model.init", "tokenizer.path", "data.path")  # paths: see text.absolute
 DEFAULT, FILE, ARGUMENT, COMMAND_LINE = range(-1, 3)  # a key's origin: the earliest layer with its value
 
 Configure = Callable[[str], Mapping[str, Any] | None]
