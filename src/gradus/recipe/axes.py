@@ -106,5 +106,6 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
     periods = {"train.checkpoint_every": recipe.train.checkpoint_every, "evaluate.every": recipe.evaluate.every}
     for where, every in periods.items():
         if every and every % local.every:
-            name, near = "diloco" if layout.diloco else "local_sgd", max(1, round(every / local.every)) * local.every
-            yield f"{where}={every}: workers sync every {local.every} steps (layout.{name}.every). Set {where}={near}."
+            name = "diloco" if layout.diloco else "local_sgd"
+            best = max(1, round(every / local.every)) * local.every
+            yield f"{where}={every}: workers sync every {local.every} steps (layout.{name}.every). Set {where}={best}."

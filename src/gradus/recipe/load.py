@@ -2,7 +2,7 @@
 
 One rule: a later layer wins. Where it sets another kind (a section's name, or any switch that other keys belong to),
 the keys of earlier layers that the new kind lacks fall away, with one note; a derived value that no longer fits is
-clamped (`check.CLAMPED`), with a note. Any other contradiction is an error that shows both places. Every problem is
+clamped (`Problem.instead`), with a note. Any other contradiction is an error that shows both places. Every problem is
 reported at once, a line each.
 """
 
