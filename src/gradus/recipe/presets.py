@@ -21,33 +21,16 @@ from gradus.recipe.schema import MODELS, ModelConfig
 NOT_ARCHITECTURE = ("init", "dropout", "classifier_dropout", "head", "pooler", "n_classes", "patches")
 HEAD = ("head", "pooler", "n_classes")
 
+_DATA: dict[str, Any] = files.packaged("recipe/presets.yaml")
 PRESETS: dict[str, dict[str, Any]] = {
     name: {**table["shared"], **dict(zip(table["columns"], row, strict=True))}
-    for table in files.packaged("recipe/presets.yaml")["tables"]
+    for table in _DATA["tables"]
     for name, row in table["sizes"].items()
 }
-ALIASES: dict[str, str] = files.packaged("recipe/presets.yaml")["aliases"]
+ALIASES: dict[str, str] = _DATA["aliases"]
+DRAFTS: dict[str, dict[str, Any]] = _DATA["drafts"]
+TINY: list[dict[str, dict[str, Any]]] = _DATA["tiny"]
 EXAMPLE = "gpt2-small"  # what a form opens with
-
-# What `gradus new` drafts to be trained from scratch, by the kind of data.
-DEEP, SHALLOW = ({"n_layers": n, "d_model": 128, "n_heads": 4} for n in (4, 2))
-DRAFTS: dict[str, dict[str, Any]] = {
-    "images": {"family": "vit", "image_size": 32, "patch_size": 4, **DEEP, "d_ff": 256},
-    "text": {"family": "gpt", **DEEP, "seq_len": 128, "bias": False},
-    "pairs": {"family": "seq2seq", **SHALLOW, "d_ff": 512, "norm_first": True, "seq_len": 512},
-    "labelled": {"family": "bert", **SHALLOW, "d_ff": 512, "seq_len": 1024},
-}
-
-# Sections of models whose step is nearly all the framework's, once they have tiny sizes.
-_LM = {"task": {"name": "causal_lm"}, "data": {"kind": "text", "path": "-"}}
-TINY: tuple[dict[str, dict[str, Any]], ...] = (
-    {"model": {"family": "gpt"}, **_LM},
-    {"model": {"family": "llama"}, **_LM},
-    {
-        "model": {"family": "seq2seq", "dropout": 0.1}, "task": {"name": "copy", "n_symbols": 32, "length": 8},
-        "data": {"kind": "synthetic"},
-    },
-)  # fmt: skip
 
 
 def fields(name: str) -> dict[str, Any]:
