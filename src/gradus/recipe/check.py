@@ -45,8 +45,8 @@ def clamped_warmup(end: int) -> int:
 def changed(sections: Mapping[str, Any]) -> set[str]:
     """The dotted keys whose values are not the defaults."""
     sections = {name: section for name, section in sections.items() if isinstance(section, Section)}
-    fields = ((name, key, f) for name, s in sections.items() for key, f in type(s).model_fields.items())
-    return {*sections, *(f"{name}.{key}" for name, key, f in fields if getattr(sections[name], key) != f.default)}
+    differ = ((name, key) for name, s in sections.items() for key in s.model_dump(exclude_defaults=True))
+    return {*sections, *(f"{name}.{key}" for name, key in differ)}
 
 
 def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
