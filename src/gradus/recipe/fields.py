@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import did_you_mean, nearest
 from gradus.recipe.conflicts import DEPENDENT, Problem
 from gradus.recipe.schema import Recipe, Section
-from gradus.recipe.training_args import NAMES, SAME
 
+NAMES: dict[str, Any] = files.packaged("recipe/names.yaml")
 COMMON: dict[str, str] = NAMES["keys"]  # key → names of it in papers and other tools
+SAME: dict[str, str] = NAMES["same"]  # Hugging Face's name → the key that means the same
 
 
 def alternatives(annotation: Any) -> list[Any]:

@@ -16,15 +16,14 @@ from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from gradus import files, limits
+from gradus import limits
 from gradus.errors import UserError, did_you_mean
+from gradus.recipe.fields import NAMES, SAME, expected
 from gradus.recipe.schema import Layout
 
 KEY = "TrainingArgs"
 NOT_TAKEN = "it has no counterpart here and is ignored"
 
-NAMES: dict[str, Any] = files.packaged("recipe/names.yaml")
-SAME: dict[str, str] = NAMES["same"]
 ADVICE: dict[str, str] = NAMES["advice"]
 
 
@@ -75,14 +74,6 @@ def _no_arguments(path: str | Path) -> UserError:
     return UserError(f"{path}: expected an object of TrainingArguments, such as {example}.")
 
 
-KINDS: dict[type, tuple[str, TypeAdapter[Any]]] = {
-    bool: ("true or false", TypeAdapter(bool)),
-    str: ("a word in quotes", TypeAdapter(str)),
-    int: ("a whole number", TypeAdapter(int)),
-    float: ("a number", TypeAdapter(FiniteFloat)),
-}
-
-
 class Arguments:
     """Translates the arguments one group after another; those that remain have no counterpart."""
 
@@ -120,10 +111,10 @@ class Arguments:
             return "no"
         if kind is None or value is None:
             return value
-        words, reader = KINDS[kind]
         with contextlib.suppress(ValidationError):
             if isinstance(value, bool) == (kind is bool):
-                return reader.validate_python(value)
+                return TypeAdapter(FiniteFloat if kind is float else kind).validate_python(value)
+        words = "a word in quotes" if kind is str else expected(kind)
         raise self.wrong(name, f": expected {words}, got {json.dumps(value)}.")
 
     def note(self, name: str, value: Any, text: str) -> None:
