@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable
-from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -38,7 +37,6 @@ def discriminator(section: str) -> str | None:
     return key if isinstance(key, str) else None
 
 
-@cache
 def classes_of(section: str) -> dict[str, type[Section]]:
     """Kind -> class, for a section with kinds; {"": class} for another."""
     key = discriminator(section)
@@ -46,7 +44,6 @@ def classes_of(section: str) -> dict[str, type[Section]]:
     return {c.model_fields[key].default if key else "": c for c in classes}
 
 
-@cache
 def kinds_of(section: str) -> tuple[str | None, dict[str, set[str]]]:
     """(the key that says the kind, kind -> known keys); (None, {}) for a section without kinds."""
     if section in DEPENDENT:
