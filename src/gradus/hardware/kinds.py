@@ -22,14 +22,6 @@ def plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", re.sub(r"\b(nvidia|amd|google|tesla|geforce|instinct)\b", "", name.lower()))
 
 
-def link_named(name: str, known: dict[str, Link]) -> Link:
-    """Raises ValueError where there is none."""
-    same = [link for key, link in known.items() if plain(key) == plain(name)]
-    if not same:
-        raise ValueError(f"{name!r} is not a known link.{did_you_mean(name, known)}")
-    return known.get(name, same[0])
-
-
 def _day(date: Any) -> str:
     try:
         return "" if date == "" else str(datetime.date.fromisoformat(str(date)))
@@ -59,9 +51,15 @@ def _cited(source: Any, info: ValidationInfo) -> str:
 
 def _linked(link: Any, info: ValidationInfo) -> Any:
     """A device's link: a name of the links, or written out as a mapping."""
-    if isinstance(link, str):
-        return link_named(link, info.context["links"])
-    return {"name": f"{info.data.get('name')} {info.field_name}", **link} if isinstance(link, dict) else link
+    if isinstance(link, dict):
+        return {"name": f"{info.data.get('name')} {info.field_name}", **link}
+    if not isinstance(link, str):
+        return link
+    known: dict[str, Link] = info.context["links"]
+    same = [one for key, one in known.items() if plain(key) == plain(link)]
+    if not same:
+        raise ValueError(f"{link!r} is not a known link.{did_you_mean(link, known)}")
+    return known.get(link, same[0])
 
 
 def _in(what: str, unit: str) -> Any:

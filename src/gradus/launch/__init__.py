@@ -177,7 +177,7 @@ def one_line(option: str, value: str) -> str:
     """The value. Raises UserError where it would break out of its line, or cannot be written in a script."""
     if not value.strip() or any(c in value for c in "\n\r\0"):
         raise UserError(f"{option}={value!r}: must be one line.")
-    if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
+    if any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{option}={value!r}: cannot be written in UTF-8. Rename it.")
     return value
 

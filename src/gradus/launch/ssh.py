@@ -55,11 +55,11 @@ def launch(args: Namespace) -> int:
     for line in args.setup:
         one_line("--setup", line)
     one_line("--python", args.python)
-    if args.follow and (args.dry_run or not args.host):
+    printed = args.dry_run or not args.host
+    if args.follow and printed:
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
     from gradus.train.folder import own
 
-    printed = args.dry_run or not args.host
     for tool in ("ssh", args.copy) if not printed else ():
         if not shutil.which(tool):
             raise UserError(f"no {tool} here. Install it (on Debian: apt-get install openssh-client rsync).")

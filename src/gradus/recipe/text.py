@@ -69,9 +69,7 @@ def stated(tree: Mapping[str, Any]) -> list[str]:
 
 def flat(path: str, value: Any) -> dict[str, Any]:
     """Dotted key -> value, of what stands inside `path`."""
-    if isinstance(value, dict) and value:
-        return {k: v for key, below in value.items() for k, v in flat(f"{path}.{key}", below).items()}
-    return {path: value}
+    return {key: v for key, v in leaves({path: value}) if not (v and isinstance(v, Mapping))}
 
 
 def plain(value: Any) -> Any:
