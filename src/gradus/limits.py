@@ -165,27 +165,22 @@ def shallow(tree: Any, where: object, most: float = math.inf) -> None:
     raise UserError(f"{where}: nested deeper than {DEPTH} levels.")
 
 
-class Once:
-    """Of a loader of YAML: a key that is given twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        import yaml
-
-        seen = set()
-        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
-            if key.value in seen:
-                problem = f"{key.value} is given twice. Keep one"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)  # type: ignore[misc]
-
-
 @functools.cache
 def _loader() -> Any:
-    """Of plain YAML."""
+    """Of plain YAML. A key that is given twice is an error."""
     import yaml
 
-    return type("Loader", (Once, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), {})
+    class Once(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+                if key.value in seen:
+                    problem = f"{key.value} is given twice. Keep one"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Once
 
 
 def parse_yaml(text: str, where: object, loader: Any = None, most: float = NODES) -> Any:
