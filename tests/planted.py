@@ -276,7 +276,7 @@ LIST = (
       "recipe/test_check.py::test_images_are_divided_by_what_is_positive", of="vit classification check"),
     M("recipe/text.py", "for k, v in section.items() if v is not None or wins.get(k) is not None)", "for k, v in section.items() if v is not None)",
       "recipe/test_text.py::test_a_null_that_wins_over_a_preset_survives", of="llama causal_lm train"),
-    M("recipe/presets.py", '"t5-v1.1-small": _size("t5-v1.1", 8, 512, 6, 64, 1024)', '"t5-v1.1-small": _size("t5-v1.1", 8, 512, 8, 64, 1024)',
+    M("recipe/presets.yaml", "t5-v1.1-small: [8, 512, 6, 64, 1024]", "t5-v1.1-small: [8, 512, 8, 64, 1024]",
       "models/test_presets.py::test_counts_are_the_published_ones", of="t5 span_corruption models"),
     M("recipe/training_args.py", "math.ceil(value * (self.steps or 0))", "int(value * (self.steps or 0))",
       "recipe/test_training_args.py::test_what_is_mapped", of="train"),

@@ -26,7 +26,8 @@ def packaged(name: str) -> Any:
     """The content of one of the package's own YAML files, by its path below src/gradus."""
     import yaml
 
-    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:

@@ -18,7 +18,7 @@ import re
 import struct
 import textwrap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def width_of(words: Any, bold: bool = False) -> float:
     return sum(every) * (1.15 if bold else 1)
 
 
-def _label_width(words: Sequence[Any]) -> float:
+def _label_width(words: Iterable[Any]) -> float:
     return max(map(width_of, words), default=0)
 
 
@@ -329,15 +329,15 @@ def bars(
     the left. limit: (name, value), a line across all bars. marks: name → values that are marked on its bar, and joined.
     notes: name → words behind the number. width: at least."""
     stacked = {name: value if isinstance(value, Mapping) else {"": value} for name, value in values.items()}
-    parts = [part for part in dict.fromkeys(part for own in stacked.values() for part in own) if part]
+    parts = [part for part in dict.fromkeys(itertools.chain(*stacked.values())) if part]
     marks, notes = marks or {}, notes or {}
     labels = {name: textwrap.wrap(name, 44, break_on_hyphens=False) for name in stacked}
     said = {name: f"{number(sum(own.values()), unit)}{notes.get(name, '')}" for name, own in stacked.items()}
     least = min((sum(value for value in own.values() if value < 0) for own in stacked.values()), default=0)
     above = (sum(value for value in own.values() if value > 0) for own in stacked.values())
     most = max([*above, *itertools.chain(*marks.values()), *([limit[1]] if limit else [])], default=0) - least or 1.0
-    left = GAP + _label_width([*itertools.chain(*labels.values())]) + 6
-    right = max(90, _label_width([*said.values()]) + 6 + GAP)
+    left = GAP + _label_width(itertools.chain(*labels.values())) + 6
+    right = max(90, _label_width(said.values()) + 6 + GAP)
     width = max(width, left + 120 + right)
     legend, top = _legend(parts if parts != list(values) else [], width - GAP)
     body, y, size = [legend], top + 2, (width - left - right) / most
@@ -434,7 +434,7 @@ def lines(
     height += max(0, top - 19)  # of a legend's further lines
     right, top, bottom = width - 2 * GAP, top + (20 if y else 8), height - 40.0
     up = _Axis(y0, y1, bottom, top, "y" in log)
-    left = max(64.0, GAP / 2 + _label_width([*up.ticks().values()]) + 6)
+    left = max(64.0, GAP / 2 + _label_width(up.ticks().values()) + 6)
     across = _Axis(x0, x1, left, right, "x" in log, named)
     body = [legend, text(GAP, top - 10, y, kind="quiet"), *up.levels(left, right), *across.lying(bottom + 15, x)]
     for name, curve in curves.items():
@@ -489,7 +489,7 @@ def gantt(
     """What each row does when. rows: name → (start, end, kind, label); a kind has a colour and stands in the legend."""
     kinds = list(dict.fromkeys(kind for own in rows.values() for _, _, kind, _ in own))
     end = max((stop for own in rows.values() for _, stop, _, _ in own), default=0) or 1.0
-    left = GAP + _label_width(list(rows)) + 6
+    left = GAP + _label_width(rows) + 6
     size, (legend, y) = (width - left - GAP) / end, _legend(kinds, width - GAP)
     body = [legend]
     for name, own in rows.items():

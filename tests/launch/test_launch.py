@@ -83,23 +83,23 @@ def test_the_commands_for_a_rented_machine(file):
         named = COPY_TASK.model_copy(update={"name": right_name(path.stem)})
         script, todo = ssh.commands(args, named, "runs/a")
         (folder / "gradus" / "runs" / "a").mkdir(parents=True)
-        for command in todo:
-            if command.words[0] == "ssh" and command not in todo[-3:]:
-                assert command.words[:2] == ["ssh", "me@there"]
-                for call in shell(command.words[2], folder, "tmux"):
+        for why, words in todo.items():
+            if words[0] == "ssh" and why not in list(todo)[-3:]:
+                assert words[:2] == ["ssh", "me@there"]
+                for call in shell(words[2], folder, "tmux"):
                     session = call[4]
                     assert call == ["tmux", "new-session", "-d", "-s", session, "bash", "runs/a/job.sh"] and re.fullmatch(r"[\w-]+", session)
-            elif command.words[0] == "scp":  # older ones let the other machine's shell read the path
-                target = command.words[-1].removeprefix("me@there:")
+            elif words[0] == "scp":  # older ones let the other machine's shell read the path
+                target = words[-1].removeprefix("me@there:")
                 printed = subprocess.run(["sh", "-c", f'printf "%s\\0" {target}'], capture_output=True, text=True, cwd=folder).stdout
                 assert printed == f"{target}\0" and not target.startswith("-") and ".." not in Path(target).parts
-        sent = next(c for c in todo if c.why == "copy the recipe")
-        there_is = sent.words[-1].removeprefix("me@there:gradus/")
+        sent = todo["copy the recipe"]
+        there_is = sent[-1].removeprefix("me@there:gradus/")
         (folder / ".venv" / "bin").mkdir(parents=True)
         (folder / ".venv" / "bin" / "activate").write_text("")
         (folder / "runs" / "a").mkdir(parents=True)
         (call,) = shell(script, folder, "gradus")
-        assert call[:3] == ["gradus", "train", there_is] and sent.words[-2] == str(path.resolve())
+        assert call[:3] == ["gradus", "train", there_is] and sent[-2] == str(path.resolve())
         assert there_is == f"runs/a/{file}" or f"name={named.name}" in call, "the run has the name that it has here"
 
 

@@ -17,7 +17,7 @@ from gradus import files, limits
 from gradus.errors import UserError, did_you_mean, nearest
 from gradus.hardware import kinds
 from gradus.hardware.kinds import Building, Cluster, Device, Grid, Link, Price, plain
-from gradus.hardware.units import in_unit, quantity
+from gradus.hardware.units import quantity
 
 HERE = Path(__file__).parent
 THIS = ("this", "here", "cpu")  # what the calibrated entry of this machine is called by
@@ -210,23 +210,10 @@ def by_driver(name: str, path: str | Path | None = None) -> Device | None:
 
 def device_entry(device: Device) -> dict[str, Any]:
     """A device as the file writes it; find() of what was written gives it back."""
-
-    def stated(hardware: Device | Link, **changed: Any) -> dict[str, Any]:
-        speed = in_unit(hardware.bandwidth, "bytes/s", "GB/s")
-        fields = {**vars(hardware), "bandwidth": speed, **changed}
-        return {k: v for k, v in fields.items() if v not in (None, "", [], {})}
-
-    def written(one: Link | None) -> dict[str, Any] | None:
-        both = one and one.both and in_unit(one.both, "bytes/s", "GB/s")
-        return one and stated(one, latency=in_unit(one.latency, "seconds", "us"), both=both)
-
-    return stated(
-        device, name=None, aliases=list(device.aliases), memory=in_unit(device.memory, "bytes", "GiB"),
-        peaks={k: in_unit(v, "operations/s", "TFLOP/s") for k, v in device.peaks.items()},
-        usable=in_unit(device.capacity, "bytes", "GiB") if device.usable != 1 else None,
-        power=device.power and in_unit(device.power, "watts", "W"),
-        **{where: written(getattr(device, where)) for where in ("link", "network", "bridge")},
-    )  # fmt: skip
+    entry = _adapter(Device).dump_python(dataclasses.replace(device, name="", usable=device.capacity))
+    for key in ("link", "network", "bridge"):
+        entry[key] = {k: v for k, v in (entry[key] or {}).items() if v}
+    return {k: v for k, v in entry.items() if v and (k != "usable" or device.usable != 1)}
 
 
 def add_device(device: Device, path: str | Path | None = None) -> Path:

@@ -7,32 +7,19 @@ import datetime
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 
 from gradus import limits
 from gradus.errors import did_you_mean
-from gradus.hardware.units import quantity
+from gradus.hardware.units import in_unit, quantity
 
 Numbers = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8"]
 NUMBERS = get_args(Numbers)
 
 
-def unit(what: str) -> BeforeValidator:
-    """A file states the quantity with its unit."""
-    return BeforeValidator(lambda text: None if text is None else quantity(text, what))
-
-
 def plain(name: str) -> str:
     """A name without what people write differently: case, spaces, hyphens, the maker and the make."""
     return re.sub(r"[\s_-]+", "", re.sub(r"\b(nvidia|amd|google|tesla|geforce|instinct)\b", "", name.lower()))
-
-
-def link_named(name: str, known: dict[str, Link]) -> Link:
-    """Raises ValueError where there is none."""
-    same = [link for key, link in known.items() if plain(key) == plain(name)]
-    if not same:
-        raise ValueError(f"{name!r} is not a known link.{did_you_mean(name, known)}")
-    return known.get(name, same[0])
 
 
 def _day(date: Any) -> str:
@@ -64,11 +51,25 @@ def _cited(source: Any, info: ValidationInfo) -> str:
 
 def _linked(link: Any, info: ValidationInfo) -> Any:
     """A device's link: a name of the links, or written out as a mapping."""
-    if isinstance(link, str):
-        return link_named(link, info.context["links"])
-    return {"name": f"{info.data.get('name')} {info.field_name}", **link} if isinstance(link, dict) else link
+    if isinstance(link, dict):
+        return {"name": f"{info.data.get('name')} {info.field_name}", **link}
+    if not isinstance(link, str):
+        return link
+    known: dict[str, Link] = info.context["links"]
+    same = [one for key, one in known.items() if plain(key) == plain(link)]
+    if not same:
+        raise ValueError(f"{link!r} is not a known link.{did_you_mean(link, known)}")
+    return known.get(link, same[0])
 
 
+def _in(what: str, unit: str) -> Any:
+    """A number that a file states with its unit; written in this one."""
+    read = BeforeValidator(lambda text: quantity(text, what))
+    return Annotated[float, read, PlainSerializer(lambda value: in_unit(value, what, unit))]
+
+
+Rate, Bytes, Speed = _in("operations/s", "TFLOP/s"), _in("bytes", "GiB"), _in("bytes/s", "GB/s")
+Watts, Seconds, Intensity = _in("watts", "W"), _in("seconds", "us"), _in("kg/J", "g/kWh")
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Money = Annotated[Number, Field(ge=0)]
 Ratio = Annotated[Number, Field(ge=1, le=10)]
@@ -84,11 +85,11 @@ class Link:
 
     __pydantic_config__ = FORBID
     name: str
-    bandwidth: Annotated[float, unit("bytes/s")]  # one direction, per device, nominal
+    bandwidth: Speed  # one direction, per device, nominal
     efficiency: Annotated[Number, Field(ge=1e-3, le=1)] = 0.8  # of it, that collectives reach with large payloads
-    latency: Annotated[float, unit("seconds")] = 5e-6  # for one hop of a collective
+    latency: Seconds = 5e-6  # for one hop of a collective
     # the vendors' figure for both directions together, where they advertise that
-    both: Annotated[float | None, unit("bytes/s")] = None
+    both: Speed | None = None
     source: Source = ""
 
 
@@ -102,10 +103,10 @@ class Device:
 
     __pydantic_config__ = FORBID
     name: str  # as in the file: A100-80GB
-    peaks: Annotated[dict[Numbers, Annotated[float, unit("operations/s")]], Field(min_length=1)]
-    memory: Annotated[float, unit("bytes")]  # that the vendor states
-    bandwidth: Annotated[float, unit("bytes/s")]  # of its memory
-    power: Annotated[float | None, unit("watts")] = None
+    peaks: Annotated[dict[Numbers, Rate], Field(min_length=1)]
+    memory: Bytes  # that the vendor states
+    bandwidth: Speed  # of its memory
+    power: Watts | None = None
     memory_type: str | None = None
     year: Whole | None = None
     kind: Literal["gpu", "tpu", "cpu"] = "gpu"
@@ -113,7 +114,7 @@ class Device:
     node: Whole = 8  # devices per node
     link: Linked = None  # within the node
     network: Linked = None  # between nodes
-    usable: Annotated[float, unit("bytes")] = 1.0  # part of `memory` that a program gets; in the file, bytes
+    usable: Bytes = 1.0  # part of `memory` that a program gets; in the file, bytes
     source: Source = ""
     measured: dict | None = None  # tables that `gradus calibrate` made of this very machine
     bridge: Linked = None  # between two cards only
@@ -173,7 +174,7 @@ class Grid:
 
     __pydantic_config__ = FORBID
     name: str
-    intensity: Annotated[float, unit("kg/J")]  # CO2-equivalent
+    intensity: Intensity  # CO2-equivalent
     year: Whole | None  # None: as stated on the command line
     source: Source = ""
 

@@ -110,12 +110,11 @@ def inputs(recipe: Recipe) -> dict[str, list[Path]]:
 
 def _named(recipe: Recipe) -> dict[str, str]:
     """Key of the recipe → the weights, tokenizer and data that it names."""
-    values = {
-        "model.init": recipe.model.init,
-        "tokenizer.path": recipe.tokenizer.path if recipe.tokenizer and recipe.tokenizer.kind == "file" else None,
-        "data.path": getattr(recipe.data, "path", None),
-    }
-    return {key: value for key, value in values.items() if value}
+    from gradus.recipe.load import INPUTS
+    from gradus.recipe.text import get_key
+
+    tree = recipe.model_dump()
+    return {key: value for key in INPUTS if (value := get_key(tree, key))}
 
 
 def preview(args: Namespace, recipe: Recipe, processes: int, gpu: str | None = None) -> Iterator[str]:
@@ -178,7 +177,7 @@ def one_line(option: str, value: str) -> str:
     """The value. Raises UserError where it would break out of its line, or cannot be written in a script."""
     if not value.strip() or any(c in value for c in "\n\r\0"):
         raise UserError(f"{option}={value!r}: must be one line.")
-    if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
+    if any("\ud800" <= c <= "\udfff" for c in value):
         raise UserError(f"{option}={value!r}: cannot be written in UTF-8. Rename it.")
     return value
 

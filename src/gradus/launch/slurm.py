@@ -310,7 +310,7 @@ def _read(log: Path, place: int = 0) -> bytes:
     return b""
 
 
-def _show(number: str, follow: bool = False) -> int:
+def _show(number: str, follow: bool) -> int:
     """Print the state and the end of the log; follow: then all that comes, until the job has ended.
 
     0 where it is not followed, or completed; else 1.

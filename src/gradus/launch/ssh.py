@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import shutil
@@ -44,17 +43,6 @@ OPTIONS = (
 )
 
 
-@dataclasses.dataclass
-class Command:
-    """One command of this machine's shell."""
-
-    why: str
-    words: list[str]
-
-    def __str__(self):
-        return shlex.join(self.words)
-
-
 def launch(args: Namespace) -> int:
     """Print the commands, or run them.
 
@@ -67,11 +55,11 @@ def launch(args: Namespace) -> int:
     for line in args.setup:
         one_line("--setup", line)
     one_line("--python", args.python)
-    if args.follow and (args.dry_run or not args.host):
+    printed = args.dry_run or not args.host
+    if args.follow and printed:
         raise UserError("--follow cannot take effect where nothing is run. Give --host, without --dry-run.")
     from gradus.train.folder import own
 
-    printed = args.dry_run or not args.host
     for tool in ("ssh", args.copy) if not printed else ():
         if not shutil.which(tool):
             raise UserError(f"no {tool} here. Install it (on Debian: apt-get install openssh-client rsync).")
@@ -87,29 +75,31 @@ def launch(args: Namespace) -> int:
         raise UserError(f"{e.filename}: cannot be written ({reason(e)}). Give another log.dir.") from None
     if printed:
         print(f"# {run}/job.sh, which the machine runs:\n" + "".join(f"#   {line}\n" for line in script.splitlines()))
-        for command in todo:
-            print(f"# {command.why}\n{command}")
+        for why, words in todo.items():
+            print(f"# {why}\n{shlex.join(words)}")
         print("", *(f"# {line}" for line in preview(args, recipe, args.processes)), sep="\n")
         return 0
-    *before, look, follow, fetch = todo
-    for command in before:
-        print(f"# {command.why}\n{command}", flush=True)
-        _run(command)
+    *before, look, follow, fetch = todo.items()
+    for why, words in before:
+        print(f"# {why}\n{shlex.join(words)}", flush=True)
+        _run(why, words)
     if not args.follow:
         print("training; a lost connection does not stop it. From here:")
-        for command in (look, follow, fetch):
-            print(f"# {command.why}\n{command}")
+        for why, words in (look, follow, fetch):
+            print(f"# {why}\n{shlex.join(words)}")
         return 0
-    code = subprocess.run(follow.words).returncode
+    code = subprocess.run(follow[1]).returncode
     if code == 255:
-        raise UserError(f"the connection to {args.host} is lost; training continues there. Follow it again: {follow}")
-    _run(fetch)
+        again = f"Follow it again: {shlex.join(follow[1])}"
+        raise UserError(f"the connection to {args.host} is lost; training continues there. {again}")
+    _run(*fetch)
     print(f"training ended with exit code {code}; its run folder is {run}")
     return code
 
 
-def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
-    """(the script that is run there, all commands in their order: the last three look at it, follow it, fetch it)."""
+def commands(args: Namespace, recipe, run: str) -> tuple[str, dict[str, list[str]]]:
+    """(the script that is run there, what for → each command's words, in their order: the last three look at it, follow
+    it, fetch it)."""
     host = args.host or "USER@HOST"
     session = "gradus-" + re.sub(r"\W", "-", f"{recipe.name}-{Path(run).name}")
     ssh = ["ssh", *(["-p", str(args.port)] if args.port != 22 else [])]
@@ -164,8 +154,7 @@ def commands(args: Namespace, recipe, run: str) -> tuple[str, list[Command]]:
         "see its log until it has ended": there(f"until test -s {run}/pid; do sleep 0.2; done", wait),
         "fetch the run folder": copy([f"{host}:{args.folder}/{run}"], str(Path(run).parent) + "/"),
     }
-    script = _script(args, train_words(args, run, name, settings, theirs), run)
-    return script, [Command(why, words) for why, words in todo.items()]
+    return _script(args, train_words(args, run, name, settings, theirs), run), todo
 
 
 def _script(args: Namespace, words: Sequence[str], run: str) -> str:
@@ -179,8 +168,8 @@ echo ${{PIPESTATUS[0]}} > {run}/exit_code
 """
 
 
-def _run(command: Command) -> None:
-    code = subprocess.run(command.words, stdin=subprocess.DEVNULL).returncode
+def _run(why: str, words: list[str]) -> None:
+    code = subprocess.run(words, stdin=subprocess.DEVNULL).returncode
     if code:
-        tool = command.words[0]
-        raise UserError(f"could not {command.why}: {tool} ended with exit code {code}. The command was: {command}")
+        command = f"{words[0]} ended with exit code {code}. The command was: {shlex.join(words)}"
+        raise UserError(f"could not {why}: {command}")

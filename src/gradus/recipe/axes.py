@@ -16,10 +16,9 @@ DATA = ("replicate", "shard", "expert")  # along these, processes see different 
 def sizes(layout: Layout, n_processes: int) -> dict[str, int]:
     """Axis → processes along it. What the named axes leave over is `replicate`, so the product is n_processes.
     n_processes must be a multiple of `needed(layout)`; parallel.check tells the user where it is not."""
-    named = {axis: getattr(layout, axis) for axis in AXES if axis != "replicate"}
     replica = needed(layout)
     assert n_processes % replica == 0, f"{replica} does not divide {n_processes}"
-    return {axis: n_processes // replica if axis == "replicate" else named[axis] for axis in AXES}
+    return {axis: n_processes // replica if axis == "replicate" else getattr(layout, axis) for axis in AXES}
 
 
 def needed(layout: Layout) -> int:
@@ -104,9 +103,9 @@ def batch(recipe: Recipe, n: int) -> Iterator[str]:
     local = layout.local_sgd or layout.diloco
     if local is None:
         return
-    for where in ("train.checkpoint_every", "evaluate.every"):
-        section, key = where.split(".")
-        every = getattr(getattr(recipe, section), key)
+    periods = {"train.checkpoint_every": recipe.train.checkpoint_every, "evaluate.every": recipe.evaluate.every}
+    for where, every in periods.items():
         if every and every % local.every:
-            name, near = "diloco" if layout.diloco else "local_sgd", max(1, round(every / local.every)) * local.every
-            yield f"{where}={every}: workers sync every {local.every} steps (layout.{name}.every). Set {where}={near}."
+            name = "diloco" if layout.diloco else "local_sgd"
+            best = max(1, round(every / local.every)) * local.every
+            yield f"{where}={every}: workers sync every {local.every} steps (layout.{name}.every). Set {where}={best}."

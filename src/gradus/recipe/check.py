@@ -16,12 +16,6 @@ from gradus.errors import UserError
 from gradus.recipe.conflicts import Problem, conflicts
 from gradus.recipe.schema import MODELS, TASKS, Recipe, Section
 
-# Derived values: the key → the value that it is clamped to where a later layer lowers its limit.
-CLAMPED: dict[str, Callable[[int], int]] = {
-    "schedule.warmup_steps": lambda steps: min(max(1, steps // 10), steps - 1),  # of train.steps or schedule.end_step
-    "layout.micro_batch": lambda samples: samples,  # of batch.samples
-}
-
 
 def learners(task: str) -> dict[str, list[str]]:
     """Kind of data → the families that learn this task from it."""
@@ -38,16 +32,21 @@ def problems(sections: Mapping[str, Any], stated: Collection[str], sizes_known: 
     wrong: list[Problem] = []
     for check in CHECKS:
         arguments = inspect.signature(check).parameters
-        if all(name in known for name in arguments):
+        if arguments.keys() <= known.keys():
             wrong += check(**{name: known[name] for name in arguments})
     return [*wrong, *conflicts(sections, stated)]
+
+
+def clamped_warmup(end: int) -> int:
+    """Steps of a warm-up in place of one that a run, or a schedule, of `end` steps is too short for."""
+    return min(max(1, end // 10), end - 1)
 
 
 def changed(sections: Mapping[str, Any]) -> set[str]:
     """The dotted keys whose values are not the defaults."""
     sections = {name: section for name, section in sections.items() if isinstance(section, Section)}
-    fields = ((name, key, f) for name, s in sections.items() for key, f in type(s).model_fields.items())
-    return {*sections, *(f"{name}.{key}" for name, key, f in fields if getattr(sections[name], key) != f.default)}
+    differ = ((name, key) for name, s in sections.items() for key in s.model_dump(exclude_defaults=True))
+    return {*sections, *(f"{name}.{key}" for name, key in differ)}
 
 
 def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
@@ -59,7 +58,7 @@ def with_warmup_below(recipe: Recipe, last_step: int) -> Recipe:
             raise UserError(f"{problem.path}: {problem.text}")
     if schedule.name == "noam" or schedule.warmup_steps < end:
         return recipe
-    shorter = schedule.model_copy(update={"warmup_steps": CLAMPED["schedule.warmup_steps"](end)})
+    shorter = schedule.model_copy(update={"warmup_steps": clamped_warmup(end)})
     return recipe.model_copy(update={"schedule": shorter})
 
 
@@ -171,7 +170,7 @@ def _warmup(schedule, train) -> Iterator[Problem]:
             text += f"Set a smaller one or a larger {key}."
             yield Problem("schedule.warmup_ratio", text, (key,))
     elif schedule.name != "noam" and end and schedule.warmup_steps >= end:
-        tenth = CLAMPED["schedule.warmup_steps"](end)
+        tenth = clamped_warmup(end)
         text = f"is {schedule.warmup_steps}, not below {key}={end}. "
         text += f"Set schedule.warmup_steps={tenth}, say, or a larger {key}."
         yield Problem("schedule.warmup_steps", text, (key,), instead=tenth)
@@ -192,8 +191,7 @@ def _batch(batch, data, sizes) -> Iterator[Problem]:
 def _micro_batch(batch, layout) -> Iterator[Problem]:
     if layout.micro_batch and batch.samples and layout.micro_batch > batch.samples:
         text = f"{layout.micro_batch} is more than batch.samples={batch.samples}. Set at most {batch.samples}."
-        instead = CLAMPED["layout.micro_batch"](batch.samples)
-        yield Problem("layout.micro_batch", text, ("batch.samples",), instead=instead)
+        yield Problem("layout.micro_batch", text, ("batch.samples",), instead=batch.samples)
 
 
 CHECKS: tuple[Callable[..., Iterator[Problem]], ...] = (

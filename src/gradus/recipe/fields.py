@@ -4,47 +4,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable
-from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from gradus import limits
+from gradus import files, limits
 from gradus.errors import did_you_mean, nearest
 from gradus.recipe.conflicts import DEPENDENT, Problem
 from gradus.recipe.schema import Recipe, Section
-from gradus.recipe.training_args import SAME
 
-COMMON = {  # names in papers and other tools, by the key here; training_args.SAME has more
-    "model.d_model": "hidden_size n_embd embed_dim d_embed dim",
-    "model.n_layers": "num_hidden_layers num_layers depth", "model.n_heads": "num_attention_heads num_heads",
-    "model.n_kv_heads": "num_key_value_heads", "model.d_ff": "intermediate_size mlp_dim n_inner",
-    "model.seq_len": "block_size max_position_embeddings n_positions n_ctx context_length",
-    "model.n_classes": "num_labels num_classes", "model.dropout": "hidden_dropout_prob resid_pdrop",
-    "model.norm_eps": "layer_norm_eps layer_norm_epsilon rms_norm_eps", "model.tie_output": "tie_word_embeddings",
-    "model.n_experts": "num_local_experts num_experts", "model.top_k": "num_experts_per_tok",
-    "model.init": "model_name_or_path pretrained from_pretrained", "task.mask_rate": "mlm_probability",
-    "data.path": "data dataset dataset_name train_file data_path data_dir", "data.max_len": "max_length max_seq_length",
-    "tokenizer.path": "tokenizer_name", "optimizer.name": "optim optimizer", "optimizer.betas": "adam_beta1 adam_beta2",
-    "schedule.name": "scheduler lr_scheduler lr_scheduler_type", "schedule.warmup_steps": "warmup",
-    "batch.samples": "batch_size train_batch_size per_device_train_batch_size global_batch_size",
-    "train.epochs": "num_epochs n_epochs max_epochs", "train.steps": "max_steps max_iters iterations num_train_steps",
-    "train.seed": "random_seed manual_seed seed_everything",
-    "train.clip_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad_norm gradient_clipping",
-    "train.checkpoint_every": "save_steps", "train.patience": "early_stopping_patience",
-    "evaluate.every": "eval_steps eval_interval val_check_interval",
-    "evaluate.batch": "eval_batch_size", "evaluate.best": "metric_for_best_model",
-    "layout.micro_batch": "accumulation gradient_accumulation_steps accumulate_grad_batches micro_batch_size",
-    "layout.precision": "dtype torch_dtype fp16 bf16 amp mixed_precision",
-    "layout.checkpointing": "gradient_checkpointing activation_checkpointing", "layout.compile": "torch_compile",
-    "layout.attention": "attn_implementation flash_attention", "layout.shard": "fsdp zero zero_stage deepspeed",
-    "layout.tensor": "tensor_parallel tp_size tp", "layout.pipeline": "pipeline_parallel pp_size pp",
-    "layout.context": "context_parallel cp_size", "layout.expert": "expert_parallel ep_size",
-    "log.every": "logging_steps log_interval log_every_n_steps", "log.wandb": "wandb_project", "name": "run_name",
-    "log.dir": "default_root_dir save_dir", "data.workers": "num_workers", "data.limit": "max_train_samples",
-    "layout.device": "accelerator use_cpu no_cuda", "adapter.rank": "lora use_lora lora_r lora_rank",
-    "adapter.alpha": "lora_alpha", "adapter.dropout": "lora_dropout", "adapter.targets": "target_modules",
-}  # fmt: skip
+NAMES: dict[str, Any] = files.packaged("recipe/names.yaml")
+COMMON: dict[str, str] = NAMES["keys"]  # key → names of it in papers and other tools
+SAME: dict[str, str] = NAMES["same"]  # Hugging Face's name → the key that means the same
 
 
 def alternatives(annotation: Any) -> list[Any]:
@@ -66,7 +37,6 @@ def discriminator(section: str) -> str | None:
     return key if isinstance(key, str) else None
 
 
-@cache
 def classes_of(section: str) -> dict[str, type[Section]]:
     """Kind -> class, for a section with kinds; {"": class} for another."""
     key = discriminator(section)
@@ -74,7 +44,6 @@ def classes_of(section: str) -> dict[str, type[Section]]:
     return {c.model_fields[key].default if key else "": c for c in classes}
 
 
-@cache
 def kinds_of(section: str) -> tuple[str | None, dict[str, set[str]]]:
     """(the key that says the kind, kind -> known keys); (None, {}) for a section without kinds."""
     if section in DEPENDENT:

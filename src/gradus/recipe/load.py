@@ -2,7 +2,7 @@
 
 One rule: a later layer wins. Where it sets another kind (a section's name, or any switch that other keys belong to),
 the keys of earlier layers that the new kind lacks fall away, with one note; a derived value that no longer fits is
-clamped (`check.CLAMPED`), with a note. Any other contradiction is an error that shows both places. Every problem is
+clamped (`Problem.instead`), with a note. Any other contradiction is an error that shows both places. Every problem is
 reported at once, a line each.
 """
 
@@ -30,7 +30,7 @@ EXCLUSIVE = (
     ("train.steps", "train.epochs"), ("batch.samples", "batch.tokens"),
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
 )  # fmt: skip
-INPUTS = ("data.path", "tokenizer.path", "model.init")  # paths: see text.absolute
+INPUTS = ("model.init", "tokenizer.path", "data.path")  # paths: see text.absolute
 DEFAULT, FILE, ARGUMENT, COMMAND_LINE = range(-1, 3)  # a key's origin: the earliest layer with its value
 
 Configure = Callable[[str], Mapping[str, Any] | None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import string
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -935,7 +934,3 @@ def _admit(section: str, config: type[Section]) -> None:
     field: Any = Recipe.model_fields[section]
     field.annotation |= config
     Recipe.model_rebuild(force=True)
-    for module in [m for path, m in sys.modules.items() if path.startswith("gradus.recipe.")]:
-        for function in vars(module).values():
-            if hasattr(function, "cache_clear"):  # it may remember the schema as it was
-                function.cache_clear()

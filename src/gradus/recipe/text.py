@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from gradus.recipe.schema import Recipe
 
 NULLS = ("", "~", "null", "Null", "NULL")
 SUFFIXES = (".yaml", ".yml", ".json")
+LIBRARY = Path(__file__).parent / "library"
 GIVE = "Give a packaged recipe, a .yaml, .yml or .json file, or a run folder."
 
 
@@ -69,9 +69,7 @@ def stated(tree: Mapping[str, Any]) -> list[str]:
 
 def flat(path: str, value: Any) -> dict[str, Any]:
     """Dotted key -> value, of what stands inside `path`."""
-    if isinstance(value, dict) and value:
-        return {k: v for key, below in value.items() for k, v in flat(f"{path}.{key}", below).items()}
-    return {path: value}
+    return {key: v for key, v in leaves({path: value}) if not (v and isinstance(v, Mapping))}
 
 
 def plain(value: Any) -> Any:
@@ -128,18 +126,14 @@ class Source(NamedTuple):
     folder: Path | None = None
 
 
-def _library():
-    return resources.files("gradus.recipe") / "library"
-
-
 def names() -> list[str]:
     """The packaged recipes."""
-    return sorted(f.name.removesuffix(".yaml") for f in _library().iterdir() if f.name.endswith(".yaml"))
+    return sorted(file.stem for file in LIBRARY.glob("*.yaml"))
 
 
 def header(name: str) -> list[str]:
     """The comment lines that open a packaged recipe: what it is, its command, and what was measured."""
-    lines = (_library() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    lines = (LIBRARY / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return [line.removeprefix("#").removeprefix(" ") for line in comments]
 
@@ -148,7 +142,7 @@ def find(name_or_path: str | Path) -> Source:
     """The packaged recipe of that name, a file, or a run folder's recipe.yaml. Raises UserError where there is none."""
     name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if name in names():
-        return Source(name, (_library() / f"{name}.yaml").read_text(encoding="utf-8"), name)
+        return Source(name, (LIBRARY / f"{name}.yaml").read_text(encoding="utf-8"), name)
     if not name:
         raise UserError(f"the recipe's name is empty. {GIVE}")
     if path.is_dir():

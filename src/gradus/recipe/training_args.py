@@ -18,64 +18,13 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
+from gradus.recipe.fields import NAMES, SAME, expected
 from gradus.recipe.schema import Layout
 
 KEY = "TrainingArgs"
 NOT_TAKEN = "it has no counterpart here and is ignored"
 
-# Names that mean the same as a key of a recipe, whatever their value.
-SAME = {
-    "output_dir": "log.dir",
-    "num_train_epochs": "train.epochs",
-    "learning_rate": "optimizer.lr",
-    "adam_epsilon": "optimizer.eps",
-    "weight_decay": "optimizer.weight_decay",
-    "per_device_eval_batch_size": "evaluate.batch",
-    "eval_on_start": "evaluate.at_start",
-    "label_smoothing_factor": "task.label_smoothing",
-    "seed": "train.seed",
-    "save_total_limit": "train.keep",
-    "dataloader_num_workers": "data.workers",
-    "dataloader_pin_memory": "data.pin",
-    "tf32": "layout.tf32",
-    "ddp_timeout": "layout.timeout",
-}
-
-# Names without a counterpart: what to do instead.
-ADVICE = {
-    "auto_find_batch_size": "set layout.micro_batch to what fits; the batch of a step stays as it is",
-    "data_seed": "the data's order comes from train.seed",
-    "dataloader_drop_last": "the last, smaller batch is always kept and weighted by its size",
-    "ddp_find_unused_parameters": "every weight has a gradient in every step: there is none to look for",
-    "disable_tqdm": "a live line is shown in a terminal only; write the output to a file for plain lines",
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command says what is done: train, evaluate, predict"),
-    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
-                    "the best checkpoint is kept; evaluate.best=valid/loss, for example, chooses its metric"),
-    "local_rank": "the launcher tells each process its rank: --processes N, torchrun, mpirun or srun",
-    "logging_dir": "everything a run writes is in its folder, log.dir",
-    "parallelism_config": "set layout.tensor, layout.context, layout.shard; the rest of the processes are replicas",
-    "push_to_hub": "nothing is uploaded",
-    "resume_from_checkpoint": "give the run's folder with --resume",
-    "run_name": "name the run with name=...",
-}  # fmt: skip
-
-# What a word becomes.
-OPTIMIZERS = {"sgd": "sgd", **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw")}
-SCHEDULES: dict[str | None, dict[str, Any]] = {
-    "linear": {"schedule.name": "linear", "schedule.final": 0.0},
-    "cosine": {"schedule.name": "cosine", "schedule.final": 0.0},
-    "constant": {"schedule.name": "constant", "schedule.warmup_steps": 0},
-    "constant_with_warmup": {"schedule.name": "constant"},
-}
-# Of eval_strategy, logging_strategy and save_strategy: the key that their *_steps become, the values that unset it, and
-# a note on those that do something else here.
-WHEN: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "eval": ("evaluate.every", ("epoch",), "the model is always evaluated at the end. Set evaluate.every=1000000 for "
-                                           "the end only"),
-    "logging": ("log.every", (), "a row is written to metrics.jsonl and shown every log.every steps"),
-    "save": ("train.checkpoint_every", ("no",), "the last and the best checkpoint are kept (evaluate.best chooses the "
-                                                "metric). Set train.checkpoint_every to a number of steps for more"),
-}  # fmt: skip
+ADVICE: dict[str, str] = NAMES["advice"]
 
 
 def from_training_args(
@@ -125,14 +74,6 @@ def _no_arguments(path: str | Path) -> UserError:
     return UserError(f"{path}: expected an object of TrainingArguments, such as {example}.")
 
 
-KINDS: dict[type, tuple[str, TypeAdapter[Any]]] = {
-    bool: ("true or false", TypeAdapter(bool)),
-    str: ("a word in quotes", TypeAdapter(str)),
-    int: ("a whole number", TypeAdapter(int)),
-    float: ("a number", TypeAdapter(FiniteFloat)),
-}
-
-
 class Arguments:
     """Translates the arguments one group after another; those that remain have no counterpart."""
 
@@ -170,10 +111,10 @@ class Arguments:
             return "no"
         if kind is None or value is None:
             return value
-        words, reader = KINDS[kind]
         with contextlib.suppress(ValidationError):
             if isinstance(value, bool) == (kind is bool):
-                return reader.validate_python(value)
+                return TypeAdapter(FiniteFloat if kind is float else kind).validate_python(value)
+        words = "a word in quotes" if kind is str else expected(kind)
         raise self.wrong(name, f": expected {words}, got {json.dumps(value)}.")
 
     def note(self, name: str, value: Any, text: str) -> None:
@@ -210,8 +151,8 @@ class Arguments:
 
     def optimizer(self) -> None:
         optim, betas = self.pop("optim", str), [self.pop(f"adam_beta{i}", float) for i in (1, 2)]
-        if optim in OPTIMIZERS:
-            self.settings["optimizer.name"] = OPTIMIZERS[optim]
+        if optim in NAMES["optimizers"]:
+            self.settings["optimizer.name"] = NAMES["optimizers"][optim]
         elif optim is not None:
             self.note("optim", optim, "the recipe's stays. There are adamw, adam and sgd (optimizer.name)")
         if betas != [None, None]:
@@ -226,8 +167,8 @@ class Arguments:
     def schedule(self) -> None:
         name = self.pop("lr_scheduler_type", str)
         steps, ratio = self.pop("warmup_steps", float), self.pop("warmup_ratio", float)
-        self.settings |= SCHEDULES.get(name, {})
-        if name is not None and name not in SCHEDULES:
+        self.settings |= NAMES["schedules"].get(name, {})
+        if name is not None and name not in NAMES["schedules"]:
             stays = "the recipe's stays. There are constant, linear, cosine and noam (schedule.name)"
             self.note("lr_scheduler_type", name, stays)
         if name == "constant":
@@ -256,18 +197,18 @@ class Arguments:
     def strategies(self) -> None:
         self.arguments.setdefault("eval_strategy", self.pop("evaluation_strategy"))
         shown = self.arguments.get("logging_steps")
-        for name, (key, unsets, text) in WHEN.items():
+        for name, of in NAMES["strategies"].items():
             strategy, steps = self.pop(f"{name}_strategy", str), self.pop(f"{name}_steps", float)
             if strategy == "steps" or (strategy is None and steps is not None and name != "eval"):
                 usual = shown if name == "eval" and isinstance(shown, int | float) else 500
-                self.every(f"{name}_steps", usual if steps is None else steps, key)
+                self.every(f"{name}_steps", usual if steps is None else steps, of["key"])
                 continue
-            if strategy in unsets:
-                self.settings[key] = None
+            if strategy in of["unset"]:
+                self.settings[of["key"]] = None
             if strategy is not None and (name, strategy) != ("eval", "epoch"):
-                self.note(f"{name}_strategy", strategy, text)
+                self.note(f"{name}_strategy", strategy, of["note"])
             if steps is not None:
-                self.note(f"{name}_steps", steps, f"no effect without {name}_strategy=steps. Set {key}")
+                self.note(f"{name}_steps", steps, f"no effect without {name}_strategy=steps. Set {of['key']}")
 
     def report(self) -> None:
         named = self.pop("report_to")
