@@ -40,11 +40,12 @@ class World:
     launcher: str = "none"
     address: str | None = None  # where rank 0 listens
     port: int | None = None
+    newcomer: bool = False  # to a run of replicas that is under way; no member yet
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which prints and writes for all processes."""
-        return self.rank == 0
+        return self.rank == 0 and not self.newcomer
 
 
 class Launcher(NamedTuple):
@@ -207,7 +208,7 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
 def one_first(world: World) -> Iterator[None]:
     """Rank 0 of this host runs this part before the others, which then use what it has made. That may take hours (to
     tokenize a large text), longer than any collective waits."""
-    if world.size == 1 or dist.get_backend() == "fake":
+    if not joined() or dist.get_backend() == "fake":
         yield
         return
     store, done = default_store(), f"gradus/made/{socket.gethostname()}"
