@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -402,6 +403,16 @@ class Quorum:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
+def main() -> None:
+    """The store, for replicas that no one program of Gradus starts: python -m gradus.parallel.quorum PORT."""
+    port = sys.argv[1] if len(sys.argv) == 2 else ""
+    if not port.isdigit():
+        raise SystemExit("usage: python -m gradus.parallel.quorum PORT")
+    store = dist.TCPStore("0.0.0.0", int(port), is_master=True, wait_for_workers=False)
+    print(f"a store of replicas at {socket.gethostname()}:{store.port}", flush=True)
+    threading.Event().wait()
+
+
 def _members(store: dist.Store, epoch: int) -> list[Member]:
     return [Member(**member) for member in json.loads(store.get(f"members/{epoch}"))]
 
@@ -414,3 +425,7 @@ def _sockets() -> set[str]:
             if (what := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket:"):
                 found.add(f"{fd} {what}")
     return found
+
+
+if __name__ == "__main__":
+    main()

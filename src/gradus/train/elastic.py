@@ -25,7 +25,8 @@ from gradus.parallel.device import pick_device
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.quorum import Aborted, Member, Quorum
 from gradus.parallel.replicate import Replicas
-from gradus.parallel.world import World
+from gradus.parallel.status import has_parent
+from gradus.parallel.world import LAUNCHERS, World
 from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -45,6 +46,9 @@ def enter(recipe: Recipe, world: World) -> tuple[Quorum, World]:
     layout = recipe.layout
     if not os.path.isdir("/proc/self/fd"):
         raise UserError("layout.elastic=true: only on Linux can a process shut a group's connections. Leave it out.")
+    if world.launcher in [launcher.name for launcher in LAUNCHERS[1:]] and not has_parent():
+        text = f"layout.elastic=true: {world.launcher} ends all replicas where one dies. Start each by itself"
+        raise UserError(f"{text} (docs/launch.md), or all with --processes {world.size}.")
     if world.port is None:
         raise UserError("layout.elastic=true: no other replica. Start several: --processes 2.")
     if recipe.log.dir is None:
