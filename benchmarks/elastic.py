@@ -162,7 +162,10 @@ class Run:
 
     def steps(self) -> int:
         file = Path(f"{self.folder}.samples")
-        return json.loads(file.read_text().splitlines()[-1])["step"] if file.exists() and file.read_text().endswith("\n") else 0
+        for line in reversed(file.read_text().splitlines() if file.exists() else []):
+            with contextlib.suppress(ValueError):  # a line that a kill cut short
+                return json.loads(line)["step"]
+        return 0
 
     def end(self) -> None:
         for p in self.processes.values():

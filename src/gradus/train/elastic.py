@@ -96,7 +96,7 @@ class Elastic(Hook):
     def begin(self, trainer: Trainer) -> None:
         """The trainer is made, and has its weights, or is a newcomer. Collective."""
         self.trainer, trainer.elastic, self.quorum.training = trainer, self, True
-        at = trainer.at
+        self.metrics.beside, at = self.missing, trainer.at
 
         def tell(what: str, step: int | None = None) -> None:
             at(what, step)

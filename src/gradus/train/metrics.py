@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -76,6 +77,8 @@ class Metrics(Hook):
 
     flops_per_token, peak_flops: model operations of a token's step, and operations a second of all devices, for MFU.
     """
+
+    beside: Callable[[], str] = staticmethod(lambda: "")  # what else a line says
 
     def __init__(self, flops_per_token: float | None = None, peak_flops: float | None = None):
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
@@ -150,8 +153,7 @@ class Metrics(Hook):
         accumulation = f"  accumulation {p.accumulations}" if p.accumulations != p.step else ""
         return (
             f"step {p.step}/{trainer.last_step}{accumulation}  loss {loss:.4f}  lr {rate:.2e}  {speed}  {seen}"
-            f"  {MEASURES[memory]} {n_bytes / 1e9:.2f} GB{trainer.elastic.missing() if trainer.elastic else ''}"
-            f"  ETA {left // 60}:{left % 60:02d}"
+            f"  {MEASURES[memory]} {n_bytes / 1e9:.2f} GB{self.beside()}  ETA {left // 60}:{left % 60:02d}"
         )
 
     def _now(self, trainer: Trainer) -> tuple[float, int, int, int]:
