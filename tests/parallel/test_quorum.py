@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradus.errors import EnvironmentFault, UserError
 from gradus.parallel import quorum
-from gradus.parallel.quorum import Fenced, Member, Quorum, Timeouts, tell_gone
+from gradus.parallel.quorum import Member, Quorum, Timeouts, tell_gone
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 
@@ -146,7 +146,7 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
     answers = at_once([quorums[0], quorums[2]], lambda q: q._agreed(5, True))
     assert [epoch for epoch, _ in answers] == [2, 2]
     assert [m.name for m in answers[0][1]] == [m.name for m in answers[1][1]] == ["0.1", "2.1"]
-    with pytest.raises(Fenced, match="replica 1 was given up"):
+    with pytest.raises(EnvironmentFault, match="replica 1 was given up"):
         quorums[1]._agreed(5, True)
 
 
@@ -160,6 +160,17 @@ def test_a_newcomer_finds_that_nobody_is_left(store, closing):
     assert quorums[0].newcomer
     with pytest.raises(EnvironmentFault, match="no replica is left that has the weights"):
         quorums[0]._agreed(-1, True)
+
+
+def test_newcomers_whose_giver_died_find_that_nobody_is_left(store, closing):
+    quorums = several(store, 1)
+    closing += quorums
+    q = quorums[0]
+    store.set("members/1", '[{"name": "9.1", "replica": 9, "host": "here", "step": 7}, {"name": "0.1", "replica": 0, "host": "here", "step": -1}]')
+    store.add("beat/9.1", 1)
+    tell_gone(store, "9.1", "ended with SIGKILL")
+    with pytest.raises(EnvironmentFault, match="no replica is left that has the weights"):
+        q._agreed(-1, True)
 
 
 def test_too_few_replicas_wait_and_say_so_at_last(store, closing):

@@ -77,10 +77,6 @@ class Aborted(Exception):
     """A member is gone, and what was under way counts for nobody."""
 
 
-class Fenced(EnvironmentFault):
-    """The others have gone on without this process."""
-
-
 class Ended(Exception):
     """The run has ended while this process asked to take part."""
 
@@ -169,8 +165,8 @@ class Quorum:
         keep their order; rank 0 is the one that has been there longest. admit=False: nobody comes in, and so few are
         enough as are left.
 
-        Raises Fenced where the others have gone on without this process, Ended where the run has ended, and
-        EnvironmentFault where too few replicas are left.
+        Raises Ended where the run has ended, and EnvironmentFault where the others have gone on without this process,
+        and where too few replicas are left.
         """
         while True:
             self._leave()
@@ -212,7 +208,7 @@ class Quorum:
                 if self.name in (m.name for m in members):
                     return epoch, members
                 if not me.new:
-                    raise Fenced(f"replica {self.replica} was given up, and the others have gone on")
+                    raise EnvironmentFault(f"replica {self.replica} was given up, and the others have gone on")
                 epoch += 1
                 continue
             if asked != epoch:
@@ -227,11 +223,7 @@ class Quorum:
 
     def _close(self, epoch: int, pulse: _Pulse, waited: float, admit: bool) -> None:
         """Name the members of this epoch, once all who can come have come."""
-        came = {}
-        for i in range(1, self.store.add(f"wants/{epoch}", 0) + 1):
-            if self.store.check([f"wants/{epoch}/{i}"]):
-                member = Member(**json.loads(self.store.get(f"wants/{epoch}/{i}")))
-                came[member.name] = member
+        came = {m.name: m for m in self._asking(epoch)}
         before = [m.name for m in _members(self.store, epoch - 1)] if epoch > 1 else []
         gone = self._gone | pulse.gone([*dict.fromkeys([*before, *came])], self.times.silent)
         there = [m for name, m in came.items() if name not in gone and (admit or not m.new)]
@@ -251,9 +243,15 @@ class Quorum:
         self.store.compare_set(f"members/{epoch}", "", json.dumps([dataclasses.asdict(m) for m in there]))
         self.observer("the members named")
 
+    def _asking(self, epoch: int) -> list[Member]:
+        """Who has asked to be in this epoch."""
+        keys = [f"wants/{epoch}/{i + 1}" for i in range(self.store.add(f"wants/{epoch}", 0))]
+        return [Member(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
+
     def _orphaned(self, epoch: int, pulse: _Pulse) -> None:
-        """Raises EnvironmentFault where nobody is left who has the weights."""
-        before = [m.name for m in _members(self.store, epoch - 1)]
+        """Raises EnvironmentFault where nobody is left who has the weights: those who were to get them may live."""
+        without = {m.name for m in self._asking(epoch) if m.new}
+        before = [m.name for m in _members(self.store, epoch - 1) if m.name not in without]
         if len(pulse.gone(before, self.times.gather)) == len(before):
             self.store.set("orphaned", "")  # for the launcher
             raise EnvironmentFault("no replica is left that has the weights. Resume from a checkpoint.")

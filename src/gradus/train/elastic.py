@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from gradus.data.loader import Step
 from gradus.errors import UserError, either
+from gradus.parallel import world as worlds
 from gradus.parallel.apply import use_replicas
 from gradus.parallel.device import pick_device
 from gradus.parallel.mesh import Mesh
-from gradus.parallel.quorum import Aborted, Member, Quorum
+from gradus.parallel.quorum import Aborted, Ended, Member, Quorum
 from gradus.parallel.replicate import Replicas
 from gradus.parallel.status import has_parent
-from gradus.parallel.world import LAUNCHERS, World
+from gradus.parallel.world import World
 from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -46,7 +47,7 @@ def enter(recipe: Recipe, world: World) -> tuple[Quorum, World]:
     layout = recipe.layout
     if not os.path.isdir("/proc/self/fd"):
         raise UserError("layout.elastic=true: only on Linux can a process shut a group's connections. Leave it out.")
-    if world.launcher in [launcher.name for launcher in LAUNCHERS[1:]] and not has_parent():
+    if world.launcher in [launcher.name for launcher in worlds.LAUNCHERS[1:]] and not has_parent():
         text = f"layout.elastic=true: {world.launcher} ends all replicas where one dies. Start each by itself"
         raise UserError(f"{text} (docs/launch.md), or all with --processes {world.size}.")
     if world.port is None:
@@ -106,7 +107,10 @@ class Elastic(Hook):
         if self.quorum.epoch:
             self._equip(trainer)
         else:
-            self._rejoin(trainer, -1, "")
+            try:
+                self._rejoin(trainer, -1, "")
+            except Ended:  # there is nothing left to do
+                worlds.leave()
 
     def take(self, step: Step) -> Taken | None:
         """Take a step; None where the members changed before it was done: it is to be cut anew."""
