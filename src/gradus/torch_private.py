@@ -10,6 +10,7 @@ This file imports what `import torch` imports anyway; all else is imported where
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import io
 import logging
@@ -154,6 +155,13 @@ def default_store() -> dist.Store:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """How long the group's collectives wait from now on."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def group_of(value: Any) -> dist.ProcessGroup | None:

@@ -193,6 +193,10 @@ class Loader:
         count = -(-most // (self._fetch.micro_batch or most))
         return np.array_split(batch, self.world)[self.rank], count, int(batch[0])
 
+    def cut(self, rank: int, world: int) -> None:
+        """From the next iteration on, take another share of every batch."""
+        self.rank, self.world = rank, world
+
     def close(self) -> None:
         """End the workers. The next iteration starts new ones."""
         self._turn += 1

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gradus import limits
 from gradus.errors import FAULT, UserError, tell_error
+from gradus.launch import replicas
 from gradus.parallel import status
 from gradus.parallel.processes import GRACE, Programs, start_program
 from gradus.text import say
@@ -54,12 +55,15 @@ def train(
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
-        return run(n, argv, folder=folder, timeout=config.layout.timeout, max_restarts=max_restarts, again=again)
+        deaths = config.layout.max_deaths if config.layout.elastic else None
+        limits = {"timeout": config.layout.timeout, "max_restarts": max_restarts, "deaths": deaths}
+        return run(n, argv, folder=folder, again=again, **limits)
 
 
 def run(
     n: int, argv: list[str], *, folder: Path, timeout: float, max_restarts: int = 0,
     command: Sequence[str] = (sys.executable, "-m", "gradus"), again: Sequence[str] = (), grace: float = GRACE,
+    deaths: int | None = None,
 ) -> int:  # fmt: skip
     """Run `command + argv` as n workers, ranks 0 to n - 1 of one group, and return the exit code of the whole.
 
@@ -85,7 +89,8 @@ def run(
     try:
         with programs.passing_on_signals():
             for restart in range(max_restarts + 1):
-                code, text = attempt(programs, n, [*command, *argv, *(again if restart else ())], folder, restart)
+                line = [*command, *argv, *(again if restart else ())]
+                code, text = attempt(programs, n, line, folder, restart, deaths)
                 if programs.signals:
                     code = code and 128 + programs.signals[0]
                     break
@@ -111,8 +116,11 @@ def run(
                     p.rmdir()
 
 
-def attempt(programs: Programs, n: int, command: list[str], folder: Path, restart: int) -> tuple[int, str | None]:
-    """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.)"""
+def attempt(
+    programs: Programs, n: int, command: list[str], folder: Path, restart: int, deaths: int | None = None
+) -> tuple[int, str | None]:
+    """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.) deaths: they
+    are replicas that come and go: `launch.replicas`."""
     from torch.distributed import TCPStore
 
     try:
@@ -124,13 +132,18 @@ def attempt(programs: Programs, n: int, command: list[str], folder: Path, restar
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(rank: int) -> subprocess.Popen:
-        """Rank 0's output is this process's; of the others, standard error is kept."""
-        with open(status.log_path(folder, rank) if rank else os.devnull, "wb") as log:
-            streams = {"stdout": subprocess.DEVNULL, "stderr": log} if rank else {}
+        """Rank 0's output is this process's; of the others, standard error is kept. Of replicas that come and go any
+        may become rank 0."""
+        with open(status.log_path(folder, rank) if rank else os.devnull, "ab") as log:
+            streams = {"stdout": None if deaths else subprocess.DEVNULL, "stderr": log} if rank else {}
             return start_program(command, environment_of(rank, n, store.port, restart), **streams)
 
     with programs.running(functools.partial(start, rank) for rank in range(n)) as processes:
+        if deaths:
+            replicas.watch(programs, start, folder, store, deaths)
         codes = programs.wait()
+        if deaths and 0 in codes.values():
+            return 0, None
         text = status.diagnose(folder, n, codes) if set(codes.values()) != {0} else None
     return outcome(folder, codes, text) if any(process.returncode for process in processes) else (0, None)
 

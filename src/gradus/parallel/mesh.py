@@ -37,7 +37,7 @@ class Mesh:
 
     world: World
     sizes: dict[str, int]
-    devices: DeviceMesh | None = None  # None: one process
+    devices: DeviceMesh | None = None  # None: one process, or replicas that come and go
 
     @classmethod
     def single(cls) -> Mesh:
@@ -49,7 +49,7 @@ class Mesh:
         """Raises AssertionError when the layout does not fit the number of processes. Collective: every process makes
         it."""
         shape = sizes(layout, world.size)
-        if world.size == 1:
+        if world.size == 1 or layout.elastic:
             return cls(world, shape)
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -78,7 +78,9 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The processes that differ from this one only along `axes` (in the order of AXES); None where there is no
         other."""
-        return None if self.size(*axes) == 1 else self.sub(*axes).get_group()
+        if self.size(*axes) == 1:
+            return None
+        return self.sub(*axes).get_group() if self.devices else dist.group.WORLD
 
     def seed_dropout(self, seed: int, step: int = 0) -> None:
         """Dropout is drawn from the seed where this process is the only one or the first; processes that split the

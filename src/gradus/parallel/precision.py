@@ -78,6 +78,13 @@ class Precision:
         finally:
             del optimizer.found_inf
 
+    def forget(self) -> None:
+        """The step under way is thrown away: the scaler stands before it."""
+        if self.scaler:
+            state, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self.device.type)
+            self.scaled(torch.zeros((), device=self.device))
+            self.scaler.load_state_dict(state)
+
     def state(self) -> dict:
         return self.scaler.state_dict() if self.scaler else {}
 

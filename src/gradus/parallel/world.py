@@ -40,11 +40,12 @@ class World:
     launcher: str = "none"
     address: str | None = None  # where rank 0 listens
     port: int | None = None
+    newcomer: bool = False  # to a run of replicas that is under way; no member yet
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which prints and writes for all processes."""
-        return self.rank == 0
+        return self.rank == 0 and not self.newcomer
 
 
 class Launcher(NamedTuple):
@@ -61,6 +62,7 @@ class Launcher(NamedTuple):
 # too, but no step. srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too, but not Hydra's MPI_LOCALRANKID. MPICH and Intel MPI
 # both start by Hydra.
 LAUNCHERS = (
+    Launcher("replicas", "GRADUS_REPLICA", "GRADUS_REPLICAS", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # one job each
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Launcher("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     Launcher("Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -115,6 +117,11 @@ def _local_size(environment: Mapping[str, str], launcher: Launcher) -> int:
 def _meeting_point(environment: Mapping[str, str], launcher: Launcher, size: int, local_size: int) -> tuple[str, int]:
     """Where the processes connect: MASTER_ADDR and MASTER_PORT, else the host of rank 0, at a port computed from the
     job's name."""
+    if launcher.name == "replicas":
+        host, _, number = environment.get("GRADUS_STORE", "").rpartition(":")
+        if not host or not number.isdigit():
+            raise ValueError("GRADUS_STORE is to be HOST:PORT, where python -m gradus.parallel.quorum PORT runs")
+        return host, int(number)
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not address and local_size == size:
         address = "127.0.0.1"
@@ -207,7 +214,7 @@ def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:
 def one_first(world: World) -> Iterator[None]:
     """Rank 0 of this host runs this part before the others, which then use what it has made. That may take hours (to
     tokenize a large text), longer than any collective waits."""
-    if world.size == 1 or dist.get_backend() == "fake":
+    if not joined() or dist.get_backend() == "fake":
         yield
         return
     store, done = default_store(), f"gradus/made/{socket.gethostname()}"

@@ -23,7 +23,15 @@ from gradus.plan.process import Memory
 from gradus.plan.step import step_time
 from gradus.plan.trace import trace_recipe
 from gradus.plan.work import Work
-from gradus.proof.memory_budget import MemoryBudget, budget_of, changed, largest_evaluation, powered, suggested_fix
+from gradus.proof.memory_budget import (
+    MemoryBudget,
+    budget_of,
+    changed,
+    largest_evaluation,
+    local_batch,
+    powered,
+    suggested_fix,
+)
 from gradus.recipe.axes import data_parallel_size, evaluation_samples
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
@@ -103,6 +111,8 @@ def predict(case: Case) -> Predicted:
             chosen, case = smaller, dataclasses.replace(case, recipe=changed(recipe, evaluate={"batch": smaller}))
             memory = memory_with(case.recipe)
     need, evaluates = memory.device_total, memory.at == engine.EVALUATION
+    if fewest := with_fewest(recipe, budget):
+        need = max(need, fewest)
     fits = not 0 < budget.available < need
     batch = batches.describe_largest(largest) + (f", rank {memory.rank}" if memory.rank else "")
     rows = rows_of_largest(memory, budget, batch)
@@ -125,7 +135,22 @@ def predict(case: Case) -> Predicted:
     least = need if writing else sum(memory.state.values()) + need - memory.allocated
     notes = [f"evaluate.batch={chosen}: an evaluation of more samples would not fit"] if chosen else []
     notes += [*memory.notes, *decoding_note(case, largest)]
+    if fewest:
+        n, shares = recipe.layout.min_replicas, -(-budget.processes // recipe.layout.min_replicas)
+        left = f"{n} replica{'s are' if n > 1 else ' is'} left (layout.min_replicas)"
+        notes.insert(0, f"where {left}, {whole.partition(' ')[0]} {size(fewest)}, and {shares} × as many micro-batches")
     return Predicted(rows, line, notes, need, least, refusal, fix, chosen)
+
+
+def with_fewest(recipe: Recipe, budget: MemoryBudget) -> int | None:
+    """Of replicas that come and go: bytes that each needs where layout.min_replicas are left, which take the batch in
+    as large micro-batches, and more of them."""
+    layout, n = recipe.layout, budget.processes
+    if not layout.elastic or layout.min_replicas >= n:
+        return None
+    micro = layout.micro_batch or local_batch(recipe, n, budget.task)
+    fewest = dataclasses.replace(budget, processes=layout.min_replicas)
+    return fewest.need(changed(recipe, layout={"micro_batch": micro}))
 
 
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:

@@ -278,7 +278,8 @@ class Proof(Plan):
             rows = [*self._measured_rows(trainer), *energy_rows(energies, 1 - self.seconds_before / seconds)]
             with contextlib.suppress(OSError):
                 write(trainer.folder / "proof.jsonl", rows)
-            predicted = [r.record() for r in self.predicted.rows] if self.predicted else []
+            planned = self.predicted  # of a replica that became rank 0 later: what another has planned
+            predicted = [r.record() for r in planned.rows] if planned else self._as_it_was(trainer.folder)[0]
             measured = [r.record() for r in rows]
         if pairs := pairs_of_run(predicted, measured):
             summary["proof"] = {pair.name: pair.summary() for pair in pairs}

@@ -159,6 +159,16 @@ LAYOUT: tuple[Row, ...] = (
     _clash(WORKERS, "layout.shard_optimizer", "every worker steps all weights. Leave layout.shard_optimizer out"),
     _clash(WORKERS, "layout.precision=fp16",
            "each worker would scale its loss by itself. Use layout.precision=bf16"),
+    # replicas that come and go
+    _clash("layout.elastic", SPLITS, "a replica that dies is one process with whole weights. Set {} to 1, or leave "
+           "layout.elastic out"),
+    _clash("layout.elastic", "layout.replicate!=auto|ddp", "it is built for ddp. Leave layout.replicate out"),
+    _clash("layout.elastic", WORKERS, "their curve depends on the number of workers by design. Leave one of the two "
+           "out"),
+    _clash("layout.elastic", "layout.shard_optimizer", "the optimizer's state of a dead replica would be lost. Leave "
+           "layout.shard_optimizer out"),
+    _clash("layout.elastic", "layout.compress=powersgd", "each replica keeps what it did not send, and a dead one's "
+           "is lost. Use layout.compress=bf16"),
     # shards
     _clash("layout.param_dtype", "layout.precision!=fp32",
            "both say what is computed in. Set layout.precision=fp32"),
@@ -176,6 +186,8 @@ LAYOUT: tuple[Row, ...] = (
         ("layout.tensor", "layout.sequence_parallel, layout.vocab_parallel"),
         ("layout.pipeline", "layout.schedule, layout.stages"), ("layout.context", "layout.context_method"),
     )),
+    Row("layout.min_replicas, layout.step_timeout, layout.max_deaths", "layout.elastic=false",
+        " without layout.elastic. Set layout.elastic=true, or leave it out"),
     _stated("layout.chunk", "layout.attention!=chunked", " with {}. Set layout.attention=chunked or leave it out"),
 )  # fmt: skip
 

@@ -104,8 +104,8 @@ class Checkpoints:
         """Write one checkpoint: weights, optimizer, scaler, RNG, data position, metrics position (the last two in
         `state`).
 
-        With several processes each writes its part, in the background unless `wait`; `finish` makes it appear.
-        Collective.
+        With several processes each writes its part, in the background unless `wait`; `finish` makes it appear. Of
+        replicas that come and go the first writes all of it. Collective.
         """
         state = {
             **state,
@@ -115,7 +115,7 @@ class Checkpoints:
             "local_updates": parallel.local_updates is not None,
         }
         target = self.folder / f"step-{step:08d}"
-        if parallel.several:
+        if parallel.several and not parallel.layout.elastic:
             self.finish(parallel)
             self._begin(target, parallel, tokenizers, optimizer, precision, state)
             if wait:
@@ -128,7 +128,8 @@ class Checkpoints:
             (aside / "training.json").write_text(json.dumps(state, indent=1))
 
         self._export(target, parallel, tokenizers, training)
-        self._remove_old()
+        if parallel.mesh.world.first:
+            self._remove_old()
         return target
 
     def _export(self, target: Path, parallel: Parallel, tokenizers: dict, more: Callable[[Path], None]) -> None:

@@ -47,13 +47,16 @@ class Evaluation(Hook):
 
     def _evaluate_if_due(self, trainer: Trainer) -> None:
         if trainer.progress.evaluation_due:
-            with contextlib.suppress(Cut):
-                self.evaluate(trainer)
+            trainer.together(functools.partial(self._evaluate_or_stop, trainer))
         p, patience = trainer.progress, trainer.recipe.train.patience
         if patience and p.not_better >= patience and p.step < trainer.last_step:
             trainer.last_step = p.step
             worse = f"{p.not_better} evaluation{'s' * (p.not_better > 1)} in a row without a better one"
             trainer.say(f"stopped: {worse} (train.patience)")
+
+    def _evaluate_or_stop(self, trainer: Trainer) -> None:
+        with contextlib.suppress(Cut):
+            self.evaluate(trainer)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, split: str = "valid") -> dict[str, float]:

@@ -7,15 +7,17 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
+from gradus import files
 from gradus.errors import EnvironmentFault, UserError, first_line, need, writing
 from gradus.recipe.schema import Log
-from gradus.rows import Row, RowFile
+from gradus.rows import Row, RowFile, read_rows
 from gradus.text import say, wrapped
 from gradus.train import machine
 from gradus.train.folder import RESUME
@@ -123,11 +125,34 @@ def _wandb_errors() -> Iterator[None]:
         raise UserError(f"log.wandb: {why}. Log in once with wandb login, or set WANDB_MODE=offline.") from None
 
 
+def _key(name: str, step: int | None, value: Any) -> tuple:
+    """Of rows that are written once, by their first."""
+    return name, step, value if name.startswith("elastic/") else None
+
+
+def _own_file(path: Path) -> list[dict]:
+    """The rows that another process has written, in a new file under the same name: what that process, should it wake
+    up, still writes goes to the old one."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    files.write_text(path, text[: text.rfind("\n") + 1])
+    return read_rows(path)
+
+
 class RunLog(Hook):
     """Rows to `metrics.jsonl` and, when asked, to TensorBoard and W&B; a line to the terminal."""
 
-    def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None):
+    def __init__(self, folder: Path, config: Log, recipe: dict, position: int | None = None, once: bool = False):
+        """once: of replicas that come and go: no row twice, whoever wrote it."""
         self.live = self.board = self.wandb = None
+        self.known: set[tuple] | None = None
+        if once:
+            same = {"id": f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode())}", "resume": "allow"}
+            rows = _own_file(folder / "metrics.jsonl")
+            self.known = {_key(row["name"], row.get("step"), row["value"]) for row in rows}
+        else:
+            same = {}
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -137,7 +162,7 @@ class RunLog(Hook):
 
             project = recipe["name"] if config.wandb == "true" else config.wandb
             with _wandb_errors():
-                self.wandb = wandb.init(project=project, dir=str(folder), config=recipe, name=folder.name)
+                self.wandb = wandb.init(project=project, dir=str(folder), config=recipe, name=folder.name, **same)
         self.file = RowFile(folder / "metrics.jsonl", position)  # last: with it, there is a run
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self.live = LiveLine(sys.stdout)
@@ -156,6 +181,11 @@ class RunLog(Hook):
 
     def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
         """Raises EnvironmentFault where the disk is full or fails."""
+        if self.known is not None:
+            key = _key(rows[0].name, rows[0].step, rows[0].value)
+            if key in self.known:
+                return
+            self.known.add(key)
         self.write(rows)
         trainer.metrics_position = self.file.position
         if line is not None:

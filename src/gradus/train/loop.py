@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -24,7 +24,10 @@ from gradus.train.signals import StopSignals
 from gradus.train.step import Progress, Stepper
 
 if TYPE_CHECKING:
+    from gradus.train.elastic import Elastic
     from gradus.train.session import Session
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -94,6 +97,8 @@ class Trainer(Stepper):
         self.epoch_steps = 0  # of the epoch under way
         self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of
         self.hooks = [*hooks]
+        self.session = session
+        self.elastic: Elastic | None = None
         self.unsynced_tokens = 0  # of this worker, since the workers synced
         if self.parallel.local_updates:
             self.parallel.local_updates.last_step = self.last_step
@@ -104,17 +109,22 @@ class Trainer(Stepper):
         p = self.progress
         self.start_step = p.step
         with contextlib.closing(self.loader):
-            for hook in self.hooks:
+            for hook in [*self.hooks]:
                 hook.start(self)
             while p.step < self.last_step:
                 self.epoch_steps = len(self.loader.plan.epoch(p.epoch))
                 for step in self._steps():
-                    taken = self.take(step)
-                    for hook in self.hooks:
+                    taken = self.elastic.take(step) if self.elastic else self.take(step)
+                    if taken is None:
+                        break
+                    for hook in [*self.hooks]:  # a replica that becomes rank 0 gets one more
                         hook.after_step(self, taken)
                     if p.step == self.last_step:
                         return p
-                p.epoch, p.epoch_step = p.epoch + 1, 0
+                    if self.elastic and self.elastic.between():
+                        break
+                else:
+                    p.epoch, p.epoch_step = p.epoch + 1, 0
         return p
 
     def _steps(self) -> Iterator[Step]:
@@ -162,6 +172,14 @@ class Trainer(Stepper):
                 updates.sync()
                 self.progress.tokens += self.parallel.all_reduce([self.unsynced_tokens])[0]
             self.unsynced_tokens = 0
+
+    def commit(self) -> None:
+        if self.elastic:
+            self.elastic.commit()
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What all processes do between two steps. Of replicas that come and go: again where one dies meanwhile."""
+        return self.elastic.together(work) if self.elastic else work()
 
     def settle(self) -> None:
         """Read the totals of the latest step over all processes, once the device has been waited for. Collective."""

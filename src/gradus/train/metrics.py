@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -77,6 +78,8 @@ class Metrics(Hook):
     flops_per_token, peak_flops: model operations of a token's step, and operations a second of all devices, for MFU.
     """
 
+    beside: Callable[[], str] = staticmethod(lambda: "")  # what else a line says
+
     def __init__(self, flops_per_token: float | None = None, peak_flops: float | None = None):
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.pending: list[Taken] = []  # steps whose losses were not read yet
@@ -133,6 +136,14 @@ class Metrics(Hook):
             line = self._line(trainer, loss, taken.rate, speed)
         trainer.log(rows, line)
 
+    def unread(self) -> list[tuple[int, float, float, float]]:
+        """(step, rate, loss, norm) of what is pending, for a process that is to know it too."""
+        return [(t.step, t.rate, float(t.loss), float(t.norm)) for t in self.pending]
+
+    def take_over(self, trainer: Trainer, unread: list[tuple[int, float, float, float]]) -> None:
+        self.pending = [Taken(step, rate, torch.tensor(loss), torch.tensor(norm)) for step, rate, loss, norm in unread]
+        self.began = self.before = self._now(trainer)
+
     def _line(self, trainer: Trainer, loss: float, rate: float, speed: str) -> str:
         p = trainer.progress
         spent, _, _, steps = (now - then for now, then in zip(self.before, self.began))
@@ -142,7 +153,7 @@ class Metrics(Hook):
         accumulation = f"  accumulation {p.accumulations}" if p.accumulations != p.step else ""
         return (
             f"step {p.step}/{trainer.last_step}{accumulation}  loss {loss:.4f}  lr {rate:.2e}  {speed}  {seen}"
-            f"  {MEASURES[memory]} {n_bytes / 1e9:.2f} GB  ETA {left // 60}:{left % 60:02d}"
+            f"  {MEASURES[memory]} {n_bytes / 1e9:.2f} GB{self.beside()}  ETA {left // 60}:{left % 60:02d}"
         )
 
     def _now(self, trainer: Trainer) -> tuple[float, int, int, int]:

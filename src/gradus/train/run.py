@@ -82,6 +82,12 @@ def train(
     if not begin_run() and world.first:
         say("note: this process has trained before: its peak of memory may be of then")
     with contextlib.ExitStack() as stack:
+        quorum = None
+        if recipe.layout.elastic:
+            from gradus.train.elastic import Elastic, enter
+
+            quorum, world = enter(recipe, world)
+            resume = None if world.newcomer else resume
         folder = stack.enter_context(_own_folder(recipe, resume, world))
         _validate(recipe, world, resume is None)
         status = stack.enter_context(Status(folder, world))
@@ -94,9 +100,11 @@ def train(
         changed = check_data(folder, session.task, start.step, data_changed) if start.before else None
         _print_run(session, [extended, changed], resume is None)
         status.at("the plan")
-        plan.before(session, start.position)
+        if not world.newcomer:
+            plan.before(session, start.position)
         status.at("building the model")
-        new = session.deferred(values=start.checkpoint is None or session.recipe.adapter is not None)
+        given = start.checkpoint or world.newcomer  # its weights come from elsewhere
+        new = session.deferred(values=not given or session.recipe.adapter is not None)
         _write_folder(folder, session, start, extended is not None)
         if world.first:
             if start.step < session.steps.total:  # else the run has ended, and what was planned and measured stays
@@ -116,13 +124,22 @@ def train(
         with _full_memory_as_user_error(trainer, session.steps.micro_batch):
             with trainer.signals.noted():  # from before metrics.jsonl is there, by which others see that the run is on
                 own: list[RunLog | Sampler] = [Sampler(trainer.device)]
+                written = (folder, recipe.log, recipe.model_dump(mode="json"))
                 if world.first:
-                    own.insert(0, RunLog(folder, recipe.log, recipe.model_dump(mode="json"), trainer.metrics_position))
+                    own.insert(0, RunLog(*written, trainer.metrics_position, quorum is not None))
                 opened = [stack.enter_context(contextlib.closing(hook)) for hook in own]
                 traffic = TrafficCount(plan.step or COUNTED_STEP)
                 trainer.hooks[:0] = [*opened, plan, traffic, metrics, *hooks, evaluation, Saving(metrics)]
+                if quorum:
+                    elastic = Elastic(quorum, metrics, lambda: RunLog(*written, once=True))
+                    trainer.hooks.insert(len(opened), elastic)
+                    stack.callback(elastic.close)
+                    elastic.begin(trainer)
                 trainer.run()
-            outcome, diverged = Outcome(folder, finish(trainer, evaluation, session), trainer), divergence(trainer)
+            summary, diverged = trainer.together(lambda: (finish(trainer, evaluation, session), divergence(trainer)))
+            outcome = Outcome(folder, summary, trainer)
+            if quorum:
+                quorum.close()
     if diverged:
         raise Diverged(diverged)
     return outcome
@@ -158,6 +175,9 @@ def _validate(recipe: Recipe, world: World, new: bool) -> None:
 def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[Path]:
     """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. The processes meet here; all
     go on with a run, or none."""
+    if world.newcomer:
+        yield Path(recipe.log.dir)
+        return
     with contextlib.ExitStack() as stack:
         folder, problem = resume or recipe.log.dir, None
         if world.first:

@@ -80,6 +80,7 @@ class Session:
         """The model, this process's part of it, with the layout applied, ready to be trained. Collective."""
         start = start or self.deferred()
         more = {"device": self.device, "values": start.values, "qat": self.recipe.train.qat}
+        more["replicas"] = not self.recipe.layout.elastic  # whose replicas meet when the trainer is there
         parallel = apply(start.model, self.recipe.layout, self.mesh, **more)
         self.mesh.seed_dropout(self.recipe.train.seed)
         parallel.bare.train()
@@ -89,7 +90,8 @@ class Session:
     def loader(self) -> Loader:
         """Of this process's share of the training samples, as the recipe batches and loads them."""
         r, task = self.recipe, self.task
-        place = {"rank": self.mesh.rank(*DATA), "world": self.mesh.size(*DATA), "micro_batch": r.layout.micro_batch}
+        micro = self.steps.micro_batch if r.layout.elastic else r.layout.micro_batch  # fewer replicas, as large ones
+        place = {"rank": self.mesh.rank(*DATA), "world": self.mesh.size(*DATA), "micro_batch": micro}
         more = {"prepare": task.prepare, "loading": r.data}
         return Loader(task.splits["train"], self.steps.order, task.collate, **more, **place)
 

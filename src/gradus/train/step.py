@@ -100,6 +100,7 @@ class Stepper:
             self.precision.unscale(optimizer, parallel)
         self.at("the gradient norm", self.progress.step + 1)
         norm = parallel.norm().to(self.device)  # with layout.offload gradients lie on the host
+        self.commit()
         if optimizer is not None:
             if self.recipe.train.clip_norm is not None:
                 parameters = [p for _, p in parallel.trained() if p.grad is not None]
@@ -111,6 +112,9 @@ class Stepper:
         parallel.after_step()
         parallel.zero_grad()
         return norm
+
+    def commit(self) -> None:
+        """The gradients are complete, and nothing has changed yet."""
 
     def totals(self, micro_batches: list[dict[str, Any]], flags: Sequence[int] = ()) -> Totals:
         """Sums over all processes for the coming step; for each flag, how many processes raise it. Collective.
@@ -125,7 +129,7 @@ class Stepper:
             return Totals(dict(zip(kinds, own)), 0, flags_of_all)
         own.append(sum(batch["n_tokens"] for batch in micro_batches))
         numbers = [*(n * parallel.counts_samples for n in own), *flags]
-        if parallel.several and self.device.type == "cuda":
+        if parallel.several and self.device.type == "cuda" and not parallel.layout.elastic:
             sums, (tokens, *flags_of_all) = self._sums_on_device(numbers, len(kinds))
         else:
             sums = parallel.all_reduce(numbers)

@@ -1,0 +1,328 @@
+"""Kill replicas of one run again and again, and compare its curve with those of runs that nobody disturbed.
+
+    python benchmarks/elastic.py --kills 100 [--processes 4] [--steps 200] [--double] [--seed 0] [layout.precision=bf16 ...]
+
+Kills come at random instants and at each of PLACES, which are named from inside the program; one in four is of rank 0, every fifth comes
+while the one before has not come back, one in ten is a SIGSTOP that ends after the others have given the process up. A replica
+that ended is started again 0.2 s later. No checkpoint is written but where one is to be killed in. Every step's loss must stand once in
+metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N processes differ by; no sample of a
+step may be taken twice, and after every step all replicas have the same weights.
+
+The workers come from a server that has PyTorch loaded already, 0.3 s a start. Prints a table, appends rows with --rows FILE, and ends
+with exit code 1 where one of this does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kills import PRELOAD, TINY
+
+PLACES = (
+    "reading data", "the all-reduce of counts", "the forward and backward passes with their collectives", "the gradient norm",
+    "before the vote", "voted", "before the verdict", "after the verdict", "the verdict read", "the evaluation",
+    "the gathering of the best weights", "the writing of a checkpoint", "gradients thrown away", "the meeting of the replicas",
+    "asked to be a member", "the members named", "before the first collective", "weights are sent", "weights arrive", "the log handed over",
+)  # fmt: skip
+AFTER_A_DEATH = set(PLACES[PLACES.index("gradients thrown away") :])  # places that are reached only then
+RUN = [
+    "model.dropout=0", "optimizer.eps=1e-4", "layout.elastic=true", "layout.step_timeout=3", "layout.timeout=60", "evaluate.every=20",
+    "train.checkpoint_every=null", "optimizer.lr=1e-4",  # at ten times the rate this model makes 3e-4 of a rounding in 250 steps
+]  # fmt: skip
+AGAIN = 0.2  # seconds after which a dead replica is started again
+HANG = 90.0  # seconds without a step after which a run hangs
+
+
+def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], double: bool) -> None:
+    out = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    import torch
+    import torch.distributed as dist
+
+    from gradus.errors import UserError
+    from gradus.parallel.quorum import Quorum
+    from gradus.parallel.world import World, leave
+    from gradus.train import run
+    from gradus.train.loop import Hook
+    from gradus.train.resolve import RunContext
+
+    torch.set_num_threads(1)
+    if double:
+        torch.set_default_dtype(torch.float64)
+    own, here = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), {"step": 0, "rank": None}
+
+    def observe(place: str) -> None:
+        """The end of this process, where it is the one that is wanted."""
+        if os.environ.get("TRACE"):
+            with open(f"{folder}.trace", "a", encoding="utf-8") as file:
+                file.write(f"{time.time():.3f} {replica}.{os.getpid()} rank {here['rank']} step {here['step']} {place}\n")
+        fate = json.loads(own.get("armed"))
+        wanted = fate.get("place") == place and fate["first"] in (None, here["rank"] == 0)
+        if wanted and own.compare_set(f"claim/{fate['id']}", "", str(replica)) == str(replica).encode():
+            own.set(f"done/{fate['id']}", json.dumps({"replica": replica, "pid": os.getpid(), "time": time.time(), **here}))
+            os.kill(os.getpid(), fate["signal"])
+
+    class Recorder(Hook):
+        """Which samples this process took in each step that counted."""
+
+        def start(self, trainer):
+            here["rank"] = trainer.parallel.mesh.world.rank
+
+        @contextlib.contextmanager
+        def around_step(self, trainer, step):
+            here.update(step=trainer.progress.step + 1, rank=trainer.parallel.mesh.world.rank)
+            self.indices = step.indices.tolist()
+            yield
+
+        def after_step(self, trainer, taken):
+            weights = sum(p.detach().double().sum().item() for p in trainer.model.parameters())
+            with open(f"{folder}.samples", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": taken.step, "replica": replica, "pid": os.getpid(), "samples": self.indices, "weights": weights}) + "\n")
+
+    Quorum.observer = staticmethod(observe) if n > 1 else Quorum.observer
+    world = World(replica, n, replica, n, "benchmark", "127.0.0.1", port) if n > 1 else World()
+    code = 1
+    try:
+        run.start("copy-task", overrides, RunContext(None, world), hooks=[Recorder()])
+        code = 0
+    except UserError as e:
+        print(f"replica {replica}: error: {e}", flush=True)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    leave(code)
+
+
+class Run:
+    """One run of n replicas, to its end."""
+
+    def __init__(self, folder: Path, n: int, overrides: list[str], double: bool):
+        import torch.distributed as dist
+
+        self.folder, self.n, self.overrides, self.double = folder, n, [*overrides, f"log.dir={folder}"], double
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store.set("armed", "{}")
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([*PRELOAD, "gradus.train.elastic"])
+        self.processes = {r: self._start(r) for r in range(n)}
+        self.again: dict[int, float] = {}
+        self.stopped: dict[int, tuple[int, float]] = {}  # replica → (process, when it may go on)
+        self.ended = False
+
+    def _start(self, replica: int):
+        p = self.context.Process(target=_worker, args=(replica, self.n, self.store.port, str(self.folder), self.overrides, self.double))
+        p.start()
+        return p
+
+    def look(self) -> None:
+        """What a launcher does."""
+        from gradus.parallel.quorum import tell_gone
+
+        now = time.monotonic()
+        for r, p in self.processes.items():
+            if p.exitcode == 0:
+                self.ended = True
+            elif p.exitcode is not None and r not in self.again:
+                tell_gone(self.store, f"{r}.{self.store.add(f'started/{r}', 0)}", f"ended with exit code {p.exitcode}")
+                self.again[r] = now + AGAIN
+            elif p.exitcode is not None and now >= self.again[r]:
+                del self.again[r]
+                self.processes[r] = self._start(r)
+        for r, (pid, until) in list(self.stopped.items()):
+            if now >= until:
+                del self.stopped[r]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def members(self) -> int:
+        """How many replicas the newest epoch has."""
+        epoch = self._epoch()
+        return len(json.loads(self.store.get(f"members/{epoch}"))) if epoch else 0
+
+    def _epoch(self) -> int:
+        self.epoch = getattr(self, "epoch", 0)
+        while self.store.check([f"members/{self.epoch + 1}"]):
+            self.epoch += 1
+        return self.epoch
+
+    def steps(self) -> int:
+        file = Path(f"{self.folder}.samples")
+        for line in reversed(file.read_text().splitlines() if file.exists() else []):
+            with contextlib.suppress(ValueError):  # a line that a kill cut short
+                return json.loads(line)["step"]
+        return 0
+
+    def end(self) -> None:
+        for p in self.processes.values():
+            p.join(20 if self.ended else 0)
+            if p.exitcode is None:
+                p.kill()
+
+
+def undisturbed(folder: Path, n: int, overrides: list[str], double: bool) -> float:
+    """Seconds."""
+    run, began = Run(folder, n, overrides, double), time.monotonic()
+    while not run.ended:
+        run.look()
+        if run.again or time.monotonic() - began > 600:
+            raise SystemExit(f"{folder}: the undisturbed run failed:\n{Path(f'{folder}.log').read_text()[-3000:]}")
+        time.sleep(0.05)
+    run.end()
+    return time.monotonic() - began
+
+
+def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: list[dict]) -> list[dict]:
+    """Kill as `fates` says while the run lasts; what became of each that came to pass."""
+    run, draw, kills, waits = Run(folder, n, overrides, double), random.Random(len(fates)), [], 0.0
+    last, moved = 0, time.monotonic()
+    armed: dict | None = None
+    while not run.ended:
+        run.look()
+        now = time.monotonic()
+        if (steps := run.steps()) != last or run.stopped:
+            last, moved = steps, now
+        if now - moved > HANG:
+            raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]}:\n{Path(f'{folder}.log').read_text()[-3000:]}")
+        if armed is None and fates and steps > 1 and now > waits and (fates[0]["soon"] or (run.members() == n and not run.again)):
+            armed = fates.pop(0)
+            if armed["place"] is None:
+                victim = 0 if armed["first"] else draw.randrange(n)
+                process = run.processes[_rank_zero(run) if armed["first"] else victim]
+                with contextlib.suppress(ProcessLookupError, AttributeError):
+                    os.kill(process.pid, armed["signal"])
+                    kills.append(armed | {"time": time.time(), "replica": victim, "step": steps})
+                    if armed["signal"] == signal.SIGSTOP:
+                        run.stopped[victim] = process.pid, now + 5.0
+                armed, waits = None, now + draw.uniform(0.1, 1.0)
+            else:
+                run.store.set("armed", json.dumps(armed))
+        elif armed is not None and run.store.check([f"done/{armed['id']}"]):
+            record = json.loads(run.store.get(f"done/{armed['id']}"))
+            kills.append(armed | record)
+            if armed["signal"] == signal.SIGSTOP:
+                run.stopped[record["replica"]] = record["pid"], now + 5.0
+            armed, waits = None, now + draw.uniform(0.1, 1.0)
+            run.store.set("armed", "{}")
+        time.sleep(0.02)
+    run.end()
+    return kills
+
+
+def _rank_zero(run: Run) -> int:
+    return json.loads(run.store.get(f"members/{run._epoch()}"))[0]["replica"] if run._epoch() else 0
+
+
+def fates_of(n_kills: int, seed: int) -> list[dict]:
+    draw, fates = random.Random(seed), []
+    places = [place for place in PLACES for _ in range(3)] + [None] * max(0, n_kills - 3 * len(PLACES))
+    draw.shuffle(places)
+    for i, place in enumerate(places[:n_kills]):
+        soon = i % 5 == 1 or (place in AFTER_A_DEATH)
+        stop = i % 10 == 7 and place not in AFTER_A_DEATH
+        fates.append({"id": i, "place": place, "first": True if i % 4 == 0 and place not in ("weights arrive",) else None,
+                      "signal": signal.SIGSTOP if stop else signal.SIGKILL, "soon": soon})  # fmt: skip
+    # what is reached only after a death comes after one
+    return [kill for fate in fates for kill in ([{**fate, "id": fate["id"] + 10_000, "place": None, "signal": signal.SIGKILL, "first": None,
+            "soon": False}, fate] if fate["place"] in AFTER_A_DEATH else [fate])]  # fmt: skip
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step; AssertionError where one stands twice, or is missing."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["step"], row["value"]) for row in rows if row["name"] == "train/loss"]
+    assert [step for step, _ in found] == list(range(1, len(found) + 1)), f"{folder}: the steps are {[step for step, _ in found]}"
+    return dict(found)
+
+
+def check_samples(folder: Path, undisturbed: Path) -> int:
+    """Each step's samples are those of the undisturbed run, none twice, and the weights after it the same on every replica; where the
+    process that took some was killed before it wrote them down, they are unknown. Returns the steps whose samples are known in whole."""
+
+    def read(file: Path) -> dict[int, list[dict]]:
+        steps = collections.defaultdict(list)
+        for line in Path(f"{file}.samples").read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a line that a kill cut short
+                row = json.loads(line)
+                steps[row["step"]].append(row)
+        return steps
+
+    right, whole = read(undisturbed), 0
+    for step, rows in read(folder).items():
+        taken = sorted(i for row in rows for i in row["samples"])
+        known = sorted(i for row in right[step] for i in row["samples"])
+        assert len(set(taken)) == len(taken) and set(taken) <= set(known), f"{folder}: step {step} took {taken} of {known}"
+        assert len({row["weights"] for row in rows}) == 1, f"{folder}: step {step}: the replicas' weights differ"
+        whole += taken == known
+    return whole
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--each", type=int, default=25, help="kills in one run at most")
+    parser.add_argument("--double", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    base = args.folder or Path(tempfile.mkdtemp())
+    base.mkdir(parents=True, exist_ok=True)
+    overrides = [*TINY, *RUN, f"train.steps={args.steps}", *args.overrides]
+    one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout"))]
+    micro = f"layout.micro_batch={16 // args.processes}"
+    undisturbed(base / "one", 1, [*one, micro], args.double)
+    seconds = undisturbed(base / "all", args.processes, overrides, args.double)
+    right, other = losses(base / "one"), losses(base / "all")
+    differ = max(abs(right[s] - other[s]) for s in right)
+    limit = 1e-9 if args.double else 2 * differ
+    print(f"undisturbed: {seconds:.1f} s; runs on 1 and on {args.processes} processes differ by {differ:.2e} at most")
+    fates, kills, bad, number = fates_of(args.kills, args.seed), [], 0, 0
+    while fates and number < 40:
+        folder, number = base / f"run-{number}", number + 1
+        mine = fates[: args.each]
+        more = [] if number % 2 else ["train.checkpoint_every=10"]
+        began = time.monotonic()
+        left = list(mine)
+        done = disturbed(folder, args.processes, [*overrides, *more], args.double, left)
+        fates = [*left, *fates[len(mine) :]]
+        kills += done
+        curve = losses(folder)
+        far = max(abs(curve[s] - other[s]) for s in other)
+        whole = check_samples(folder, base / "all")
+        bad += far > limit
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        stalls = [row["seconds"] for row in rows if row["name"] == "elastic/epoch"]
+        print(f"{folder.name}: {len(done)} kills, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the curve differs by {far:.2e} at most"
+              f"{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took {statistics.median(stalls or [0]):.2f} s"
+              f" (longest {max(stalls or [0]):.2f})", flush=True)  # fmt: skip
+        if not args.folder:
+            shutil.rmtree(folder)
+    by_place = collections.Counter(str(kill["place"] or "at a random instant") for kill in kills)
+    for place in ("at a random instant", *PLACES):
+        print(f"  {by_place[place]:4} {place}")
+    zero = sum(bool(kill["first"]) for kill in kills)
+    stops = sum(kill["signal"] == signal.SIGSTOP for kill in kills)
+    print(f"{len(kills)} kills ({stops} by SIGSTOP, {zero} of rank 0) in {number} runs; {bad} curves too far")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

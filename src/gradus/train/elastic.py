@@ -1,0 +1,275 @@
+"""Training on when a replica dies (layout.elastic): the members of a quorum change, the run does not.
+
+A step's gradients count once all members have them (`Quorum.commit`); where one of them dies before, the others throw
+them away, form a new group, cut the same global batch among themselves and take the same step. What else needs all of
+them (an evaluation, a checkpoint) is done again likewise. Who comes back gets everything from a member, not from disk.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradus.data.loader import Step
+from gradus.errors import UserError, either
+from gradus.parallel import world as worlds
+from gradus.parallel.apply import use_replicas
+from gradus.parallel.device import pick_device
+from gradus.parallel.mesh import Mesh
+from gradus.parallel.quorum import Aborted, Ended, Member, Quorum
+from gradus.parallel.replicate import Replicas
+from gradus.parallel.status import has_parent
+from gradus.parallel.world import World
+from gradus.recipe.axes import sizes
+from gradus.recipe.schema import Recipe
+from gradus.rows import Row
+from gradus.text import duration
+from gradus.train.log import RunLog
+from gradus.train.loop import Hook, Taken, Trainer
+from gradus.train.metrics import Metrics
+from gradus.train.optim import load_state_tensors, state_tensors
+from gradus.train.step import Progress
+
+T = TypeVar("T")
+IN_STEP = ("the all-reduce of counts", "the forward and backward passes with their collectives", "the gradient norm")
+
+
+def enter(recipe: Recipe, world: World) -> tuple[Quorum, World]:
+    """Meet the other replicas, or find that their run is under way: then this process is a `World.newcomer`."""
+    layout = recipe.layout
+    if not os.path.isdir("/proc/self/fd"):
+        raise UserError("layout.elastic=true: only on Linux can a process shut a group's connections. Leave it out.")
+    if world.launcher in [launcher.name for launcher in worlds.LAUNCHERS[1:]] and not has_parent():
+        text = f"layout.elastic=true: {world.launcher} ends all replicas where one dies. Start each by itself"
+        raise UserError(f"{text} (docs/launch.md), or all with --processes {world.size}.")
+    if world.port is None:
+        raise UserError("layout.elastic=true: no other replica. Start several: --processes 2.")
+    if recipe.log.dir is None:
+        raise UserError("layout.elastic=true: all replicas write one run. Set log.dir=FOLDER, which all hosts share.")
+    device = pick_device(layout.device).type
+    if device == "cuda":
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+    quorum = Quorum(world, layout, device)
+    if quorum.newcomer:
+        return quorum, dataclasses.replace(world, newcomer=True)
+    return quorum, quorum.join(-1)
+
+
+class Elastic(Hook):
+    """A trainer's part in a quorum."""
+
+    def __init__(self, quorum: Quorum, metrics: Metrics, log: Callable[[], RunLog]):
+        self.quorum, self.metrics, self.open_log = quorum, metrics, log
+        self.trainer: Trainer | None = None
+        self.recent: deque[tuple[list[Row], str | None]] = deque(maxlen=8)  # what rank 0 may not have written
+        self.log: RunLog | None = None  # where it was handed over to this process
+        self.recut = False  # whether the members have changed since a step was taken
+        self.turn = 0  # of what all do together after a step
+
+    # ------------------------------------------------------------ as a hook
+
+    def logged(self, trainer: Trainer, rows: list[Row], line: str | None) -> None:
+        self.recent.append((rows, line))
+
+    def rows(self, trainer: Trainer) -> list[Row]:
+        members, wanted = len(self.quorum.members), self.quorum.wanted
+        return [Row("elastic/replicas", members, "replicas", trainer.progress.step, {"of": wanted})]
+
+    def missing(self) -> str:
+        """For the log's line: which replicas are missing, since when."""
+        gone = self.quorum.missing()
+        if not gone:
+            return ""
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - max(gone.values())))
+        there = f"{len(self.quorum.members)} of {self.quorum.wanted} replicas"
+        return f"  {there}, without {either(sorted(gone), 'and')} since {since}"
+
+    # ------------------------------------------------------------ what all do
+
+    def begin(self, trainer: Trainer) -> None:
+        """The trainer is made, and has its weights, or is a newcomer. Collective."""
+        self.trainer, trainer.elastic, self.quorum.training = trainer, self, True
+        self.metrics.beside, at = self.missing, trainer.at
+
+        def tell(what: str, step: int | None = None) -> None:
+            at(what, step)
+            self.quorum.at(what, what in IN_STEP)
+
+        trainer.at = tell
+        if self.quorum.epoch:
+            self._equip(trainer)
+        else:
+            try:
+                self._rejoin(trainer, -1, "")
+            except Ended:  # there is nothing left to do
+                worlds.leave()
+
+    def take(self, step: Step) -> Taken | None:
+        """Take a step; None where the members changed before it was done: it is to be cut anew."""
+        trainer, lost, self.recut = self.trainer, False, False
+        try:
+            taken = trainer.take(step)
+        except Exception as e:
+            if not self.quorum.lost(e):
+                raise
+            lost = True
+        if lost:  # here, where the error no longer holds what it met
+            self.regroup()
+            return None
+        self.turn = 0
+        return taken
+
+    def commit(self) -> None:
+        """Before the optimizer steps: raises Aborted where a member is gone."""
+        if not self.quorum.commit(f"step {self.trainer.progress.step + 1}"):
+            raise Aborted
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What all members do between two steps, again where one of them dies meanwhile: once all have done it, it
+        counts. `work` may change the progress."""
+        trainer, number = self.trainer, self.turn
+        while True:
+            before, lost = copy.deepcopy(trainer.progress), True
+            try:
+                value = work()
+                lost = not self.quorum.commit(f"after {before.step}.{number}")
+            except Exception as e:
+                if not self.quorum.lost(e):
+                    raise
+            if not lost:
+                self.turn += 1
+                return value
+            vars(trainer.progress).update(vars(before))
+            self.regroup(admit=False)
+
+    def between(self) -> bool:
+        """Between two steps: who waits comes in, and where too few are left, one is waited for. Returns whether the
+        members have changed since the last step, so that the next one's batch is to be cut anew."""
+        if self.quorum.asked or len(self.quorum.members) < self.quorum.least:
+            self.regroup()
+        return self.recut
+
+    def regroup(self, admit: bool = True) -> None:
+        """Go on with those who are left, and with who has come (admit). Collective."""
+        trainer, why = self.trainer, self.quorum.aborted or ""
+        trainer.parallel.zero_grad()
+        trainer.precision.forget()
+        self.quorum.observer("gradients thrown away")
+        self._rejoin(trainer, trainer.progress.step, why, admit)
+
+    def close(self) -> None:
+        if self.log:
+            self.log.close()
+
+    def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
+        quorum = self.quorum
+        summary["elastic"] = {"epochs": quorum.epoch, "replicas": len(quorum.members), "of": quorum.wanted}
+        return []
+
+    # ------------------------------------------------------------ with whom
+
+    def _rejoin(self, trainer: Trainer, step: int, why: str, admit: bool = True) -> None:
+        began, before = time.monotonic(), self.quorum.members
+        while True:
+            trainer.at("the meeting of the replicas", max(step, 0) + 1)
+            trainer.parallel.replicas = Replicas(trainer.parallel.bare)  # DDP and its hooks end before others are made
+            world, lost = self.quorum.join(step, admit), False
+            trainer.parallel.mesh = trainer.session.mesh = Mesh(world, sizes(trainer.recipe.layout, world.size))
+            try:
+                self._share(trainer)
+                step = trainer.progress.step
+                self._equip(trainer)
+                trainer.parallel.mesh.seed_dropout(trainer.recipe.train.seed, step)
+            except Exception as e:
+                if not self.quorum.lost(e):
+                    raise
+                lost = True
+            if not lost:
+                break
+        self._hand_over(trainer)
+        if before:
+            self._tell(trainer, before, why, self.quorum.members[0], time.monotonic() - began)
+
+    def _share(self, trainer: Trainer) -> None:
+        """New members get weights, optimizer, position and scale from the first. Collective."""
+        if not any(m.new for m in self.quorum.members):
+            return
+        mine, first = self._mine(), trainer.parallel.mesh.world.first
+        parallel, optimizer, precision = trainer.parallel, trainer.optimizer, trainer.precision
+        weights = {f"model.{h.name}": h.local.data for h in parallel.stored}
+        tensors = weights | state_tensors(parallel.trained(), optimizer)
+        told: list[Any] = [None]
+        if first:
+            told = [{
+                "progress": dataclasses.asdict(trainer.progress), "last_step": trainer.last_step,
+                "scaler": precision.state(), "seconds": trainer.clock.seconds, "losses": self.metrics.unread(),
+                "evaluate_batch": trainer.recipe.evaluate.batch,
+                "tensors": {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()},
+            }]  # fmt: skip
+        dist.broadcast_object_list(told, src=0)
+        self.quorum.observer("weights are sent" if first else "weights arrive" if mine.new else "weights pass by")
+        got, state = told[0], {}
+        for key, (shape, dtype) in got["tensors"].items():
+            sent = tensors[key] if first else torch.empty(shape, dtype=dtype, device=_place(tensors, key, trainer))
+            dist.broadcast(sent, src=0)
+            if not mine.new:
+                continue
+            if key.startswith("model."):
+                tensors[key].copy_(sent)
+            else:
+                state[key] = sent
+        if mine.new:
+            load_state_tensors(parallel.trained(), optimizer, state)
+            trainer.progress, trainer.last_step = Progress(**got["progress"]), got["last_step"]
+            trainer.clock.seconds, trainer.recipe.evaluate.batch = got["seconds"], got["evaluate_batch"]
+            precision.load_state(got["scaler"])
+            self.metrics.take_over(trainer, got["losses"])
+
+    def _mine(self) -> Member:
+        return next(m for m in self.quorum.members if m.name == self.quorum.name)
+
+    def _equip(self, trainer: Trainer) -> None:
+        """The trainer as these members need it: DDP, the share of every batch, random numbers. Collective."""
+        parallel, mesh = trainer.parallel, trainer.parallel.mesh
+        parallel.joined, parallel.summed_by_engine, trainer.warm = True, (), False
+        if mesh.world.size > 1:
+            use_replicas(parallel, parallel.bare)
+        trainer.loader.cut(mesh.world.rank, mesh.world.size)
+        self.recut = True
+
+    def _hand_over(self, trainer: Trainer) -> None:
+        """Who is rank 0 now writes for all: first what the one before may not have written."""
+        if not trainer.parallel.mesh.world.first or any(isinstance(hook, RunLog) for hook in trainer.hooks):
+            return
+        self.log = log = self.open_log()
+        trainer.hooks.insert(0, log)
+        log.start(trainer)
+        for rows, line in self.recent:
+            log.logged(trainer, rows, line)
+        self.quorum.observer("the log handed over")
+
+    def _tell(self, trainer: Trainer, before: list[Member], why: str, giver: Member, seconds: float) -> None:
+        """What changed: who of the members before (`before`) is lost, who came, and with whose weights."""
+        members, step = self.quorum.members, trainer.progress.step
+        there, came = {m.name for m in members}, [m for m in members if m.new]
+        lost = [m for m in before if m.name not in there]
+        texts = [f"replica {m.replica} {self.quorum.end_of(m) or f'is lost ({why})'}" for m in lost]
+        texts += [f"replica {m.replica} came, with the weights of replica {giver.replica}" for m in came]
+        rest = f"step {step + 1} with {len(members)} of {self.quorum.wanted} replicas, after {duration(seconds)}"
+        conditions = {"why": "; ".join(texts) or why, "replicas": [m.name for m in members]}
+        conditions["seconds"] = round(seconds, 3)
+        trainer.log([Row("elastic/epoch", self.quorum.epoch, "", step, conditions)])
+        trainer.say(f"{conditions['why']}: {rest}")
+
+
+def _place(tensors: dict[str, torch.Tensor], key: str, trainer: Trainer) -> torch.device:
+    """Where a tensor of this name is wanted: a step counter lies beside its parameter."""
+    return tensors[key].device if key in tensors else trainer.device

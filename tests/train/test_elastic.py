@@ -1,0 +1,242 @@
+"""Training on when a replica dies: a step that is thrown away is taken again, what was done together is done again, and no row stands twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from run_parts import losses
+from safetensors.torch import load_file
+
+from gradus import recipe as recipes
+from gradus.data.loader import Loader
+from gradus.errors import UserError
+from gradus.launch import replicas
+from gradus.parallel.quorum import Aborted, Member
+from gradus.parallel.world import World
+from gradus.rows import Row, read_rows
+from gradus.train import elastic, run
+from gradus.train.log import RunLog
+from gradus.train.loop import Hook
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]  # also in the processes that a test starts
+
+TINY = [
+    "model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "model.dropout=0", "data.n_train=64", "data.n_valid=16",
+    "schedule.warmup_steps=5", "batch.samples=16", "layout.micro_batch=8", "layout.device=cpu", "layout.threads=1", "train.steps=10",
+    "evaluate.every=5", "evaluate.batch=16", "evaluate.samples=0", "train.checkpoint_every=5", "log.every=1",
+]  # fmt: skip
+
+
+class Alone:
+    """The quorum of one replica, in which others are lost when the script says so: `losses` names the votes that come to nothing."""
+
+    epoch, wanted, least, asked, aborted, name, training = 1, 2, 1, False, None, "0.1", False
+
+    def __init__(self, losses: tuple[str, ...] = ()):
+        self.losses, self.votes, self.joined = list(losses), [], []
+        self.members = [Member("0.1", 0, "here", 0)]
+        self.observer = lambda place: None
+
+    def commit(self, key: str) -> bool:
+        self.votes.append(key)
+        if key in self.losses:
+            self.losses.remove(key)
+            self.aborted = "replica 1 is lost in a test"
+            return False
+        return True
+
+    def lost(self, error: BaseException) -> bool:
+        return isinstance(error, Aborted)
+
+    def join(self, step: int, admit: bool = True) -> World:
+        self.joined.append((step, admit))
+        self.epoch, self.aborted = self.epoch + 1, None
+        return World()
+
+    def at(self, what: str, in_step: bool) -> None:
+        pass
+
+    def missing(self) -> dict[int, float]:
+        return {1: 5.0}
+
+    def end_of(self, member: Member) -> None:
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def trained(folder: Path, quorum: Alone | None, monkeypatch, *overrides: str, hooks=()) -> Path:
+    keys = ["layout.elastic=true"] if quorum else []
+    recipe = recipes.load("copy-task", [*TINY, *keys, f"log.dir={folder}", *overrides])
+    monkeypatch.setattr(elastic, "enter", lambda recipe, world: (quorum, world))
+    run.train(recipe, hooks=hooks)
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_step_that_came_to_nothing_is_taken_again_as_if_it_never_had_been(precision, tmp_path, monkeypatch):
+    """Bit for bit: weights, losses, the scaler's count; and the samples are those of the step."""
+    starts: list[tuple[int, int]] = []
+    steps = Loader.steps
+    monkeypatch.setattr(Loader, "steps", lambda self, epoch, start=0: (starts.append((epoch, start)), steps(self, epoch, start))[1])
+    right = trained(tmp_path / "right", None, monkeypatch, f"layout.precision={precision}")
+    starts.clear()
+    quorum = Alone(("step 3", "step 6"))
+    ours = trained(tmp_path / "ours", quorum, monkeypatch, f"layout.precision={precision}")
+    assert losses(ours) == losses(right) and quorum.joined == [(2, True), (5, True)] and quorum.closed
+    assert quorum.votes.count("step 3") == 2 and quorum.votes.count("step 4") == 1
+    of_training = [at for at in starts if at in ((0, 0), (0, 2), (1, 0), (1, 1), (2, 0))]
+    assert of_training[:2] == [(0, 0), (0, 2)] and (1, 1) in of_training, "its batch is cut anew among those who are left"
+    for name in ("model.safetensors", "training.safetensors"):
+        files = [load_file(folder / "checkpoints" / "step-00000010" / name) for folder in (ours, right)]
+        assert files[0].keys() == files[1].keys()  # but dropout is drawn anew
+        assert all(torch.equal(files[0][key], files[1][key]) for key in files[0] if not key.startswith("rng."))
+    gone = [row for row in read_rows(ours / "metrics.jsonl") if row["name"] == "elastic/epoch"]
+    assert [(row["step"], row["why"]) for row in gone] == [(2, "replica 1 is lost in a test"), (5, "replica 1 is lost in a test")]
+
+
+def test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_anew(tmp_path, monkeypatch):
+    """An evaluation, whose best weights were kept already, and a checkpoint."""
+    right = trained(tmp_path / "right", None, monkeypatch)
+    evaluations: list[int] = []
+
+    class Count(Hook):
+        def logged(self, trainer, rows, line):
+            evaluations.extend(row.step for row in rows if row.name == "valid/loss")
+
+    starts: list[tuple[int, int]] = []
+    steps = Loader.steps
+    monkeypatch.setattr(Loader, "steps", lambda self, epoch, start=0: (starts.append((epoch, start)), steps(self, epoch, start))[1])
+    quorum = Alone(("after 5.0", "after 5.1"))
+    ours = trained(tmp_path / "ours", quorum, monkeypatch, hooks=[Count()])
+    assert evaluations == [5, 5, 10] and quorum.joined == [(5, False), (5, False)], "nobody comes in meanwhile"
+    assert (1, 1) in starts, "the next step's batch is that of the new members"
+    assert losses(ours) == losses(right)
+    rows = [(row["name"], row["step"]) for row in read_rows(ours / "metrics.jsonl")]
+    assert rows.count(("valid/loss", 5)) == 1, "the evaluation that was made twice stands once"
+    best = [json.loads((folder / "checkpoints" / "best" / "best.json").read_text()) for folder in (ours, right)]
+    assert best[0]["value"] == best[1]["value"]
+    summary = json.loads((ours / "summary.json").read_text())
+    assert summary["elastic"] == {"epochs": 3, "replicas": 1, "of": 2}
+
+
+def test_the_line_says_who_is_missing_since_when(tmp_path, monkeypatch, capsys):
+    trained(tmp_path / "run", Alone(), monkeypatch)
+    since = time.strftime("%H:%M", time.localtime(time.time() - 5))
+    assert f"  1 of 2 replicas, without 1 since {since}" in capsys.readouterr().out
+
+
+def test_who_becomes_rank_0_goes_on_in_a_new_file_and_writes_no_row_twice(tmp_path):
+    """What the one before, should it wake up, still writes is lost."""
+    config = recipes.load("copy-task", [f"log.dir={tmp_path}"]).log
+    first = RunLog(tmp_path, config, {"name": "x"}, once=True)
+    first.logged(Trainer(), [Row("train/loss", 1.0, "", 1)], None)
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"name": "train/loss", "val')  # it was killed here
+    second = RunLog(tmp_path, config, {"name": "x"}, once=True)
+    first.logged(Trainer(), [Row("train/loss", 3.0, "", 3)], None)
+    for step in (1, 2, 2):
+        second.logged(Trainer(), [Row("train/loss", float(step), "", step)], None)
+    assert [(row["step"], row["value"]) for row in read_rows(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0)]
+    first.close()
+    second.close()
+
+
+class Trainer:
+    metrics_position = 0
+
+
+@pytest.mark.parametrize(("world", "keys", "why"), [
+    (World(), ["log.dir=x"], "no other replica. Start several"),
+    (World(0, 2, 0, 2, "test", "127.0.0.1", 9), [], r"all replicas write one run. Set log\.dir=FOLDER"),
+])  # fmt: skip
+def test_what_an_elastic_run_needs(world, keys, why):
+    with pytest.raises(UserError, match=why):
+        elastic.enter(recipes.load("copy-task", ["layout.elastic=true", *keys]), world)
+
+
+@pytest.mark.parametrize("other", [
+    "layout.shard=2", "layout.tensor=2", "layout.pipeline=2", "layout.context=2", "layout.replicate=manual", "layout.replicate=parameter_server",
+    "layout.shard_optimizer=true", "layout.local_sgd={every: 2}", "layout.diloco={every: 2}", "layout.compress=powersgd",
+])  # fmt: skip
+def test_what_is_not_built_is_refused_by_name(other):
+    with pytest.raises(UserError, match=r"layout\.elastic"):
+        recipes.load("copy-task", ["layout.elastic=true", other])
+
+
+def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypatch):
+    """Each death is told to the quorum; the waits double."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(replicas.time, "sleep", lambda seconds: None)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: next(clock) / 10)
+
+    class Dead:
+        def poll(self):
+            return -signal.SIGKILL
+
+    class Lives:
+        calls = 0
+
+        def poll(self):
+            Lives.calls += 1
+            return 0 if Lives.calls > 500 else None
+
+    class Programs:
+        signals, processes = [], [Dead(), Lives()]
+
+    started: list[int] = []
+    replicas.watch(Programs(), lambda number: (started.append(number), Dead())[1], tmp_path, store, most=2)
+    assert started == [0, 0]
+    said = capsys.readouterr().err
+    assert said.count("replica 0 ended with SIGKILL before its first step; starting it again in") == 2 and "in 1 s" in said and "in 2 s" in said
+    assert "it died 3 times without a step (layout.max_deaths), and stays away" in said.replace("\n", " ")
+    assert store.get("gone/0.0") == b"ended with SIGKILL"
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tmp_path, monkeypatch, capsys):
+    """Random instants and places named from inside; the curve, the samples and the weights of every replica."""
+    import elastic as bench
+
+    words = ["--kills", "10", "--steps", "150", "--processes", "3", "--each", "10", "--seed", "1", "--folder", str(tmp_path), "batch.samples=12"]
+    monkeypatch.setattr(sys, "argv", ["elastic.py", *words])
+    assert bench.main() == 0, capsys.readouterr().out
+    assert "0 curves too far" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_a_dead_rank_0_again(tmp_path):
+    """By the command of the pages; with layout.min_replicas=2 the other waits for it."""
+    folder = tmp_path / "run"
+    words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60", "--processes", "2"]
+    with open(tmp_path / "out", "w", encoding="utf-8") as out:
+        environment = {**os.environ, "GRADUS_NO_CALIBRATE": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, "-m", "gradus", *words], stdout=out, stderr=subprocess.STDOUT, env=environment)
+    record, end = folder / "ranks" / "rank-0000.json", time.monotonic() + 300
+    try:
+        while time.monotonic() < end and process.poll() is None:
+            if record.exists() and (json.loads(record.read_text() or "{}").get("step") or 0) >= 10:
+                os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+                break
+            time.sleep(0.005)
+        code = process.wait(300)
+    finally:
+        process.kill()
+    said = (tmp_path / "out").read_text()
+    assert code == 0, said
+    text = " ".join(said.split())
+    assert "replica 0 ended with SIGKILL at step" in text and "starting it again in 1 s" in text
+    assert "replica 0 came, with the weights of replica 1" in text
+    assert sorted(losses(folder)) == list(range(1, 61)) and "run folder:" in said
