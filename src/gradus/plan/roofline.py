@@ -109,7 +109,7 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
 def parameters(device: Device, software: str = "gradus", path: Path = FITTED) -> tuple[Parameters, tuple[str, ...]]:
     """The parameters for a device and a software (gradus, megatron, mosaic, ...), and notes on where they come from."""
     fit, notes = find_parameters(chip_of(device), software, path)
-    if device.measured is not None:  # tables time its operations: the chip's parameters are not used
+    if device.measured is not None:  # see `measured_seconds`: the chip's parameters are not used
         return fit, ()
     if not _units(device.name):
         notes += (f"the number of multiprocessors of {device.name} is not known: {UNITS_ASSUMED} are assumed",)

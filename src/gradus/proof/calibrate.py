@@ -185,13 +185,14 @@ def bandwidth(memory: list[Point]) -> float:
 
 
 def fit(points: list[Point]) -> list[float]:
-    """The numbers of `roofline.kernel_seconds` that give these points of one kind back with the least error: one number
-    after the other is made larger or smaller, by less and less."""
+    """The numbers of `roofline.kernel_seconds` that give these points of one kind back with the least error, of which
+    longer ones count somewhat more: one number after the other is made larger or smaller, by less and less."""
     fastest = max((p.op.flops or p.op.bytes) / p.median for p in points)
     numbers = [4e-6, fastest, *([16.0] * 3 if points[0].op.kind == "matmul" else [])]
 
     def error(numbers: list[float]) -> float:
-        return sum(abs(math.log(roofline.kernel_seconds(p.op, numbers) / p.median)) for p in points)
+        factors = (roofline.kernel_seconds(p.op, numbers) / p.median for p in points)
+        return sum(abs(math.log(factor)) * p.median**0.25 for factor, p in zip(factors, points))
 
     factor = 2.0
     while factor > 1.01:
