@@ -105,11 +105,10 @@ class Timer:
         return seconds
 
     def round(self, point: Point) -> None:
-        """A few more times of a point."""
-        if not point.times:
-            self.time(point)
-            point.times.append(self.time(point))
-        for _ in range(int(min(12, max(1, SLICE / point.times[-1])))):
+        """A few more times of a point. Its first call after other operations is slower and does not count: a step calls
+        each of its operations layer after layer."""
+        seconds = self.time(point)
+        for _ in range(int(min(12, max(2, SLICE / seconds)))):
             point.times.append(self.time(point))
 
 
