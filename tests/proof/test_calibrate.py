@@ -154,6 +154,15 @@ def test_the_first_run_measures_this_machine_once_and_says_so(newcomer, monkeypa
     assert "coarse" not in device_of(session.device, 1).measured and "coarse" in device_of(session.device, 2).measured, "gradus calibrate replaces it"
 
 
+def test_a_machine_whose_file_has_no_fits_is_measured_again(newcomer):
+    session, started = newcomer
+    old = dataclasses.replace(device(), name=coarse_name(1), measured={"threads": 1, "coarse": True, "matmul": "mm fp32 nt 1 16 16 16 1e-6 0.01\n"})
+    hardware.add_device(old)
+    assert device_of(session.device, 1) is None
+    calibrate.calibrate_once(session)
+    assert len(started) == 1 and "fits" in device_of(session.device, 1).measured
+
+
 @pytest.mark.parametrize("off", [{"CI": "true"}, {"GRADUS_NO_CALIBRATE": "1"}, {"timeout": 20.0}])
 def test_where_it_is_not_wanted_nothing_is_measured(newcomer, off, monkeypatch, capsys):
     session, started = newcomer
