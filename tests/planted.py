@@ -331,7 +331,7 @@ LIST = (
     M("proof/fit.py", "{1 - self.need(k) / available:.1%}", "{self.need(k) / available:.1%}",
       "proof/test_fit.py::test_what_is_left_of_the_budget_is_said_in_bytes_and_as_its_share", of="fit"),
     M("plan/roofline.py", "1 + length / side for length", "length / side for length",
-      "proof/test_calibrate.py::test_a_fit_gives_points_of_known_numbers_back", of="calibrate"),
+      "plan/test_roofline.py::test_a_measured_product_takes_a_launch_and_its_operations_and_is_slower_where_it_is_short", of="calibrate"),
     M("proof/prove.py", "t.seconds * tokens / t.tokens for t in nearest", "t.seconds * t.tokens / tokens for t in nearest",
       "proof/test_prove.py::test_times_of_unequal_batches_are_those_like_the_measured_one", of="prove"),
     M("proof/bench.py", "(end - first) / (new - 1) for end", "(end - first) / new for end",
