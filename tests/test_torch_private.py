@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.sgd import sgd
 
 import gradus
 from gradus import torch_private
@@ -137,28 +136,6 @@ def test_attention_on_a_cpu_runs_the_operators_that_are_named():
         half = torch.empty(1, 2, 4, 8, dtype=torch.bfloat16)
         assert torch_private.FLASH(half, half, half, 0.0, True, False, scale=None)[0].shape == half.shape
         assert torch_private.EFFICIENT(half, half, half, None, True, 0.0, True, scale=None)[0].shape == half.shape
-
-
-def test_what_the_calibration_times():
-    x = torch.randn(4, 5)
-    y = torch_private.SOFTMAX(x, -1, False)
-    assert torch.equal(y, x.softmax(-1)) and torch.equal(torch_private.SAFE_SOFTMAX(x, -1), y)
-    assert torch_private.SOFTMAX_BACKWARD(y, y, -1, torch.float32).shape == x.shape
-    log = torch_private.LOG_SOFTMAX(x, -1, False)
-    assert torch.equal(log, x.log_softmax(-1)) and torch_private.LOG_SOFTMAX_BACKWARD(y, log, -1, torch.float32).shape == x.shape
-    assert torch_private.TO_COPY(x, dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert torch_private.FOREACH_NORM([x], 2)[0] == pytest.approx(float(x.norm()))
-    w, g = torch.ones(3), torch.ones(3)
-    torch_private.FOREACH_MUL([w], torch.tensor(2.0))
-    assert w.tolist() == [2, 2, 2]
-    torch_private.FUSED_SGD([w], [g], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0, nesterov=False, maximize=False, is_first_step=False)
-    plain = torch.full((3,), 2.0)
-    sgd([plain], [g], [None], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0, nesterov=False, maximize=False)
-    assert torch.equal(w, plain)
-    for fused in (torch_private.FUSED_ADAM, torch_private.FUSED_ADAMW):
-        state = [torch.zeros(3)], [torch.zeros(3)], [], [torch.ones(())]
-        fused([w], [g], *state, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
-        assert state[0][0].tolist() == pytest.approx([0.1] * 3)
 
 
 # ---------------------------------------------------------------- tensors and modules

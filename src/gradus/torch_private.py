@@ -57,14 +57,6 @@ CUDNN = _aten._scaled_dot_product_cudnn_attention
 FUSED_ATTENTION = (FLASH_CPU, FLASH, EFFICIENT, CUDNN)  # what scaled_dot_product_attention runs, forwards
 ATTENTION_PREFIX = "_scaled_dot_product"  # how all of these are called, forwards and backwards
 
-# what the calibration times one by one, as autograd, autocast and the optimizers call them
-TO_COPY = _aten._to_copy.default
-SOFTMAX, SAFE_SOFTMAX = _aten._softmax.default, _aten._safe_softmax.default
-SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
-LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
-FOREACH_NORM, FOREACH_MUL = _aten._foreach_norm.Scalar, _aten._foreach_mul_.Tensor
-FUSED_ADAMW, FUSED_ADAM, FUSED_SGD = _aten._fused_adamw_.default, _aten._fused_adam_.default, _aten._fused_sgd_.default
-
 
 def int4_pack(numbers: Tensor) -> Tensor:
     """Of int32 (out, in), 0 to 15; in is a multiple of the group, out of 16. A processor's form."""

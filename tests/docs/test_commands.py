@@ -35,7 +35,7 @@ from gradus.cli import main
 from gradus.data import tokenizers
 from gradus.hardware.files import quotes
 from gradus.models import llama
-from gradus.proof import calibrate, check, fit, study_file
+from gradus.proof import check, fit, study_file
 from gradus.recipe.schema import BertConfig
 from gradus.tasks import causal_lm
 
@@ -132,7 +132,6 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"gpu\.py", "gpu.py --device cpu --tiny --models gpt2 vit-l16 --steps 2 --out rows.jsonl"),
     (r"^(rsync .*) site/ \S+", r"\1 sst2/ out"),
 ]
-FEW_POINTS = calibrate.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 1, 2, 5, (2**10, 2**16, 2**22))  # of a calibration
 ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^python benchmarks/search_exhaustive": "tests/plan/test_search.py",
     r"^python benchmarks/kills": "tests/launch/test_kills.py",
@@ -331,7 +330,6 @@ def run(workplace, monkeypatch, capfd):
     monkeypatch.setenv("HOME", str(workplace))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(workplace / ".config"))  # where gradus calibrate writes
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(calibrate, "SOME", FEW_POINTS)
     monkeypatch.setattr(fit, "ROUNDS", 1)
     monkeypatch.setattr(check, "WAIT", 1.0)  # whether this machine loads data fast enough is no matter of the command
     run.workplace = workplace

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from gradus import hardware
+from gradus.errors import UserError
 from gradus.plan import roofline
 from gradus.plan.roofline import matmul_share, op_seconds
+from gradus.plan.work import Op
 
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import measured_device  # noqa: E402
 from toy_operations import DEVICE, FIT, matmul, memory  # noqa: E402
 
 
@@ -88,3 +91,42 @@ def test_chains_of_elementwise_operations_are_what_fusing_saves():
     for name in ("native_layer_norm", "softmax", "embedding", "fused_adamw"):
         assert op_seconds(memory(5e9)._replace(name=name), DEVICE, fused) == pytest.approx(5e-3)
     assert op_seconds(memory(5e9, "optimizer"), DEVICE, fused) == pytest.approx(5e-3)
+
+
+# ---------------------------------------------------------------- a measured machine
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_measured_product_takes_a_launch_and_its_operations_and_is_slower_where_it_is_short(batch):
+    large = op_seconds(measured_device.product(4096, 300, 2**20, batch=batch), measured_device.device())
+    assert large == pytest.approx(2 * batch * 4096 * 300 * 2**20 / 1e9, rel=1e-4)
+    short = measured_device.product(64, 64, 64, batch=batch)
+    assert op_seconds(short, measured_device.device()) == pytest.approx(1e-6 + 2 * 2 * batch * 64**3 / 1e9)
+
+
+def test_measured_attention_by_its_operations_and_all_else_by_its_bytes():
+    d = measured_device.device()
+    attention = Op("attention", "sdpa", "fp32", "backward", 1e6, 1.0, (3, 5, 100, 100, 50))
+    assert op_seconds(attention, d) == pytest.approx(1e-6 + 1e-3)
+    assert op_seconds(measured_device.memory("gelu", 2000), d) == pytest.approx(3e-6)
+    assert op_seconds(measured_device.memory("never_measured", 8, "int64"), d) == pytest.approx(1.008e-6)  # as fp32
+    assert op_seconds(measured_device.memory("gelu", 2000, "fp16"), d) == pytest.approx(5e-6)  # as bf16
+    assert op_seconds(measured_device.product(64, 64, 64, "tf32"), d) == op_seconds(measured_device.product(64, 64, 64), d)
+
+
+def test_the_frameworks_time_adds_on_a_cpu_and_hides_behind_a_gpu():
+    dispatch = {"forward": 1e-5, "backward": 2e-5}
+    op = measured_device.memory("add", 4000, phase="backward")
+    assert op_seconds(op, measured_device.device(dispatch=dispatch)) == pytest.approx(5e-6 + 2e-5)
+    assert op_seconds(op, measured_device.device("gpu", dispatch)) == pytest.approx(2e-5)
+    assert op_seconds(op._replace(phase="optimizer"), measured_device.device(dispatch=dispatch)) == pytest.approx(5e-6 + 1e-5)
+    assert op_seconds(measured_device.memory("add", 4e6), measured_device.device("gpu", dispatch)) == pytest.approx(4.001e-3)
+
+
+@pytest.mark.parametrize("measured", [
+    {}, {"fits": None}, {"fits": {}}, {"fits": {"matmul fp32": 5}}, {"fits": {"matmul fp32": [1e-6]}}, {"fits": {"matmul fp32": [1e-6, 0.0]}},
+    {"fits": {"matmul fp32": ["a", "b"]}}, {"fits": {"matmul fp32": [1e-6, 1e9]}, "dispatch": 5}, {"matmul": "mm fp32 nt 1 16 16 16 1e-6 0.01\n"},
+])  # fmt: skip
+def test_what_was_not_measured_is_one_line_that_says_what_to_do(measured):
+    with pytest.raises(UserError, match=r"x: measured\.fits: nothing usable for mm in fp32 \(matmul\)\. Run gradus calibrate again\."):
+        op_seconds(measured_device.product(64, 64, 64), dataclasses.replace(measured_device.device(), measured=measured))

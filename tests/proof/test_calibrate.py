@@ -16,30 +16,31 @@ import torch
 
 from gradus import cli, hardware
 from gradus.cli import main
-from gradus.hardware import Device
 from gradus.parallel.processes import run_program
 from gradus.parallel.world import World
-from gradus.plan import tables
+from gradus.plan import roofline
+from gradus.plan.trace import trace_recipe
 from gradus.proof import calibrate, calibration_points
 from gradus.proof.memory_budget import coarse_name, device_of
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from measured_tables import device, memory, product  # noqa: E402
+from measured_device import device, memory, product  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """(device, hardware file) of a calibration of few and small points."""
     small = pytest.MonkeyPatch()
-    few = calibration_points.Sizes((16, 128), (16, 64), (32, 64), (32,), (2**10, 2**15), 2, 1, 5)
-    link = lambda on, sizes: (hardware.Link("test", 1e9), {})  # noqa: E731
-    for name, value in {"ALL": few, "SLICE": 1e-3, "this_link": link}.items():
+    link = lambda on, fine: (hardware.Link("test", 1e9), {})  # noqa: E731
+    for name, value in {"SLICE": 1e-3, "this_link": link}.items():
         small.setattr(calibrate, name, value)
-    small.setattr(calibration_points, "BATCH", 4)
+    few = {"SIDES": (16, 128), "BATCH": 4, "BATCHED": (16, 64), "FUSED": ((1, 8, 16), (8, 64, 32)), "ELEMENTS": (2**10, 2**15)}
+    for name, value in few.items():
+        small.setattr(calibration_points, name, value)
     small.setattr(calibration_points.Pool.__init__, "__defaults__", (2**22,))
     measure, steps = calibrate.measure, calibrate.tiny_steps
-    small.setattr(calibrate, "measure", lambda on, seconds, say, sizes: measure(on, 0.0, say, sizes))  # two rounds
+    small.setattr(calibrate, "measure", lambda on, seconds, say: measure(on, 0.0, say))  # one round
     small.setattr(calibrate, "tiny_steps", lambda on: itertools.islice(steps(on), 2))
     torch.set_num_threads(1)
     file = tmp_path_factory.mktemp("hardware") / "hardware.yaml"
@@ -73,43 +74,36 @@ def test_times_are_planned_with_as_many_threads_as_were_calibrated(calibrated, m
         assert "no fitted parameters" not in out and "multiprocessors" not in out
 
 
-def test_a_measured_point_is_given_back(calibrated):
+@pytest.mark.parametrize("numbers", [[3e-6, 2e11, 5.0, 20.0, 40.0], [2e-5, 1e12, 30.0, 60.0, 9.0]])
+def test_a_fit_gives_points_of_known_numbers_back(numbers):
+    sizes = [(batch, m, n, k) for batch in (1, 32) for m, n, k in itertools.product((16, 256, 1024), repeat=3)]
+    points = [calibration_points.Point(tuple, tuple, op=product(m, n, k, batch=batch)) for batch, m, n, k in sizes]
+    for p in points:
+        p.times = [roofline.kernel_seconds(p.op, numbers)]
+    found = calibrate.fit(points)
+    assert all(roofline.kernel_seconds(p.op, found) == pytest.approx(p.median, rel=0.05) for p in points)
+
+
+def test_each_kind_has_a_fit_in_each_dtype_that_has_the_operations_of_a_step(calibrated):
     device, _ = calibrated
-    bare = Device("x", {}, 1, 1, kind="cpu", measured={**device.measured, "dispatch": {}})
-    name, dtype, layout, batch, m, n, k, seconds, _ = tables.parse(device.measured["matmul"], "matmul")[5]
-    op = product(int(m), int(n), int(k), name=name, dtype=dtype, layout=layout, batch=int(batch))
-    assert tables.seconds(op, bare) == pytest.approx(float(seconds), rel=1e-6)
-    name, dtype, n_bytes, seconds, _ = next(r for r in tables.parse(device.measured["memory"], "memory") if r[0] == "silu")
-    assert tables.seconds(memory(name, float(n_bytes), dtype), bare) == pytest.approx(float(seconds), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_calibration_knows_the_operations_of_a_real_step(calibrated):
-    """Nearly all the time of a traced step is of operations that were measured by their own name."""
-    from gradus.plan.trace import trace_recipe
-
-    device, _ = calibrated
-    names = {row[0] for row in tables.parse(device.measured["memory"], "memory")}
-    for step in calibrate.tiny_steps(torch.device("cpu")):
+    kinds = {"matmul", "attention", "memory"}
+    assert set(device.measured["points"]) == kinds
+    assert set(device.measured["fits"]) == {roofline.fit_key(kind, dtype) for kind in kinds for dtype in device.peaks}
+    for step in itertools.islice(calibrate.tiny_steps(torch.device("cpu")), 2):
         work = trace_recipe(step.recipe, micro_batches=step.micro_batches).work
-        bound = [op for op in [*work.micro, *work.step] if op.kind == "memory" and op.bytes > 1024]
-        assert all(0 < tables.seconds(op, device) < 1 for op in [*work.micro, *work.step])
-        unknown = sum(op.bytes * op.count for op in bound if op.name not in names)
-        assert unknown < 0.1 * sum(op.bytes * op.count for op in bound), {op.name for op in bound if op.name not in names}
+        assert all(0 < roofline.op_seconds(op, device) < 1 for op in [*work.micro, *work.step])
 
 
 def test_larger_takes_longer(calibrated):
     device, _ = calibrated
-    assert tables.seconds(product(512, 512, 512), device) > tables.seconds(product(64, 64, 64), device)
-    assert tables.seconds(memory("gelu", 1e8), device) > tables.seconds(memory("gelu", 1e5), device)
+    assert roofline.op_seconds(product(512, 512, 512), device) > roofline.op_seconds(product(64, 64, 64), device)
+    assert roofline.op_seconds(memory("gelu", 1e8), device) > roofline.op_seconds(memory("gelu", 1e5), device)
 
 
-def test_bandwidth_is_of_operations_that_read_and_write_all_that_they_name():
-    moved = {("add", 400): 4.0, ("mean", 399): 2.0, ("fill", 398): 1.0, ("nll_loss_forward", 397): 0.01, ("mul", 99): 0.1}
-    moved["nll_loss_backward", 396] = 1.0
-    rows = {calibration_points.MemoryRow(name, "fp32", n): seconds for (name, n), seconds in moved.items()}
-    points = [calibration_points.Point(tuple, tuple, row=row, times=[seconds]) for row, seconds in rows.items()]
-    assert calibrate.bandwidth(points) == 399 / 2  # the small mul lies in a cache
+def test_bandwidth_is_of_the_largest_operands():
+    moved = {("add", 400): 4.0, ("gelu", 399): 2.0, ("add", 99): 0.1}
+    points = [calibration_points.Point(tuple, tuple, op=memory(*name), times=[seconds]) for name, seconds in moved.items()]
+    assert calibrate.bandwidth(points) == 399 / 2  # the small one lies in a cache
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--seconds", "5"], "too short"), (["--threads", "0"], "must be at least 1"), (["--second"], "")])
@@ -158,6 +152,15 @@ def test_the_first_run_measures_this_machine_once_and_says_so(newcomer, monkeypa
     full = dataclasses.replace(device(), aliases=("this", "here", "cpu"))
     hardware.add_device(full)
     assert "coarse" not in device_of(session.device, 1).measured and "coarse" in device_of(session.device, 2).measured, "gradus calibrate replaces it"
+
+
+def test_a_machine_whose_file_has_no_fits_is_measured_again(newcomer):
+    session, started = newcomer
+    old = dataclasses.replace(device(), name=coarse_name(1), measured={"threads": 1, "coarse": True, "matmul": "mm fp32 nt 1 16 16 16 1e-6 0.01\n"})
+    hardware.add_device(old)
+    assert device_of(session.device, 1) is None
+    calibrate.calibrate_once(session)
+    assert len(started) == 1 and "fits" in device_of(session.device, 1).measured
 
 
 @pytest.mark.parametrize("off", [{"CI": "true"}, {"GRADUS_NO_CALIBRATE": "1"}, {"timeout": 20.0}])

@@ -116,7 +116,7 @@ class Device:
     network: Linked = None  # between nodes
     usable: Bytes = 1.0  # part of `memory` that a program gets; in the file, bytes
     source: Source = ""
-    measured: dict | None = None  # tables that `gradus calibrate` made of this very machine
+    measured: dict | None = None  # what `gradus calibrate` found of this very machine
     bridge: Linked = None  # between two cards only
     aliases: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
     driver: Annotated[str | None, AfterValidator(_pattern)] = None  # pattern of whole names as the driver gives them

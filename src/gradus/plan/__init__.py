@@ -11,7 +11,7 @@ A plan of a training run, in the order in which it comes about:
     stage, process              profiles → a stage with all its blocks; a process as data: stages, what it holds of them
     compose                     operations and copies of a process
     peak, traffic               events of memory over the step, and their peak; what keeps parameters alike sends
-    step                        work → seconds, by roofline (operations), collectives (transfers), tables (calibrated)
+    step                        work → seconds, by roofline (operations) and collectives (transfers)
     counts                      parameters and operations of the model alone, for MFU
     budget                      seconds → days, money, energy, CO2
     figures, keys, show         a figure with its formula, a layout as words, the screen

@@ -346,7 +346,7 @@ def _rows(
 
 
 def _about_measuring(recipe: Recipe, device: Device) -> Iterator[str]:
-    """Notes on the tables that this machine was measured with."""
+    """Notes on how this machine was measured."""
     measured = device.measured or {}
     threads, wanted = measured.get("threads"), recipe.layout.threads
     if device.kind == "cpu" and threads and wanted and wanted != threads:

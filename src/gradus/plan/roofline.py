@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gradus import files
+from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.plan.work import Op
 
@@ -25,6 +28,8 @@ TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 # units: multiprocessors by device family; nearest: the chip whose parameters are used where one has none; makers:
 # patterns of chip names
 CHIPS = files.packaged("plan/chips.yaml")
+# dtype → those that stand in for it, fp32 last
+SIMILAR = {"bf16": ("fp16",), "fp16": ("bf16",), "tf32": ("fp32",), "fp8": ("bf16", "fp16"), "fp4": ("fp8", "bf16")}
 UNITS_ASSUMED = 108  # an A100's, for a GPU whose number is not known
 
 # Element-wise operations that a compiler or a hand-written kernel fuses; not normalisation, softmax, look-ups, copies.
@@ -104,7 +109,7 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
 def parameters(device: Device, software: str = "gradus", path: Path = FITTED) -> tuple[Parameters, tuple[str, ...]]:
     """The parameters for a device and a software (gradus, megatron, mosaic, ...), and notes on where they come from."""
     fit, notes = find_parameters(chip_of(device), software, path)
-    if device.measured is not None:  # tables time its operations: the chip's parameters are not used
+    if device.measured is not None:  # see `measured_seconds`: the chip's parameters are not used
         return fit, ()
     if not _units(device.name):
         notes += (f"the number of multiprocessors of {device.name} is not known: {UNITS_ASSUMED} are assumed",)
@@ -128,8 +133,7 @@ def peak_flops(device: Device, dtype: str) -> float:
     without_tensor_cores = device.measured is None and "bf16" not in device.peaks
     if dtype == "fp16" and without_tensor_cores and 0 < device.peaks.get("fp16", 0) <= 2 * device.peaks.get("fp32", 0):
         dtype = "fp32"
-    similar = {"bf16": ("fp16",), "fp16": ("bf16",), "tf32": ("fp32",), "fp8": ("bf16", "fp16"), "fp4": ("fp8", "bf16")}
-    for name in (dtype, *similar.get(dtype, ()), "fp32"):
+    for name in (dtype, *SIMILAR.get(dtype, ()), "fp32"):
         if device.peaks.get(name):
             return device.peaks[name]
     return max(device.peaks.values())
@@ -162,13 +166,11 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
     """Seconds of one `op` (not of its count) on the device, its launches on the device included, the host's not.
 
     A matrix product takes the longer of its operations over peak × matmul × share by shape, and its bytes over
-    bandwidth; a fused attention likewise; all else its bytes over bandwidth. A device with measured tables takes its
-    times from them instead.
+    bandwidth; a fused attention likewise; all else its bytes over bandwidth. Of a device that `gradus calibrate`
+    measured: see `measured_seconds`.
     """
     if device.measured is not None:
-        from gradus.plan import tables
-
-        return tables.seconds(op, device)
+        return measured_seconds(op, device)
     fit = fit or parameters(device)[0]
     memory = op.bytes / (device.bandwidth * fit.bandwidth)
     launching = fit.kernel * op.launches
@@ -187,3 +189,40 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
         rate = peak_flops(device, op.dtype) * fit.attention * fit.fused
         return max(op.flops / rate, memory) + launching
     return memory + launching
+
+
+# ---------------------------------------------------------------- a measured machine
+
+
+def fit_key(kind: str, dtype: str) -> str:
+    """The name of a fit in `Device.measured["fits"]`."""
+    return f"{kind} {dtype}"
+
+
+def kernel_seconds(op: Op, numbers: Sequence[float]) -> float:
+    """Seconds of one `op` by what was fitted to its kind: a launch, and operations (else bytes) over the rate of large
+    ones, which a product halves where m, n or k is as short as its length.
+
+    numbers: seconds of the launch; operations/s or bytes/s; of products the lengths of m, n and k.
+    """
+    launch, rate, *lengths = numbers
+    slower = math.prod(1 + length / side for length, side in zip(lengths, op.shape[1:]))
+    return launch + (op.flops or op.bytes) / rate * slower
+
+
+def measured_seconds(op: Op, device: Device) -> float:
+    """Seconds of one `op` (not of its count) on a device that `gradus calibrate` measured.
+
+    measured["dispatch"]: phase → seconds that the framework spends around one operation (views, modules, autograd). On
+    a CPU they are added, as nothing overlaps them. Elsewhere the longer of the two counts: while a kernel runs the next
+    one is launched. Raises UserError for what cannot be read.
+    """
+    try:
+        fits, dispatch = device.measured["fits"], device.measured.get("dispatch", {})
+        keys = (fit_key(op.kind, dtype) for dtype in (op.dtype, *SIMILAR.get(op.dtype, ()), "fp32"))
+        kernel = kernel_seconds(op, next(fits[key] for key in keys if key in fits))
+        framework = op.launches * dispatch.get(op.phase, dispatch.get("forward", 0.0))
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError):
+        problem = f"measured.fits: nothing usable for {op.name} in {op.dtype} ({op.kind})"
+        raise UserError(f"{device.name}: {problem}. Run gradus calibrate again.") from None
+    return kernel + framework if device.kind == "cpu" else max(kernel, framework)

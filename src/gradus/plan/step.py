@@ -132,7 +132,7 @@ def step_time(work: Work, cluster: Cluster, fit: Parameters | None = None) -> St
     if fit is None:
         fit, notes = parameters(cluster.device, work.software)
         notes += unknown_links(work.transfers, cluster)
-    measured = cluster.device.measured is not None  # tables hold the host's time too
+    measured = cluster.device.measured is not None  # its operations hold the host's time too
     m = max(work.micro_batches, 1)
     micro = Sums().add_ops(work.micro, cluster, fit)
     waited, hidden = _add_transfers(work, cluster, fit, micro.phases)

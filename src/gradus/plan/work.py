@@ -42,8 +42,6 @@ class Op(NamedTuple):
     count: float = 1  # type: ignore[assignment]  # in place of a tuple's method
     launches: float = 1  # kernels per operation
     stage_only: bool = False  # a single stage of a pipeline does it
-    # of a matmul: n or t for each operand, t where it is transposed in memory; "": not known
-    layout: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

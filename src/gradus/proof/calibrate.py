@@ -1,4 +1,4 @@
-"""A few minutes of measuring this machine make a device that no table lists: what `tables` prices operations by.
+"""A few minutes of measuring this machine make a device that no table lists: what `roofline` prices operations by.
 
 Operations are timed as a training step finds them, not as a loop over one of them would: other operands every time (out
 of a pool larger than the inner caches), the operand that the step has just written fresh in the caches, results kept so
@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import math
 import os
 import re
 import shlex
@@ -41,20 +42,10 @@ from gradus.parallel.mesh import Mesh
 from gradus.parallel.observe import Observer
 from gradus.parallel.precision import Precision
 from gradus.parallel.processes import run_program
-from gradus.plan import batches, tables
+from gradus.plan import batches, roofline
 from gradus.plan.trace import Recorder, trace_recipe
-from gradus.proof.calibration_points import (
-    ALL,
-    DTYPES,
-    SOME,
-    MemoryRow,
-    Point,
-    Pool,
-    Sizes,
-    attentions,
-    matmuls,
-    memory_bound,
-)
+from gradus.plan.work import Op, op_of
+from gradus.proof.calibration_points import Point, Pool, attentions, memory_bound, products
 from gradus.proof.memory_budget import coarse_name, device_of
 from gradus.proof.timing import BUSY, OtherPrograms, taken
 from gradus.recipe import presets, schema
@@ -63,11 +54,13 @@ from gradus.train import machine
 from gradus.train.session import Session
 from gradus.train.step import Stepper
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLICE = 0.004  # s that a point gets in a round
 KEPT = 2**25  # bytes of results that stay alive
 LEAST = 10  # s of a calibration
-FINE = 30  # s from which a calibration has all points
+FINE = 30  # s from which a calibration is not coarse
 FIRST = 15  # s of the calibration before a machine's first run
+FEW = (2**10, 2**16, 2**22)  # bytes that a coarse calibration sends
 LOOK = 3  # s between two looks, during it, whether other programs have the processors
 REMEMBERED = 3600  # s that a calibration which came to nothing is not tried again
 OTHERS = "other programs use the processors; run gradus calibrate when they do not"
@@ -112,31 +105,21 @@ class Timer:
         return seconds
 
     def round(self, point: Point) -> None:
-        """A few more times of a point. An operation that this device does not have is marked, not measured."""
-        try:
-            if not point.times:
-                self.time(point)
-                point.times.append(self.time(point))
-            for _ in range(int(min(12, max(1, SLICE / point.times[-1])))):
-                point.times.append(self.time(point))
-        except (RuntimeError, NotImplementedError, TypeError) as e:
-            point.unavailable = str(e).splitlines()[0]
+        """A few more times of a point. Its first call after other operations is slower and does not count: a step calls
+        each of its operations layer after layer."""
+        seconds = self.time(point)
+        for _ in range(int(min(12, max(2, SLICE / seconds)))):
+            point.times.append(self.time(point))
 
 
-def traced_row(point: Point) -> MemoryRow | None:
-    """The name, type and bytes of a memory-bound operation as the trace has them; None where the call is not one
-    operation to it."""
+def traced(point: Point) -> Op:
+    """The operation as the trace has it."""
     recorder = Recorder(Mesh.single(), {})
     recorder.counting, recorder.scope = True, "micro"
     operands = point.make_operands()
     with recorder:
         point.call(*operands)
-    rows = (
-        MemoryRow(name, dtype, int(n_bytes))
-        for _, kind, name, dtype, _, _, n_bytes, *_ in recorder.ops
-        if kind == "memory"
-    )
-    return max(rows, key=lambda row: row.n_bytes, default=None)
+    return max((op_of(key, 1) for key in recorder.ops), key=lambda op: (op.flops, op.bytes))
 
 
 def usable_rates(pool: Pool, timer: Timer) -> dict[str, float]:
@@ -150,78 +133,75 @@ def usable_rates(pool: Pool, timer: Timer) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate > 0.5 * rates["fp32"]}
 
 
-def points_of(pool: Pool, sizes: Sizes, rates: dict[str, float]) -> dict[str, list[Point]]:
-    """The points of each table of `tables.FIELDS`. rates: dtype → operations/s. Few train in fp16 on a CPU: its
-    products must do."""
-    whole = [dtype for dtype in rates if dtype != "fp16" or pool.device.type != "cpu"]
-    products = [p for dtype, rate in rates.items() for p in matmuls(pool, sizes, dtype, rate)]
-    return {
-        "matmul": [p for p in products if p.row.dtype in whole or (p.row.name, p.row.layout) == ("mm", "nt")],
-        "attention": [p for dtype in whole for p in attentions(pool, sizes, dtype, rates["fp32"])],
-        "memory": [p for dtype in whole for p in memory_bound(pool, sizes, dtype)],
-    }
-
-
-def measure(device: torch.device, seconds: float, say: Callable[[str], None], sizes: Sizes) -> dict[str, Any]:
-    """The tables of `tables.FIELDS` and what else `Device.measured` holds, but for dispatch and collectives."""
+def measure(device: torch.device, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """What `Device.measured` holds, but for dispatch and collectives, and the device's own peaks and bandwidth."""
     start = time.perf_counter()
     with torch.no_grad():
         pool, timer = Pool(device), Timer(device)
         if device.type == "cpu":
             machine.tune_memory()  # as in a run
         rates = usable_rates(pool, timer)
-        points = points_of(pool, sizes, rates)
-        every = list(itertools.chain(*points.values()))
-        rounds = measure_rounds(every, timer, (start, seconds), sizes.rounds, say)
-        for p in points["memory"]:
-            p.row = None if p.unavailable else traced_row(p)
-    measured = {kind: [p for p in of_kind if p.row and not p.unavailable] for kind, of_kind in points.items()}
+        points = [p for d in rates for of in (products, attentions, memory_bound) for p in of(pool, DTYPES[d])]
+        rounds = measure_rounds(points, timer, (start, seconds), say)
+        for p in points:
+            p.op = traced(p)
+    of_fit: dict[str, list[Point]] = {}
+    for p in points:
+        of_fit.setdefault(roofline.fit_key(p.op.kind, p.op.dtype), []).append(p)
     return {
         "date": datetime.date.today().isoformat(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
-        "spread": round(statistics.median(p.spread for p in every if not p.unavailable), 4),
+        "spread": round(statistics.median(p.spread for p in points), 4),
         "peaks": {
-            dtype: max(p.row.operations / p.median for p in measured["matmul"] if p.row.dtype == dtype)
-            for dtype in rates
+            dtype: max(p.op.flops / p.median for p in of_fit[roofline.fit_key("matmul", dtype)]) for dtype in rates
         },
-        "bandwidth": bandwidth(measured["memory"]),
-        **{kind: _text(of_kind) for kind, of_kind in measured.items()},
+        "bandwidth": bandwidth([p for p in points if p.op.kind == "memory"]),
+        "points": dict(collections.Counter(p.op.kind for p in points)),
+        "fits": {name: fit(of) for name, of in of_fit.items()},
     }
 
 
 def measure_rounds(
-    points: list[Point], timer: Timer, time_limit: tuple[float, float], least: int, say: Callable[[str], None]
+    points: list[Point], timer: Timer, time_limit: tuple[float, float], say: Callable[[str], None]
 ) -> int:
-    """Rounds over all points until the time is up, at least so many. Returns how many. time_limit: (since when, for
-    how many seconds)."""
-    start, seconds = time_limit
-    for p in points:
-        timer.round(p)
-    rounds = 1
-    say(f"{len(points)} points, the first round took {time.perf_counter() - start:.0f} s")
-    while rounds < least or (time.perf_counter() - start) * (rounds + 1) / rounds < seconds:
+    """Rounds over all points until the time is up. Returns how many. time_limit: (since when, for how many seconds)."""
+    (start, seconds), rounds = time_limit, 0
+    while not rounds or (time.perf_counter() - start) * (rounds + 1) / rounds < seconds:
         for p in points:
-            if not p.unavailable:
-                timer.round(p)
+            timer.round(p)
+        if not rounds:
+            say(f"{len(points)} points, the first round took {time.perf_counter() - start:.0f} s")
         rounds += 1
-    if unavailable := sorted({str(p) for p in points if p.unavailable}):
-        say(f"not available on this device: {', '.join(unavailable)}")
     return rounds
 
 
 def bandwidth(memory: list[Point]) -> float:
-    """Bytes/s, read and written, of the fastest operation on the largest operands that moves them all: filling and a
-    loss's backward pass write and read nothing, and a loss reads one entry of each row."""
-    partial = ("fill", "nll_loss_forward", "nll_loss_backward")
-    whole = [p for p in memory if p.row.name not in partial]
-    largest = max(p.row.n_bytes for p in whole)
-    return max(p.row.n_bytes / p.median for p in whole if p.row.n_bytes > largest / 4)
+    """Bytes/s, read and written, of the fastest operation on the largest operands."""
+    largest = max(p.op.bytes for p in memory)
+    return max(p.op.bytes / p.median for p in memory if p.op.bytes > largest / 4)
 
 
-def _text(points: list[Point]) -> str:
-    return "".join(f"{' '.join(map(str, p.row))} {p.median:.3e} {p.spread:.2f}\n" for p in points)
+def fit(points: list[Point]) -> list[float]:
+    """The numbers of `roofline.kernel_seconds` that give these points of one kind back with the least error, of which
+    longer ones count somewhat more: one number after the other is made larger or smaller, by less and less."""
+    fastest = max((p.op.flops or p.op.bytes) / p.median for p in points)
+    numbers = [4e-6, fastest, *([16.0] * 3 if points[0].op.kind == "matmul" else [])]
+
+    def error(numbers: list[float]) -> float:
+        factors = (roofline.kernel_seconds(p.op, numbers) / p.median for p in points)
+        return sum(abs(math.log(factor)) * p.median**0.25 for factor, p in zip(factors, points))
+
+    factor = 2.0
+    while factor > 1.01:
+        changes = itertools.product(range(len(numbers)), (factor, 1 / factor))
+        best = min(([*numbers[:i], numbers[i] * by, *numbers[i + 1 :]] for i, by in changes), key=error)
+        if error(best) < error(numbers):
+            numbers = best
+        else:
+            factor = math.sqrt(factor)
+    return [float(f"{number:.4g}") for number in numbers]
 
 
 # ---------------------------------------------------------------- around operations
@@ -261,7 +241,7 @@ def tiny_steps(device: torch.device) -> Iterator[TinyStep]:
 PHASES = ("forward", "backward", "optimizer")
 
 
-def dispatch(device: Device, on: torch.device, sizes: Sizes) -> dict[str, float]:
+def dispatch(device: Device, on: torch.device, fine: bool) -> dict[str, float]:
     """Phase → seconds that the framework spends around one operation: what steps of tiny models take beyond their
     operations.
 
@@ -270,14 +250,14 @@ def dispatch(device: Device, on: torch.device, sizes: Sizes) -> dict[str, float]
     """
     overhead = dict.fromkeys(PHASES, 0.0)
     launches = dict(overhead)
-    for step in itertools.islice(tiny_steps(on), 0, None, sizes.every):
+    for step in itertools.islice(tiny_steps(on), 0, None, 1 if fine else 2):
         target = "cuda" if on.type == "cuda" else "cpu"
         work = trace_recipe(step.recipe, micro_batches=step.micro_batches, target=target).work
         operations = dict.fromkeys(PHASES, 0.0)
         for op in [*work.micro, *work.step]:
-            operations[op.phase] += tables.seconds(op, device) * op.count if device.kind == "cpu" else 0.0
+            operations[op.phase] += roofline.op_seconds(op, device) * op.count if device.kind == "cpu" else 0.0
             launches[op.phase] += op.launches * op.count
-        times = [phase_seconds(step) for _ in range(sizes.repeat + 3)][3:]
+        times = [phase_seconds(step) for _ in range((30 if fine else 6) + 3)][3:]
         for phase in PHASES:
             overhead[phase] += statistics.median(t[phase] for t in times) - operations[phase]
     around = {phase: max(0.0, overhead[phase] / launches[phase]) for phase in PHASES}
@@ -324,11 +304,11 @@ def this_device(on: torch.device, measured: dict[str, Any]) -> Device:
     )  # fmt: skip
 
 
-def this_link(on: torch.device, sizes: Sizes) -> tuple[Link, dict[str, Any]]:
+def this_link(on: torch.device, fine: bool) -> tuple[Link, dict[str, Any]]:
     """The link between two processes of this machine, and the fit of each collective: seconds of latency, bytes/s."""
     backend = "nccl" if on.type == "cuda" else "gloo"
     fits: dict[str, dict[str, float]] = {}
-    for row in collectives.run(backend, 2, sizes.sent) or []:
+    for row in collectives.run(backend, 2, collectives.SIZES if fine else FEW) or []:
         _, name, figure = row.name.split("/")
         if figure in ("latency", "bandwidth"):
             fit = fits.setdefault(name, {"largest_error": float(round(row.conditions["largest_error"], 3))})
@@ -340,22 +320,21 @@ def this_link(on: torch.device, sizes: Sizes) -> tuple[Link, dict[str, Any]]:
 
 def calibrate(seconds: float, on: torch.device, say: Callable[[str], None]) -> Device:
     """The device entry of this machine, in about so many seconds; of these links take 20, and what surrounds
-    operations 10. Below FINE, coarse: of fewer points and once, links take 5 s and what surrounds operations 2."""
+    operations 10. Below FINE, coarse: links take 5 s and what surrounds operations 2."""
     start, fine = time.perf_counter(), seconds >= FINE
-    sizes = ALL if fine else SOME
     several = torch.cuda.device_count() > 1 if on.type == "cuda" else limits.processors() > 1
     if fine:
         budget = max(10.0, seconds - (30 if several else 10))
     else:
         budget = seconds - (7 if several else 2)
-    measured = measure(on, budget, say, sizes)
+    measured = measure(on, budget, say)
     elapsed = time.perf_counter() - start
     say(f"{measured['rounds']} rounds in {elapsed:.0f} s; median spread {measured['spread']:.1%}")
     device = this_device(on, measured | ({} if fine else {"coarse": True}))
-    around = dispatch(device, on, sizes)
+    around = dispatch(device, on, fine)
     device.measured["dispatch"] = {phase: float(f"{value:.3g}") for phase, value in around.items()}
     if several:
-        link, device.measured["collectives"] = this_link(on, sizes)
+        link, device.measured["collectives"] = this_link(on, fine)
         device = dataclasses.replace(device, link=link)
     device.measured["seconds"] = round(time.perf_counter() - start)
     return device
@@ -371,7 +350,7 @@ def lines(device: Device) -> Iterator[str]:
     if device.link:
         speed = f"{device.link.bandwidth / 1e9:.2f} GB/s, {device.link.latency * 1e6:.0f} us per hop"
         yield f"all-reduce           {speed} ({device.link.name})"
-    points = ", ".join(f"{m[kind].count(chr(10))} {kind}" for kind in ("matmul", "attention", "memory"))
+    points = ", ".join(f"{n} {kind}" for kind, n in m["points"].items())
     yield f"points               {points}; {m['rounds']} rounds, median spread {m['spread']:.1%}, {m['seconds']} s"
 
 

@@ -78,6 +78,8 @@ def device_of(device: torch.device, threads: int) -> Device | None:
         with contextlib.suppress(UserError):
             entry = hardware.find(name)
             measured = entry.measured or {}
+            if measured and "fits" not in measured:  # written when times were interpolated between points
+                continue
             if measured.get("threads", threads) == threads and (entry.name == name or "coarse" not in measured):
                 return entry
     return None
