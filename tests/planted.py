@@ -320,6 +320,7 @@ LIST = (
       "plan/test_traffic.py::test_shards_are_gathered_and_scattered_in_a_ring", "shard", of="plan"),
     M("plan/search.py", "cost.expected * c.n * c.seconds / 3600", "cost.expected * c.seconds / 3600",
       "plan/test_answer.py::test_a_search_prices_the_whole_run", of="plan"),
+    M("plan/budget.py", "each / n for each in", "each for each in", "plan/test_failures.py::test_llama_3", of="plan"),
     M("plan/budget.py", "zip(step, reversed(good.share))", "zip(step, good.share)",
       "plan/test_budget.py::test_every_sum_by_hand", of="plan"),
     M("plan/show.py", 'for case in ("expected", "high"))', 'for case in ("low", "expected"))',

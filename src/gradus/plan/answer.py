@@ -521,7 +521,7 @@ def _check_goodput(rows: list[Row], n: int) -> None:
     """Raises UserError where failures come so often that the run hardly gets on."""
     expected = {row.name: row.value for row in rows if row.conditions.get("case", "expected") == "expected"}
     if (share := expected["budget/goodput"]) < LEAST_GOODPUT:
-        each = f"a failure each {duration(expected['budget/between_failures'])} on {n:,} devices"
+        each = f"a failure each {duration(expected['budget/between_failures'])} on {n:,} device{'s' * (n > 1)}"
         instead = "Use a longer --mtbf, fewer devices, or a smaller train.checkpoint_every"
         raise UserError(f"--mtbf: {each} leaves {share:.1g} of the time for steps that count. {instead}.")
 
