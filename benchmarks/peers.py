@@ -248,9 +248,7 @@ def matrix_products(recipe: Recipe, options: dict[str, Any]) -> Subject:
 
 
 def operands_of(op: Op) -> tuple[Tensor, Tensor, Tensor]:
-    """m × k, k × n and m × n, transposed as they lie."""
+    """m × k, k × n and m × n."""
     many, m, n, k = op.shape
     dtype, batch = torch.bfloat16 if op.dtype == "bf16" else torch.float32, (many,) if many > 1 else ()
-    a = torch.randn(*batch, m, k, dtype=dtype) if op.layout[:1] != "t" else torch.randn(*batch, k, m, dtype=dtype).mT
-    b = torch.randn(*batch, k, n, dtype=dtype) if op.layout[1:] != "t" else torch.randn(*batch, n, k, dtype=dtype).mT
-    return a, b, torch.empty(*batch, m, n, dtype=dtype)
+    return torch.randn(*batch, m, k, dtype=dtype), torch.randn(*batch, k, n, dtype=dtype), torch.empty(*batch, m, n, dtype=dtype)

@@ -1,6 +1,9 @@
-"""The README's picture, from committed rows: planned beside measured, memory of tensors and time of a step.
+"""Pictures of the documentation that no page draws itself.
 
-`python benchmarks/picture.py` writes docs/images/proof-light.svg and proof-dark.svg. It needs the extra `docs`.
+The README's, from committed rows: planned beside measured, memory of tensors and time of a step. That of the page of costs, from the plan's own
+formulas: goodput against devices.
+
+`python benchmarks/picture.py` writes docs/images/proof-light.svg, proof-dark.svg and goodput.svg. It needs the extra `docs`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,11 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
+
+from gradus import hardware, pictures
+from gradus.hardware import Cluster
+from gradus.pictures import COLOURS, MARKS, Curve
+from gradus.plan.budget import Failures, goodput
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
@@ -77,6 +85,39 @@ def draw(theme: str) -> Path:
     return path
 
 
+USEFUL = {"Llama 3": (16_384, 0.90), "MegaScale": (12_288, 0.90)}  # of the time, at least
+END_TO_END = {"BLOOM": (384, 0.89), "PaLM": (6_144, 0.65)}  # speed over that of a steady step
+REPLICA = 128  # devices of one of Llama 3 405B: tensor 8, pipeline 16
+
+
+def failing() -> pictures.Picture:
+    """Goodput of Llama 3 405B against the number of devices, with what was published of runs of these sizes."""
+    sizes = [round(REPLICA * 2 ** (i / 4)) for i in range(4, 41)]
+    checkpoint = {"weights and optimizer": 12 * 405_853_388_800}
+
+    def share(n: int, case: int, elastic: bool = False) -> float:
+        lost = Failures(checkpoint, elastic=elastic, replicas=n // REPLICA)
+        return goodput(Cluster(hardware.find("H100"), n), lost, steps=929_833, step=(15.0,) * 3).share[case]
+
+    curves = {
+        "elastic": Curve([(n, share(n, 1, elastic=True)) for n in sizes], COLOURS[2]),
+        "restart from checkpoints": Curve([(n, share(n, 1)) for n in sizes], COLOURS[0]),
+        "restart: high": Curve([(n, share(n, 2)) for n in sizes], COLOURS[5], dashed=True),
+        "restart: low": Curve([(n, share(n, 0)) for n in sizes], COLOURS[4], dashed=True),
+        f"{', '.join(USEFUL)}: more than": Curve([*USEFUL.values()], COLOURS[1], mark=MARKS[2], joined=False),
+        f"{', '.join(END_TO_END)}: end to end": Curve([*END_TO_END.values()], COLOURS[3], mark=MARKS[0], joined=False),
+    }
+    words = (
+        "Llama 3 405B, planned: the share of the time that goes into steps that count. A device fails each 50,700 hours (82,100 and 29,500), the run "
+        "is back after 10 minutes (5 and 20), checkpoints come at Daly's optimum; low has 0.32 lost beside failures. Elastic: replicas of "
+        f"{REPLICA} devices, of which the others go on. Marks: published runs of their own models and layouts; end to end counts also what is lost beside failures."
+    )
+    named = {n: f"{n:,}" for n in (256, 1024, 4096, 16_384, 65_536)}
+    return pictures.lines(curves, "Goodput by the number of devices", words, x="devices", y="goodput", width=720, height=360, log="x", named=named)
+
+
 if __name__ == "__main__":
+    failing().save(IMAGES / "goodput.svg")
+    print((IMAGES / "goodput.svg").relative_to(ROOT))
     for theme in INK:
         print(draw(theme).relative_to(ROOT))

@@ -104,7 +104,8 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"gpt3-175b", "gpt2-small"),  # large sizes
     (r"llama2-7b(?! --optimal)", "gpt2-small"),
     (r"--tokens 300e9", "--tokens 300e6"),
-    (r"--on (1024|64)x", "--on 8x"),
+    (r"llama3.1-405b", "gpt2-small"),
+    (r"--on (16384|1024|64)x", "--on 8x"),
     (r"--on 384xA100 layout\.tensor=4 layout\.pipeline=12 layout\.shard=8", "--on 16xA100 layout.tensor=4 layout.pipeline=2 layout.shard=2"),
     (r"--processes 4|--processes 1,2,4", lambda found: found[0].replace("1,2,4", "1,2").replace("4", "2")),
     (r"^gradus scale (.*)", r"gradus scale \1 --steps 2 --warmup 2 --repeat 1"),

@@ -56,11 +56,20 @@ def test_the_measured_table_is_of_the_committed_rows():
     assert len(rates) == 10 and [rate for rate in rates if rate not in measured] == []
 
 
-def test_the_picture_shows_every_row(tmp_path, monkeypatch):
+@pytest.fixture
+def picture():
     pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("picture", ROOT / "benchmarks" / "picture.py")
-    picture = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(picture)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_goodput_is_todays(picture):
+    assert picture.failing().svg() == (ROOT / "docs" / "images" / "goodput.svg").read_text(encoding="utf-8"), "python benchmarks/picture.py"
+
+
+def test_the_picture_shows_every_row(picture, tmp_path, monkeypatch):
     points = picture.memory()
     assert {name: len(of) for name, of in points.items()} == dict.fromkeys(picture.LAYOUTS, 24) and len(picture.step_time()) == 24
     assert all(abs(planned / measured - 1) < 0.02 for planned, measured in points["one"])

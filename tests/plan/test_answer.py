@@ -81,7 +81,7 @@ def test_a_search_prices_the_whole_run():
     fastest = next(row for row in rows if row.name == "search/money" and "fastest" in (row.conditions["best"] or ()))
     seconds = next(row.value for row in rows if row.name == "search/step" and row.conditions["rank"] == fastest.conditions["rank"])
     given = fastest.conditions["how"]["inputs"]
-    assert fastest.value == pytest.approx(given["USD per device-hour"] * given["devices"] * seconds * given["steps"] / 3600)
+    assert fastest.value == pytest.approx(given["USD per device-hour"] * given["devices"] * seconds * given["steps"] / 3600 / given["goodput"])
 
 
 def test_what_a_device_does_not_hold_is_served_in_no_time():

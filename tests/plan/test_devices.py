@@ -47,6 +47,7 @@ def test_every_precision_a_device_has_and_no_other(ranked):
 
 def test_each_line_adds_up(session, ranked):
     from gradus.plan import engine
+    from gradus.plan.budget import Failures, usual_goodput
     from gradus.plan.case import Case
     from gradus.plan.step import step_time
 
@@ -56,7 +57,9 @@ def test_each_line_adds_up(session, ranked):
     memory, seconds = plan.memory, step_time(plan.work, hardware.cluster("H100")).total
     assert one["memory"] == memory.reserved + memory.framework
     assert one["seconds"] == seconds
-    assert (one["per"], one["hours"]) == ("epoch", pytest.approx(math.ceil(1000 / 40) * seconds / 3600))
+    steps = math.ceil(1000 / 40)
+    share = usual_goodput(hardware.cluster("H100"), Failures.of(plan.case), steps, seconds)
+    assert 0.9 < share < 1 and (one["per"], one["hours"]) == ("epoch", pytest.approx(steps * seconds / 3600 / share))
     price = hardware.price("H100")
     assert one["cost"] == pytest.approx([one["hours"] * p for p in (price.low, price.expected, price.high)])
     assert one["fits"] and one["missing"] == 0 and one["capacity"] == pytest.approx(79.11 * 2**30)

@@ -145,6 +145,41 @@ def test_a_cost_is_of_the_time_at_one_price_and_of_the_extremes_behind_all(close
         assert cli.run(["plan", "gpt2-small", "--price", "2.1", *words]) == 2 and said in capsys.readouterr().err
 
 
+def test_what_failures_cost_is_said_where_one_is_expected_or_asked_for(closed, capsys):
+    request = dataclasses.replace(REQUESTS["eight"], recipe="gpt2-small", tokens=1e9)
+    short = answer.answer(request)
+    assert not any(line.startswith("goodput") for line in short.headline) and short.value("budget/goodput", case="low") > 0.99
+    asked = answer.answer(dataclasses.replace(request, mtbf=50 * 3600.0))
+    line = next(line for line in asked.headline if line.startswith("goodput"))
+    assert asked.headline.index(line) == 3 and ": a failure each 6.25 h, 10 min [5 .. 20] to recover; a checkpoint (1.49 GB, 1.49 s) every " in line
+    every = next(row for row in asked.rows if row.name == "budget/checkpoint_every")
+    assert f"(set train.checkpoint_every={every.conditions['steps']}; Young 1974: 4.32 min, Daly 2006: 4.3 min)" in line
+    assert asked.value("budget/time", case="expected") > short.value("budget/time", case="expected")
+    stated = answer.answer(dataclasses.replace(request, mtbf=50 * 3600.0, overrides=(*SPLIT, "train.checkpoint_every=7")))
+    assert "(train.checkpoint_every=7; Young" in stated.headline[3]
+    long = answer.answer(dataclasses.replace(REQUESTS["eight"], recipe="llama2-7b", tokens=3e13))
+    assert ": a failure each 264 days [154 .. 428], " in long.headline[3]
+
+
+def test_mtbf_on_the_command_line(closed, capsys):
+    words = ["plan", "gpt2-small", "--tokens", "1e9", "layout.micro_batch=1"]
+    assert cli.run([*words, "--on", "H100", "--mtbf", "2 days", "--explain", "between_failures"]) == 0
+    said = capsys.readouterr().out
+    assert "budget/between_failures (expected) = 2 days" in said and "seconds of one device = 172,800" in said and "source: --mtbf" in said
+    for more, why in (
+        (["--mtbf", "50h"], "--mtbf: devices of which kind? Give --on"),
+        (["--on", "H100", "--mtbf", "50"], "--mtbf: '50': 'no unit' is not a unit of time. Known: days, h, min, s, years. Write for example 50000h"),
+        (["--on", "H100", "--mtbf=-3h"], "--mtbf: '-3h': -3 is not a positive number."),
+        (["--on", "H100", "--mtbf", "50h", "--devices"], "--mtbf has no effect with --devices"),
+        (["--on", "H100", "--mtbf", "50h", "--serve"], "--mtbf has no effect with --serve"),
+        (["--on", "H100", "--mtbf", "50h", "--web"], "--mtbf has no effect with --web"),
+        (["--on", "H100", "--mtbf", "1min"], "--mtbf: a failure each 60 s on 1 device leaves"),
+    ):
+        assert cli.run([*words, *more]) == 2 and why in capsys.readouterr().err, more
+    endless = ["plan", "gpt2-small", "--on", "H100", "layout.micro_batch=1", "train.steps=null", "train.epochs=1", "--mtbf", "50h"]
+    assert cli.run(endless) == 2 and "--mtbf: without its data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("low", "expected", "high", "said"),
     [

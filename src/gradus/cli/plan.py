@@ -31,6 +31,8 @@ QUESTIONS = ("explain", "devices", "search", "serve", "optimal", "accuracy", "we
     option("--days D", "deadline: how many of --on DEVICE it needs", real(above=0, most=1e6)),
     option("--price P", "of a device-hour (default: known prices)", real(above=0, most=1e6),
            only="plan explain search web"),
+    option("--mtbf TIME", "between two failures of one device, e.g. 50000h (default: published rates)",
+           only="plan explain search"),
     *energy(only="plan explain web"),
     option("--all", "tables of every component", only="plan serve devices"),
     option("--json", "the rows as JSON lines", only="plan explain devices search serve optimal"),
@@ -60,7 +62,9 @@ def plan(args) -> int | Iterable[str]:
         from gradus.plan.published import lines
 
         return printed(lines(None if args.accuracy is True else args.accuracy))
-    request = Request(args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file, args.price)
+    mtbf = args.mtbf and _seconds(args.mtbf)
+    given = args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file, args.price, mtbf
+    request = Request(*given)
     if question == "web":
         from gradus.plan.web import serve
 
@@ -93,6 +97,16 @@ def _question(args) -> str:
     if args.all and args.json:
         raise UserError("gradus plan: --all has no effect with --json, which holds every figure. Leave it out.")
     return question
+
+
+def _seconds(text: str) -> float:
+    """`50000h`, `2 years` → seconds. Raises UserError."""
+    from gradus.hardware.units import quantity
+
+    try:
+        return quantity(text, "time")
+    except ValueError as e:
+        raise UserError(f"--mtbf: {e} Write for example 50000h or 2000days.") from None
 
 
 def _planned(args, request: Request) -> tuple[Iterable[str], Sequence[Row]]:

@@ -21,6 +21,7 @@ UNITS: dict[str, dict[str, float]] = {
     },
     "watts": {"W": 1.0, "kW": 1e3},
     "seconds": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
+    "time": {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0, "years": 365 * 86_400.0},
     "kg/J": {"g/kWh": 1e-3 / 3.6e6, "kg/kWh": 1 / 3.6e6, "kg/MWh": 1e-3 / 3.6e6},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from gradus.errors import DataError, UserError, did_you_mean
 from gradus.hardware import Cluster, Device
 from gradus.parallel import mesh
 from gradus.parallel.world import World
-from gradus.plan.budget import budget
+from gradus.plan.budget import Failures, budget
 from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, precision_text, stated_keys
 from gradus.plan.request import Answer, Reply, Request
@@ -30,7 +31,7 @@ from gradus.plan.work import COMPONENTS, Target, Work
 from gradus.recipe.presets import ALIASES, PRESETS
 from gradus.recipe.schema import Layout, Recipe
 from gradus.rows import Row
-from gradus.text import size
+from gradus.text import duration, size
 
 if TYPE_CHECKING:  # imported where they are needed: --help is instant
     from gradus.plan.case import Case
@@ -70,7 +71,8 @@ def answer(request: Request) -> Answer:
     if find:
         from gradus.plan.search import fewest_in_time
 
-        fewest = fewest_in_time(case, cluster, total_steps(case), request.days, chosen=choose, stated=stated)
+        more = {"chosen": choose, "stated": stated, "mtbf": request.mtbf}
+        fewest = fewest_in_time(case, cluster, total_steps(case), request.days, **more)
         chosen = fewest.plan if choose else None
         question = question._replace(case=case.at(n=fewest.n), cluster=Cluster(cluster.device, fewest.n))
         notes.append(f"{request.days:g} days need at least {fewest.n:,} devices, in whole nodes")
@@ -136,6 +138,7 @@ def _on(request: Request, question: Question, chosen: Plan | None, notes: list[s
 IMAGENET = 1000  # classes
 STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam in fp32
 FEW_STEPS = 100
+LEAST_GOODPUT = 0.01
 FREE = 0.5  # of a device's memory, beside checkpointing: a note says why
 MOST_DEVICES = 2**20  # larger numbers take the search for a layout minutes
 SPLITTING = {  # setting one of these turns off the plan's own choice of a layout
@@ -273,7 +276,8 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     """(the hardware that is asked for, whether the request names the number of devices)."""
     if request.on is None:
         stated = (word.partition("=")[0] for word in request.overrides if word.startswith("energy."))
-        if name := "--days" if request.days else "--price" if request.price else next(stated, ""):
+        given = (f"--{name}" for name in ("days", "price", "mtbf") if getattr(request, name))
+        if name := next(itertools.chain(given, stated), ""):
             example = "Give --on, e.g. --on H100 (gradus hardware lists them)"
             raise UserError(f"{name}: devices of which kind? {example}.")
         return None, False
@@ -497,19 +501,29 @@ def _budget_rows(request: Request, case: Case, cluster: Cluster, time: StepTime,
     try:
         steps = total_steps(case)
     except UserError as e:
-        if request.price:
-            raise UserError(f"--price: {e}") from None
+        if name := "price" if request.price else "mtbf" if request.mtbf else "":
+            raise UserError(f"--{name}: {e}") from None
         steps = None
         notes.append(str(e).replace("without", "how long in total: without", 1))
     rows = budget(
         steps=steps or 1, seconds_per_step=seconds, cluster=cluster, days=request.days, parts=time.parts,
-        price=request.price, keys=case.recipe.energy,
+        price=request.price, keys=case.recipe.energy, lost=Failures.of(case, request.mtbf),
     )  # fmt: skip
     if request.tokens and steps < FEW_STEPS:
         notes.append(f"a run of {steps} step{'s' * (steps > 1)} is short to learn in: a smaller batch.samples has more")
     if steps:
+        _check_goodput(rows, cluster.n)
         return [_steps_row(request, case.recipe, steps), *rows]
     return [row for row in rows if row.name == "energy/step"]
+
+
+def _check_goodput(rows: list[Row], n: int) -> None:
+    """Raises UserError where failures come so often that the run hardly gets on."""
+    expected = {row.name: row.value for row in rows if row.conditions.get("case", "expected") == "expected"}
+    if (share := expected["budget/goodput"]) < LEAST_GOODPUT:
+        each = f"a failure each {duration(expected['budget/between_failures'])} on {n:,} device{'s' * (n > 1)}"
+        instead = "Use a longer --mtbf, fewer devices, or a smaller train.checkpoint_every"
+        raise UserError(f"--mtbf: {each} leaves {share:.1g} of the time for steps that count. {instead}.")
 
 
 def _steps_row(request: Request, recipe: Recipe, steps: int) -> Row:
@@ -559,7 +573,7 @@ def search(request: Request) -> Reply:
     except UserError as e:
         steps = None
         notes.append(str(e))
-    result = of_layouts(case, cluster, steps=steps, stated=stated, paid=request.price)
+    result = of_layouts(case, cluster, steps=steps, stated=stated, paid=request.price, mtbf=request.mtbf)
     result.stated = stated
     return Reply(result.lines(), result.rows(), notes)
 

@@ -4,31 +4,36 @@ was assumed."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from gradus import hardware
+from gradus import hardware, models
 from gradus.hardware import Cluster, Device, Price
-from gradus.plan.figures import known_figure
+from gradus.plan import failures
+from gradus.plan.figures import TEXTS, known_figure
 from gradus.recipe.schema import Energy
 from gradus.rows import Row
 from gradus.text import SIGNS
+
+if TYPE_CHECKING:  # imported where it is needed: --help is instant
+    from gradus.plan.case import Case
 
 Cases = tuple[float, float, float]  # low, expected, high
 CASES = ("low", "expected", "high")
 HOUR, KWH = 3600.0, 3.6e6
 
-# The part of the wall-clock in which steps are taken that count: the rest goes to failures, restarts, steps taken
-# again, checkpoints.
-GOODPUT: Cases = (0.60, 0.89, 0.95)
-GOODPUT_SOURCE = (
-    "end to end over steady: PaLM 30 of 46.2 % (0.65), BLOOM 32 of 36 % (0.89); Llama 3 counts more than 0.90; "
-    "the range is 0.6 to 0.95"
+# Seconds of one device between two failures that stop the run.
+MTBF: Cases = (29_500 * HOUR, 50_700 * HOUR, 82_100 * HOUR)
+MTBF_SOURCE = (
+    "Llama 3: 419 unplanned stops in 54 days on 16,384 GPUs, one in 50,700 GPU-hours (Grattafiori et al. 2024); from "
+    "29,500 to 82,100: 6.50 and 2.34 failures in 1,000 days of a node of 8 (Kokolis et al. 2024, RSC-1 and RSC-2)"
 )
-GOODPUT_NODE: Cases = (0.90, 1.0, 1.0)
-GOODPUT_NODE_SOURCE = (
-    "one node: Llama 3 saw 419 unplanned stops in 54 days on 16,384 GPUs, one in 51,000 GPU-hours "
-    "(Grattafiori et al. 2024)"
-)
+# Seconds from a failure to the first step, and bytes/s with which a node writes a checkpoint: figures.yaml.
+RECOVERY: Cases = (300.0, 600.0, 1200.0)
+WRITES = 1e9
+# What is lost beside failures, once a run is so long and large that one is expected: figures.yaml, budget/lost_beside.
+BESIDE: Cases = (0.0, 0.0, 0.32)
+# An elastic run's wait at a failure beside half a step: until it is noticed (layout.step_timeout), and new groups.
+NOTICED, REGROUPED = 10.0, 30.0
 
 # A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case
 # is always the limit. The sources of these and of NODE, a node's power over its devices', stand in figures.yaml:
@@ -38,15 +43,67 @@ BUSY: Cases = (0.76, 0.92, 1.0)
 NODE: Cases = (1.4, 1.5, 1.8)
 
 
-def goodput(cluster: Cluster) -> tuple[Cases, str]:
-    """(low, expected and high, their source): nearly all of the time on one node, less on several."""
-    one_node = cluster.n <= cluster.device.node
-    return (GOODPUT_NODE, GOODPUT_NODE_SOURCE) if one_node else (GOODPUT, GOODPUT_SOURCE)
+class Failures(NamedTuple):
+    """What decides what failures cost a run. checkpoint: bytes of one, by what they are of. every: steps between two;
+    None: Daly's optimum. mtbf: seconds of one device between failures, in place of what was published. elastic: whether
+    the other replicas go on."""
+
+    checkpoint: dict[str, float] = {}
+    every: int | None = None
+    mtbf: float | None = None
+    elastic: bool = False
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, case: Case, mtbf: float | None = None, elastic: bool = False) -> Failures:
+        """A checkpoint has all weights, and the optimizer's state of those that are trained."""
+        from gradus.plan.process import bytes_per_weight, momenta
+
+        recipe, model, width = case.recipe, case.recipe.model, bytes_per_weight(case.layout)
+        state = momenta(recipe.optimizer) * models.trainable(model) * width
+        parts = {"weights": models.count(model)["total"] * width, "optimizer": state}
+        replicas = case.shape["replicate"] if elastic else 1
+        return cls(parts, recipe.train.checkpoint_every, mtbf, elastic, replicas)
 
 
-def usual_goodput(cluster: Cluster) -> float:
+class Goodput(NamedTuple):
+    """The share of a run's time that goes into steps that count, and what it is computed from. between: seconds between
+    two failures of all devices; beside: the share lost beside failures; every: steps between two checkpoints, of
+    `write` seconds each, beside Young's and Daly's seconds."""
+
+    share: Cases
+    between: Cases
+    beside: Cases
+    every: int
+    write: float
+    young: float
+    daly: float
+
+
+def goodput(cluster: Cluster, lost: Failures, steps: float, step: Cases) -> Goodput:
+    """Of a run of so many steps. step: seconds of one, low, expected and high."""
+    n, node = cluster.n, cluster.device.node
+    between = tuple(each / n for each in ((lost.mtbf,) * 3 if lost.mtbf else MTBF))
+    write = sum(lost.checkpoint.values()) / (WRITES * max(1.0, n / node))
+    optimum = failures.daly(write, between[1])
+    every = int(min(lost.every or max(1, round(optimum / step[1])), max(1, steps)))
+    shares, beside = [], []
+    for mean, recovery, part, seconds in zip(between, reversed(RECOVERY), reversed(BESIDE), reversed(step)):
+        beside.append(part * -math.expm1(-steps * seconds / mean))
+        if lost.elastic and lost.replicas > 1:
+            share = failures.elastic(mean, recovery, NOTICED + REGROUPED + seconds / 2, lost.replicas)
+            share *= every * seconds / (every * seconds + write) if lost.every else 1.0
+        else:
+            share = failures.with_restarts(mean, recovery, every * seconds, write)
+        shares.append(share * (1 - beside[-1]))
+    of_checkpoints = every, write, failures.young(write, between[1]), optimum
+    # where an elastic run hardly gets on, replicas that are away longer are even a gain: they do not fail meanwhile
+    return Goodput(tuple(sorted(shares)), between, tuple(reversed(beside)), *of_checkpoints)
+
+
+def usual_goodput(cluster: Cluster, lost: Failures, steps: float, step: float) -> float:
     """The expected `goodput`."""
-    return goodput(cluster)[0][1]
+    return goodput(cluster, lost, steps, (step,) * 3).share[1]
 
 
 def power(device: Device, busy: float = 1.0) -> Cases | None:
@@ -83,26 +140,27 @@ def energy_and_carbon(device_hours: float, watts: float, pue: float, kg_per_kwh:
 def budget(
     *, cluster: Cluster, steps: float, seconds_per_step: float | Cases, days: float | None = None,
     parts: dict[str, float] | None = None, price: float | None = None, keys: Energy = Energy(),
+    lost: Failures = Failures(),
 ) -> list[Row]:  # fmt: skip
     """Rows `budget/<what>` and `energy/step`, each with case=low, expected, high: low is where all that is uncertain
     makes it little.
 
     seconds_per_step: (low, expected, high), or one figure. days: a deadline. parts: seconds of a step by part
     (StepTime.parts), for the part of the time in which the device computes. price: of a device-hour, in place of the
-    quotes. keys: the recipe's. What is not known has no row: cost without a price, energy and CO2 without the device's
-    power.
+    quotes. keys: the recipe's. lost: what decides what failures cost. What is not known has no row: cost without a
+    price, energy and CO2 without the device's power.
     """
-    n, (good, good_source) = cluster.n, goodput(cluster)
+    n = cluster.n
     step = seconds_per_step if isinstance(seconds_per_step, tuple) else (seconds_per_step,) * 3
     assert step[0] <= step[1] <= step[2], step
+    good = goodput(cluster, lost, steps, step)
 
-    rows, time = [], tuple(steps * s / g for s, g in zip(step, reversed(good)))
+    rows, time = _failures(cluster, lost, step, good), tuple(steps * s / g for s, g in zip(step, reversed(good.share)))
     hours = tuple(t * n / HOUR for t in time)
     for i, case in enumerate(CASES):
-        inputs = {"steps": steps, "seconds per step": step[i], "goodput": good[2 - i]}
-        rows.append(known_figure("budget/time", time[i], inputs, source=good_source, case=case))
-        inputs = {"devices": n, "seconds": time[i]}
-        rows.append(known_figure("budget/device_hours", hours[i], inputs, source=good_source, case=case))
+        inputs = {"steps": steps, "seconds per step": step[i], "goodput": good.share[2 - i]}
+        rows.append(known_figure("budget/time", time[i], inputs, case=case))
+        rows.append(known_figure("budget/device_hours", hours[i], {"devices": n, "seconds": time[i]}, case=case))
         if days is not None:
             needed, inputs = math.ceil(hours[i] / (days * 24)), {"device-hours": hours[i], "days": days}
             rows.append(known_figure("budget/devices", needed, inputs, case=case))
@@ -113,6 +171,36 @@ def budget(
             rows.append(known_figure("energy/step", watts * seconds * n, inputs, case=case, of="devices"))
         rows += energy(hours, drawn, keys)
     return rows
+
+
+def _failures(cluster: Cluster, lost: Failures, step: Cases, good: Goodput) -> list[Row]:
+    """Rows of the goodput and of each of the quantities that it is computed from."""
+    n, rows = cluster.n, []
+    source = "--mtbf" if lost.mtbf else MTBF_SOURCE
+    elastic = {"replicas": lost.replicas, "waiting beside half a step": NOTICED + REGROUPED} if lost.elastic else {}
+    way = TEXTS["figures"]["budget/goodput_elastic"] if elastic else {}
+    for i, case in enumerate(CASES):
+        inputs = {"seconds of one device": good.between[i] * n, "devices": n}
+        rows.append(known_figure("budget/between_failures", good.between[i], inputs, source=source, case=case))
+        rows.append(known_figure("budget/recovery", RECOVERY[i], {"seconds": RECOVERY[i]}, case=case))
+        inputs = {"share": BESIDE[i], "between_failures": good.between[2 - i]}
+        rows.append(known_figure("budget/lost_beside", good.beside[i], inputs, case=case))
+        inputs = {
+            "between_failures": good.between[i], "recovery": RECOVERY[2 - i], "steps between checkpoints": good.every,
+            "seconds per step": step[2 - i], "checkpoint_write": good.write, "lost_beside": good.beside[2 - i],
+        }  # fmt: skip
+        rows.append(known_figure("budget/goodput", good.share[i], inputs | elastic, **way, case=case))
+    size = sum(lost.checkpoint.values())
+    optimum = {"checkpoint_write": good.write, "between_failures": good.between[1]}
+    every = {"steps": good.every, "seconds per step": step[1]}
+    return [
+        *rows,
+        known_figure("budget/checkpoint", size, lost.checkpoint),
+        known_figure("budget/checkpoint_write", good.write, {"checkpoint": size, "devices": n}),
+        known_figure("budget/checkpoint_young", good.young, optimum),
+        known_figure("budget/checkpoint_daly", good.daly, optimum),
+        known_figure("budget/checkpoint_every", good.every * step[1], every, steps=good.every),
+    ]
 
 
 def _cost(hours: Cases, price: Price | None) -> list[Row]:

@@ -13,7 +13,7 @@ from gradus import hardware, models
 from gradus.hardware import Cluster, Device
 from gradus.hardware.tables import short_name
 from gradus.parallel import mesh
-from gradus.plan.budget import CASES
+from gradus.plan.budget import CASES, Failures, usual_goodput
 from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.serving import serving
@@ -89,18 +89,19 @@ def rank_devices(
             memory, work = traced(numbers.replace("tf32", "fp32"), "cpu" if device.kind == "cpu" else "cuda")
             work = in_tf32(work) if numbers == "tf32" else work
             words = layout_keys(on_one_device(recipe, numbers).layout, recipe.layout, ("precision",))
-            priced = _priced(device, memory, work, epoch_of(recipe, task, work, whole))
+            lost = Failures.of(Case.of(on_one_device(recipe, numbers), 1, "cuda", task))
+            priced = _priced(device, memory, work, epoch_of(recipe, task, work, whole), lost)
             names_of = {"device": device.name, "name": short_name(device), "precision": numbers, "layout": words}
             ranked.append(names_of | priced)
     return sorted(ranked, key=order)
 
 
-def _priced(device: Device, memory: int, work: Work, epoch: tuple[float, str]) -> dict[str, Any]:
-    """The entries of `rank_devices` that depend on the work. memory: bytes that it takes."""
-    steps, per = epoch
+def _priced(device: Device, memory: int, work: Work, epoch: tuple[float, str], lost: Failures) -> dict[str, Any]:
+    """The entries of `rank_devices` that depend on the work. memory: bytes that it takes. lost: of the recipe."""
+    (steps, per), one = epoch, Cluster(device, 1)
     price, fits = hardware.price(device), memory <= device.capacity
-    time = step_time(work, Cluster(device, 1)) if fits else None
-    hours = steps * time.total / 3600 if time else None
+    time = step_time(work, one) if fits else None
+    hours = steps * time.total / 3600 / usual_goodput(one, lost, steps, time.total) if time else None
     priced = price is not None and time is not None
     return {
         "memory": memory, "capacity": device.capacity, "fits": fits, "missing": max(0.0, memory - device.capacity),

@@ -26,9 +26,10 @@ class Request:
     days: float | None = None  # a deadline
     json_file: str | None = None  # Hugging Face's TrainingArguments
     price: float | None = None  # of a device-hour
+    mtbf: float | None = None  # seconds of one device between two failures
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "days", "price"):
+        for name in ("tokens", "days", "price", "mtbf"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"--{name}={value:g}: must be a positive number.")

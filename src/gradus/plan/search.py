@@ -20,7 +20,7 @@ from gradus.hardware import Cluster, price
 from gradus.parallel import check
 from gradus.plan import compose, engine
 from gradus.plan.batches import size_of
-from gradus.plan.budget import usual_goodput
+from gradus.plan.budget import Failures, usual_goodput
 from gradus.plan.case import Case
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.cut import Cuts, between
@@ -74,6 +74,7 @@ class Candidate:
     time: StepTime | None = None
     money: float | None = None  # of a step
     run: float | None = None  # seconds of the whole run, where its length is known
+    goodput: float = 1.0  # expected, of the whole run
     reason: str = ""  # why it loses
     plan: engine.Plan | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -518,8 +519,8 @@ class SearchResult:
         return f"{whole}{cost} {'in total' if self.steps else 'for 1,000 steps'}" if whole or cost else ""
 
     def charge(self, c: Candidate, steps: float) -> float:
-        """Money of so many steps, and of the time that is lost beside them (`budget.goodput`)."""
-        return c.money * steps / usual_goodput(Cluster(self.cluster.device, c.n))
+        """Money of so many steps, and of the time that is lost beside them."""
+        return c.money * steps / c.goodput
 
     def _table(self) -> list[str]:
         header, body = ["", "devices", "step", "memory", "layout: why it is slower"], []
@@ -555,22 +556,24 @@ class SearchResult:
                     "unit": SIGNS.get(self.currency, self.currency),
                     "formula": f"price × devices × {'steps' if self.steps else '1,000 steps'} × seconds / goodput",
                 }
-                inputs |= {"steps": steps}
+                inputs |= {"steps": steps, "goodput": c.goodput}
                 out.append(known_figure("search/money", self.charge(c, steps), inputs, **priced, **conditions))
             if c.run is not None:
-                inputs = {"steps": self.steps, "seconds per step": c.seconds}
+                inputs = {"steps": self.steps, "seconds per step": c.seconds, "goodput": c.goodput}
                 out.append(known_figure("search/time", c.run, inputs, **conditions))
         return out
 
 
 def search(
-    case: Case, cluster: Cluster, *, steps: float | None = None, stated: Collection[str] = (), paid: float | None = None
+    case: Case, cluster: Cluster, *, steps: float | None = None, stated: Collection[str] = (),
+    paid: float | None = None, mtbf: float | None = None,
 ) -> SearchResult:  # fmt: skip
     """The best layouts of a case on `cluster`, and the best of each on n/2, n/4, ... devices of the kind: fastest,
     cheapest (price × devices × time) and on fewest devices.
 
     steps: of the whole run, where that is known: time and money are of it then. stated: keys of the recipe's layout
-    that stay. paid: for a device-hour, in place of the quotes. Raises UserError where no layout is allowed at all.
+    that stay. paid: for a device-hour, in place of the quotes. mtbf: as of `budget.Failures`. Raises UserError where no
+    layout is allowed at all.
     """
     space = Space(case, cluster, stated)
     good, large = ranked(space, SHOWN)
@@ -588,10 +591,13 @@ def search(
     cost = price(cluster.device, paid=paid)
     for c in good:
         c.money = None if cost is None else cost.expected * c.n * c.seconds / 3600
-        c.run = steps * c.seconds / usual_goodput(Cluster(cluster.device, c.n)) if steps else None
+        lost = Failures.of(case.at(c.layout, n=c.n), mtbf)
+        c.goodput = usual_goodput(Cluster(cluster.device, c.n), lost, steps or 1000, c.seconds)
+        c.run = steps * c.seconds / c.goodput if steps else None
     good.sort(key=lambda c: c.order)
     fastest = good[0] if good else None
-    cheapest = min((c for c in good if c.money is not None), key=lambda c: (c.money, *c.order), default=None)
+    priced = (c for c in good if c.money is not None)
+    cheapest = min(priced, key=lambda c: (c.money / c.goodput, *c.order), default=None)
     fewest = min(good, key=lambda c: (c.n, *c.order), default=None)
     for c in good:
         c.reason = "" if c is fastest else _reason(c, fastest, cluster.device.node)
@@ -729,16 +735,18 @@ def why_free(space: Space, chosen: Layout) -> str:
 
 
 def fewest_in_time(
-    case: Case, cluster: Cluster, steps: float, days: float, *, chosen: bool = True, stated: Collection[str] = ()
-) -> Candidate:
+    case: Case, cluster: Cluster, steps: float, days: float, *, chosen: bool = True, stated: Collection[str] = (),
+    mtbf: float | None = None,
+) -> Candidate:  # fmt: skip
     """The layout on the fewest devices, in whole nodes where there are several, with which `steps` are done in so many
-    days, the usual goodput counted. chosen: of all layouts, but for the keys that are stated; else the recipe's own,
-    which need not fit. Raises UserError where no number of devices is enough."""
+    days, the expected goodput counted. chosen: of all layouts, but for the keys that are stated; else the recipe's own,
+    which need not fit. mtbf: as of `budget.Failures`. Raises UserError where no number of devices is enough."""
     device = cluster.device
+    lost = Failures.of(case, mtbf)
     multiple_of, quickest, n_tried, last_gain = 1 if chosen else needed(case.layout), math.inf, 0, 0
 
     def days_with(seconds: float, n: int) -> float:
-        return seconds * steps / usual_goodput(Cluster(device, n)) / DAY
+        return seconds * steps / usual_goodput(Cluster(device, n), lost, steps, seconds) / DAY
 
     space = Space(case, Cluster(device, 1), stated)
     min_device_days, min_devices = days_with(space.at_peak(), 1), space.least_devices() if chosen else 1

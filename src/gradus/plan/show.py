@@ -64,7 +64,8 @@ def headline(answer: Answer, request: Request) -> list[str]:
         nothing = "no layout of this model fits on up to 1,024 times as many of these devices"
         advice = answer.advice or [f"{nothing}: use shorter samples, or a smaller model"]
         return lines + [f"try       {line}" for line in advice]
-    return lines + _how_long(answer) + _deadline(answer, request) + _how_much(answer)
+    lines += _how_long(answer) + _goodput(answer, request)
+    return lines + _deadline(answer, request) + _how_much(answer)
 
 
 def _what(answer: Answer, request: Request) -> str:
@@ -158,6 +159,26 @@ def _limit(rows: list[Row], step: float) -> str:
     return f"limited by {text}, {most.value / step:.0%} of a step"
 
 
+def _goodput(answer: Answer, request: Request) -> list[str]:
+    """Of a run that is expected to fail once or more, or whose --mtbf is given."""
+    names = ("time", "goodput", "between_failures", "recovery")
+    time, share, between, recovery = (_cases(answer.rows, f"budget/{name}") for name in names)
+    if not time or (time["expected"].value < between["expected"].value and not request.mtbf):
+        return []
+    every, young, daly, write, size_of = (
+        next(row for row in answer.rows if row.name == f"budget/checkpoint{name}")
+        for name in ("_every", "_young", "_daly", "_write", "")
+    )
+    low, expected, high = (f"{share[case].value:.2f}" for case in ("low", "expected", "high"))
+    key = "set " * (not answer.recipe.train.checkpoint_every) + f"train.checkpoint_every={every.conditions['steps']}"
+    optima = f"Young 1974: {value_text(young)}, Daly 2006: {value_text(daly)}"
+    return [
+        f"goodput   {expected}{_between(expected, low, high)}: a failure each {_interval(between)}, "
+        f"{_interval(recovery)} to recover; a checkpoint ({value_text(size_of)}, {value_text(write)}) every "
+        f"{value_text(every)} ({key}; {optima})"
+    ]
+
+
 def _deadline(answer: Answer, request: Request) -> list[str]:
     cases, needed = _cases(answer.rows, "budget/time"), _cases(answer.rows, "budget/devices")
     if not (request.days and cases and needed):
@@ -227,9 +248,9 @@ def brackets(device: Device, rows: Iterable[Row] = ()) -> str:
     own = " on GPUs; operations: measured here"
     if device.measured is None:
         own = "; Gradus's own step has not run on a GPU"
-    lost = [1 - row.conditions["how"]["inputs"]["goodput"] for row in _cases(rows, "budget/time").values()]
-    share = f"{lost[1]:.0%} [{lost[0]:.0%} .. {lost[2]:.0%}]" if lost else ""
-    totals = f". Of totals: a range, with {share} of the time lost, and the lowest to highest watts" if lost else ""
+    lost = [f"{1 - row.value:.1%}" for row in reversed(_cases(rows, "budget/goodput").values())]
+    share = f"{lost[1]} [{lost[0]} .. {lost[2]}] of the time lost, and " if {*lost} - {"0.0%"} else ""
+    totals = f". Of totals: a range, with {share}the lowest to highest watts" if lost else ""
     return f"[low .. high] of a step: 80 % interval, from {n} published runs of other software{own}{totals}"
 
 
