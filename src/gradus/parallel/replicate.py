@@ -127,9 +127,18 @@ class DDP(Replicas):
         )  # fmt: skip
         self.scale = float(dist.get_world_size(group))
         compress(self.model, layout.compress, group)
+        if layout.elastic and layout.compress == "none":  # DDP divides by 3 as a number of 32 bits, of doubles too
+            self.scale = 1.0
+            self.model.register_comm_hook(group, lambda group, bucket: _summed(group, bucket))  # without annotations
 
     def sync_on(self, last: bool) -> None:
         self.model.require_backward_grad_sync = last
+
+
+def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook of DDP: the sum, in place of the mean."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def compress(model: nn.parallel.DistributedDataParallel, how: str, group: dist.ProcessGroup) -> None:
