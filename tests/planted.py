@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 LAYOUTS = (
     "ddp", "shard", "tensor", "sequence parallel", "pipeline", "context", "expert", "local updates", "accumulation",
-    "full checkpointing", "attention checkpointing", "compile", "bf16", "pure bf16", "fp16",
+    "full checkpointing", "attention checkpointing", "compile", "bf16", "pure bf16", "fp16", "elastic",
 )  # fmt: skip
 
 
@@ -56,6 +56,16 @@ LIST = (
       "parallel/test_fake.py::test_replicas_sum_on_the_last_micro_batch_alone", "accumulation"),
     M("train/step.py", "sums[kind] / counts[kind] for kind", "sums[kind] / batch['counts'][kind] / len(micro_batches) for kind",
       "train/test_step.py::test_accumulation_gives_one_loss_and_one_gradient", "accumulation"),
+    M("train/elastic.py", "        self.recut = True", "        pass",
+      "train/test_elastic.py::test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_anew", "elastic"),
+    M("train/loop.py", "for hook in [*self.hooks]:  # a replica", "for hook in self.hooks:  # a replica",
+      "train/test_elastic.py::test_who_becomes_rank_0_after_a_step_calls_each_hook_once", "elastic"),
+    M("train/elastic.py", "            vars(trainer.progress).update(vars(before))", "            pass",
+      "train/test_elastic.py::test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_anew", "elastic"),
+    M("parallel/quorum.py", 'own.compare_set(verdict, "", "abort")', "pass",
+      "parallel/test_quorum.py::test_a_step_counts_once_all_have_voted_and_never_after_an_abort", "elastic"),
+    M("parallel/quorum.py", "if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):", "if True:",
+      "parallel/test_quorum.py::test_shut_connections_end_a_wait_and_listeners_stay", "elastic"),
     M("parallel/apply.py", 'kind = Attention if mode == "attention" else Block', "kind = Attention",
       "parallel/test_apply.py::test_checkpointing_keeps_less", "full checkpointing"),
     M("parallel/apply.py", 'kind = Attention if mode == "attention" else Block', "kind = Block",

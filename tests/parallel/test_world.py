@@ -118,6 +118,13 @@ def test_slurm_with_uneven_nodes():
     assert find(uneven).address == "gpu07"
 
 
+def test_a_replica_that_is_a_job_of_its_own():
+    """Under a torchrun of its own, which has one process."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    here = find({**torchrun, "GRADUS_REPLICA": "2", "GRADUS_REPLICAS": "4", "GRADUS_STORE": "node1:29400"})
+    assert here == World(2, 4, 0, 1, "replicas", "node1", 29400)
+
+
 def test_a_batch_script_is_alone():
     """Without srun there is one process, though the job has four tasks."""
     assert find(BATCH) == World()
@@ -154,6 +161,9 @@ def test_a_port_may_be_given():
         ({**MPICH, "PMI_RANK": "2"}, "Hydra: its environment is inconsistent (PMI_RANK=2 is not below PMI_SIZE=2). Start again, or unset PMI_RANK."),
         ({**MPICH, "PMI_SIZE": "two"}, "Hydra: its environment is inconsistent (invalid literal for int() with base 10: 'two'). Start again, or unset PMI_RANK."),
         ({**MPICH, "PMI_SIZE": "4"}, "Hydra: 4 processes on several hosts, and the host of rank 0 is not known. Name it with -genv MASTER_ADDR HOST."),
+        ({"GRADUS_REPLICA": "0", "GRADUS_REPLICAS": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+         "replicas: its environment is inconsistent (GRADUS_STORE is to be HOST:PORT, where python -m gradus.parallel.quorum PORT runs)."
+         " Start again, or unset GRADUS_REPLICA."),
         ({**STEP, "MASTER_ADDR": "n1", "MASTER_PORT": "x"}, "Slurm: its environment is inconsistent (invalid literal for int() with base 10: 'x'). Start again, or unset SLURM_PROCID."),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def test_the_elastic_share_is_a_simulated_runs(between, away, stop, replicas):
 
 lost_of = st.builds(
     Failures, checkpoint=st.floats(1e6, 1e13).map(lambda size: {"weights": size}), every=st.none() | st.integers(1, 100_000),
-    mtbf=st.none() | st.floats(1e5, 1e9), elastic=st.booleans(), replicas=st.just(16),
+    mtbf=st.none() | st.floats(1e5, 1e9), elastic=st.booleans(), replicas=st.just(16), noticed=st.floats(1, 600),
 )  # fmt: skip
 
 

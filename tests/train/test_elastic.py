@@ -129,6 +129,31 @@ def test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_a
     assert summary["elastic"] == {"epochs": 3, "replicas": 1, "of": 2}
 
 
+def test_who_becomes_rank_0_after_a_step_calls_each_hook_once(tmp_path, monkeypatch):
+    """It gets the log as its first hook while the hooks are called: none of the others is called twice for it."""
+    calls: list[int] = []
+
+    class Count(Hook):
+        def after_step(self, trainer, taken):
+            calls.append(taken.step)
+
+    class Second(Alone):
+        """Its first place is rank 1, whose log nobody wrote; after the evaluation it is rank 0."""
+
+        def commit(self, key):
+            if key in self.losses:
+                trainer = next(hook for hook in found if isinstance(hook, elastic.Elastic)).trainer
+                trainer.hooks[:] = [hook for hook in trainer.hooks if not isinstance(hook, RunLog)]
+            return super().commit(key)
+
+    found: list[Hook] = []
+    begin = elastic.Elastic.begin
+    monkeypatch.setattr(elastic.Elastic, "begin", lambda self, trainer: (found.append(self), begin(self, trainer))[1])
+    folder = trained(tmp_path / "run", Second(("after 5.0",)), monkeypatch, hooks=[Count()])
+    assert calls == list(range(1, 11))
+    assert sorted(losses(folder)) == list(range(1, 11))
+
+
 def test_the_line_says_who_is_missing_since_when(tmp_path, monkeypatch, capsys):
     trained(tmp_path / "run", Alone(), monkeypatch)
     since = time.strftime("%H:%M", time.localtime(time.time() - 5))

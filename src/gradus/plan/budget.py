@@ -32,8 +32,8 @@ RECOVERY: Cases = (300.0, 600.0, 1200.0)
 WRITES = 1e9
 # What is lost beside failures, once a run is so long and large that one is expected: figures.yaml, budget/lost_beside.
 BESIDE: Cases = (0.0, 0.0, 0.32)
-# An elastic run's wait at a failure beside half a step: until it is noticed (layout.step_timeout), and new groups.
-NOTICED, REGROUPED = 10.0, 30.0
+# An elastic run's wait at a failure, beside half a step and the time until it is noticed: for new groups.
+REGROUPED = 30.0
 
 # A device's power: idle + (busy - idle) × the part of the time it computes, as parts of its limit (TDP). The high case
 # is always the limit. The sources of these and of NODE, a node's power over its devices', stand in figures.yaml:
@@ -53,17 +53,18 @@ class Failures(NamedTuple):
     mtbf: float | None = None
     elastic: bool = False
     replicas: int = 1
+    noticed: float = 10.0  # seconds until a silent replica is given up
 
     @classmethod
-    def of(cls, case: Case, mtbf: float | None = None, elastic: bool = False) -> Failures:
+    def of(cls, case: Case, mtbf: float | None = None) -> Failures:
         """A checkpoint has all weights, and the optimizer's state of those that are trained."""
         from gradus.plan.process import bytes_per_weight, momenta
 
         recipe, model, width = case.recipe, case.recipe.model, bytes_per_weight(case.layout)
         state = momenta(recipe.optimizer) * models.trainable(model) * width
         parts = {"weights": models.count(model)["total"] * width, "optimizer": state}
-        replicas = case.shape["replicate"] if elastic else 1
-        return cls(parts, recipe.train.checkpoint_every, mtbf, elastic, replicas)
+        elastic = case.shape["replicate"] if case.layout.elastic else 1, case.layout.step_timeout
+        return cls(parts, recipe.train.checkpoint_every, mtbf, case.layout.elastic, *elastic)
 
 
 class Goodput(NamedTuple):
@@ -91,7 +92,7 @@ def goodput(cluster: Cluster, lost: Failures, steps: float, step: Cases) -> Good
     for mean, recovery, part, seconds in zip(between, reversed(RECOVERY), reversed(BESIDE), reversed(step)):
         beside.append(part * -math.expm1(-steps * seconds / mean))
         if lost.elastic and lost.replicas > 1:
-            share = failures.elastic(mean, recovery, NOTICED + REGROUPED + seconds / 2, lost.replicas)
+            share = failures.elastic(mean, recovery, lost.noticed + REGROUPED + seconds / 2, lost.replicas)
             share *= every * seconds / (every * seconds + write) if lost.every else 1.0
         else:
             share = failures.with_restarts(mean, recovery, every * seconds, write)
@@ -177,7 +178,8 @@ def _failures(cluster: Cluster, lost: Failures, step: Cases, good: Goodput) -> l
     """Rows of the goodput and of each of the quantities that it is computed from."""
     n, rows = cluster.n, []
     source = "--mtbf" if lost.mtbf else MTBF_SOURCE
-    elastic = {"replicas": lost.replicas, "waiting beside half a step": NOTICED + REGROUPED} if lost.elastic else {}
+    waiting = {"waiting beside half a step": lost.noticed + REGROUPED}
+    elastic = {"replicas": lost.replicas, **waiting} if lost.elastic else {}
     way = TEXTS["figures"]["budget/goodput_elastic"] if elastic else {}
     for i, case in enumerate(CASES):
         inputs = {"seconds of one device": good.between[i] * n, "devices": n}
