@@ -113,6 +113,9 @@ def test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_a
         def logged(self, trainer, rows, line):
             evaluations.extend(row.step for row in rows if row.name == "valid/loss")
 
+        def after_step(self, trainer, taken):
+            assert trainer.progress.not_better == 0, "the evaluation that came to nothing is none that was no better"
+
     starts: list[tuple[int, int]] = []
     steps = Loader.steps
     monkeypatch.setattr(Loader, "steps", lambda self, epoch, start=0: (starts.append((epoch, start)), steps(self, epoch, start))[1])
@@ -149,8 +152,10 @@ def test_who_becomes_rank_0_after_a_step_calls_each_hook_once(tmp_path, monkeypa
     found: list[Hook] = []
     begin = elastic.Elastic.begin
     monkeypatch.setattr(elastic.Elastic, "begin", lambda self, trainer: (found.append(self), begin(self, trainer))[1])
-    folder = trained(tmp_path / "run", Second(("after 5.0",)), monkeypatch, hooks=[Count()])
+    quorum = Second(("after 5.0",))
+    folder = trained(tmp_path / "run", quorum, monkeypatch, hooks=[Count()])
     assert calls == list(range(1, 11))
+    assert [vote for vote in quorum.votes if vote.startswith("after 5.")] == ["after 5.0", "after 5.0", "after 5.1"], "one evaluation, again; one checkpoint"
     assert sorted(losses(folder)) == list(range(1, 11))
 
 
