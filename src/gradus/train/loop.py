@@ -24,7 +24,6 @@ from gradus.train.signals import StopSignals
 from gradus.train.step import Progress, Stepper
 
 if TYPE_CHECKING:
-    from gradus.train.elastic import Elastic
     from gradus.train.session import Session
 
 T = TypeVar("T")
@@ -98,7 +97,7 @@ class Trainer(Stepper):
         self.metrics_position = 0  # bytes of metrics.jsonl: written, or that the checkpoint of a resumed run knows of
         self.hooks = [*hooks]
         self.session = session
-        self.elastic: Elastic | None = None
+        self.elastic = None  # train.elastic.Elastic
         self.unsynced_tokens = 0  # of this worker, since the workers synced
         if self.parallel.local_updates:
             self.parallel.local_updates.last_step = self.last_step
