@@ -224,6 +224,16 @@ def test_processes_leave_notes_in_the_store(world):
     assert hasattr(store, "set") and hasattr(store, "check") and hasattr(store, "wait")
 
 
+def test_a_group_waits_as_long_as_it_is_told():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch_private.set_timeout(dist.group.WORLD, 7.0)
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7.0
+        torch_private.abort_nccl(dist.group.WORLD)  # gloo's, which does nothing
+    finally:
+        dist.destroy_process_group()
+
+
 def test_meshes(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert torch_private.flatten_mesh(mesh["a", "b"], "ab").size() == 4

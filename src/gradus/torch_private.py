@@ -156,6 +156,11 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def abort_nccl(group: dist.ProcessGroup) -> None:
+    """Who waits in a collective of this group's GPUs waits no more. gloo has no abort that does anything."""
+    group._get_backend(torch.device("cuda")).abort()
+
+
 def group_of(value: Any) -> dist.ProcessGroup | None:
     """The process group that an argument of a collective operator names, as an object or by its name; else None."""
     from torch.distributed import ProcessGroup, distributed_c10d

@@ -137,6 +137,7 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^python benchmarks/search_exhaustive": "tests/plan/test_search.py",
     r"^python benchmarks/kills": "tests/launch/test_kills.py",
     r"^python benchmarks/busy": "tests/test_spin.py",
+    r"^python benchmarks/elastic|^python -m gradus\.parallel\.quorum|^torchrun --standalone": "tests/train/test_elastic.py",
     r"^mpirun -n \d+ gradus train |^mpiexec -n \d+ gradus train ": "tests/launch/test_mpi.py",
     r"^gradus collectives --backend mpi": "tests/measure/test_collectives.py",
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.launch import replicas
 from gradus.parallel.quorum import Aborted, Member
-from gradus.parallel.world import World
+from gradus.parallel.world import World, free_port
 from gradus.rows import Row, read_rows
 from gradus.train import elastic, run
 from gradus.train.log import RunLog
@@ -241,21 +242,56 @@ def test_ten_kills_change_nothing(tmp_path, monkeypatch, capsys):
     assert "0 curves too far" in capsys.readouterr().out
 
 
+def started(words: list[str], environment: dict[str, str], out: Path) -> subprocess.Popen:
+    environment = {**os.environ, "GRADUS_NO_CALIBRATE": "1", "OMP_NUM_THREADS": "1", **environment}
+    with open(out, "w", encoding="utf-8") as file:
+        return subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def kill_at(step: int, record: Path, *processes: subprocess.Popen) -> None:
+    """The process of this record, once it is at that step."""
+    end = time.monotonic() + 300
+    while time.monotonic() < end and all(process.poll() is None for process in processes):
+        with contextlib.suppress(OSError, ValueError):
+            seen = json.loads(record.read_text())
+            if (seen["step"] or 0) >= step:
+                return os.kill(seen["pid"], signal.SIGKILL)
+        time.sleep(0.005)
+    pytest.fail(f"{record}: never at step {step}")
+
+
+@pytest.mark.slow
+def test_replicas_that_are_jobs_of_their_own(tmp_path):
+    """By the page's commands: a store, and a torchrun for each, which starts its replica again."""
+    folder, port = tmp_path / "run", free_port()
+    words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60"]
+    store = started(["-m", "gradus.parallel.quorum", str(port)], {}, tmp_path / "store")
+    jobs = []
+    try:
+        for replica in range(2):
+            place = {"GRADUS_REPLICA": str(replica), "GRADUS_REPLICAS": "2", "GRADUS_STORE": f"127.0.0.1:{port}"}
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "100", "-m", "gradus"]
+            jobs.append(started([*torchrun, *words], place, tmp_path / f"job-{replica}"))
+        kill_at(10, folder / "ranks" / "rank-0000.json", *jobs)
+        codes = [job.wait(300) for job in jobs]
+    finally:
+        for process in (*jobs, store):
+            process.kill()
+            process.wait(30)
+    said = " ".join((tmp_path / "job-1").read_text().split())
+    assert codes == [0, 0], said
+    assert "replica 0 came, with the weights of replica 1" in said
+    assert sorted(losses(folder)) == list(range(1, 61))
+
+
 @pytest.mark.slow
 def test_the_launcher_starts_a_dead_rank_0_again(tmp_path):
     """By the command of the pages; with layout.min_replicas=2 the other waits for it."""
     folder = tmp_path / "run"
     words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60", "--processes", "2"]
-    with open(tmp_path / "out", "w", encoding="utf-8") as out:
-        environment = {**os.environ, "GRADUS_NO_CALIBRATE": "1", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, "-m", "gradus", *words], stdout=out, stderr=subprocess.STDOUT, env=environment)
-    record, end = folder / "ranks" / "rank-0000.json", time.monotonic() + 300
+    process = started(["-m", "gradus", *words], {}, tmp_path / "out")
     try:
-        while time.monotonic() < end and process.poll() is None:
-            if record.exists() and (json.loads(record.read_text() or "{}").get("step") or 0) >= 10:
-                os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-                break
-            time.sleep(0.005)
+        kill_at(10, folder / "ranks" / "rank-0000.json", process)
         code = process.wait(300)
     finally:
         process.kill()

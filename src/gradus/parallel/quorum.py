@@ -33,7 +33,7 @@ from gradus.errors import EnvironmentFault, UserError
 from gradus.parallel.status import from_collective
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
-from gradus.torch_private import set_timeout
+from gradus.torch_private import abort_nccl, set_timeout
 
 POLL = 0.05  # seconds between two looks at the store
 PATIENCE = 2.0  # seconds in which an error that peers have caused is explained by an aborted epoch
@@ -394,7 +394,7 @@ class Quorum:
         on which it listens, whose end would end the process."""
         if self.device == "cuda":
             with contextlib.suppress(RuntimeError, AttributeError):
-                dist.group.WORLD._get_backend(torch.device("cuda")).abort()
+                abort_nccl(dist.group.WORLD)
         for fd in _sockets() - self._before if self._of_group is None else self._of_group & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd.partition(" ")[0]))) as connection:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

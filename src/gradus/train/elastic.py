@@ -49,7 +49,7 @@ def enter(recipe: Recipe, world: World) -> tuple[Quorum, World]:
         raise UserError("layout.elastic=true: only on Linux can a process shut a group's connections. Leave it out.")
     if world.launcher in [launcher.name for launcher in worlds.LAUNCHERS[1:]] and not has_parent():
         text = f"layout.elastic=true: {world.launcher} ends all replicas where one dies. Start each by itself"
-        raise UserError(f"{text} (docs/launch.md), or all with --processes {world.size}.")
+        raise UserError(f"{text} (docs/elastic.md), or all with --processes {world.size}.")
     if world.port is None:
         raise UserError("layout.elastic=true: no other replica. Start several: --processes 2.")
     if recipe.log.dir is None:
