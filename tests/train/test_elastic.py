@@ -177,6 +177,20 @@ def test_who_becomes_rank_0_goes_on_in_a_new_file_and_writes_no_row_twice(tmp_pa
     second.close()
 
 
+def test_a_resume_writes_the_rows_again_of_steps_that_are_taken_again(tmp_path):
+    config = recipes.load("copy-task", [f"log.dir={tmp_path}"]).log
+    first, positions = RunLog(tmp_path, config, {"name": "x"}, once=True), []
+    for step in range(1, 5):
+        first.logged(Trainer(), [Row("train/loss", 1.0, "", step)], None)
+        positions.append(first.file.position)
+    first.close()
+    second = RunLog(tmp_path, config, {"name": "x"}, positions[1], once=True)
+    for step in (3, 4, 5):
+        second.logged(Trainer(), [Row("train/loss", 2.0, "", step)], None)
+    second.close()
+    assert [(row["step"], row["value"]) for row in read_rows(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
 class Trainer:
     metrics_position = 0
 
@@ -220,10 +234,10 @@ def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypa
             return 0 if Lives.calls > 500 else None
 
     class Programs:
-        signals, processes = [], [Dead(), Lives()]
+        signals, processes, seconds, deadline = [], [Dead(), Lives()], 60.0, float("inf")
 
     started: list[int] = []
-    replicas.watch(Programs(), lambda number: (started.append(number), Dead())[1], tmp_path, store, most=2)
+    replicas.watch(Programs(), lambda number: (started.append(number), Dead())[1], tmp_path, store, most=3)
     assert started == [0, 0]
     said = capsys.readouterr().err
     assert said.count("replica 0 ended with SIGKILL before its first step; starting it again in") == 2 and "in 1 s" in said and "in 2 s" in said

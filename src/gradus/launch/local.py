@@ -142,6 +142,8 @@ def attempt(
         if deaths:
             replicas.watch(programs, start, folder, store, deaths)
         codes = programs.wait()
+        if deaths and any(replicas.diverged(folder, number, code) for number, code in codes.items()):
+            return 1, None
         if deaths and 0 in codes.values():
             return 0, None
         text = status.diagnose(folder, n, codes) if set(codes.values()) != {0} else None

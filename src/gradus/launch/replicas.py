@@ -23,7 +23,6 @@ class Replica:
     def __init__(self, number: int, process: Popen, start: Callable[[int], Popen]):
         self.number, self.process, self.start = number, process, start
         self.deaths = 0  # in a row, without a step
-        self.step: int | None = None  # that it was at when it died
         self.again: float | None = None  # when it is started again
 
 
@@ -41,38 +40,45 @@ def watch(
             code = r.process.poll()
             if code is None:
                 continue
-            if code in (0, 2) or _done(folder, r.number):
-                return
+            if code in (0, 2) or diverged(folder, r.number, code):
+                return _let_end(programs)
             if r.again is None:
                 name = f"{r.number}.{store.add(f'started/{r.number}', 0)}"
                 tell_gone(store, name, f"ended with {_how(code)}")
-                record = status.read(folder, r.number)
-                step = record.step if record else None
-                r.deaths = 1 if step != r.step and step is not None else r.deaths + 1
-                r.step = step
+                r.deaths = 1 if store.check([f"stepped/{name}"]) else r.deaths + 1
                 wait = min(2.0 ** (r.deaths - 1), LONGEST)
-                r.again = time.monotonic() + wait if r.deaths <= most else float("inf")
+                r.again = time.monotonic() + wait if r.deaths < most else float("inf")
                 what = f"starting it again in {wait:g} s"
-                if r.deaths > most:
+                if r.deaths >= most:
                     what = f"it died {r.deaths} times without a step (layout.max_deaths), and stays away"
-                say(f"{_death(folder, r, code)}; {what}", sys.stderr)
+                say(f"{_death(folder, r.number, code)}; {what}", sys.stderr)
             elif time.monotonic() >= r.again:
                 r.again = None
                 r.process = programs.processes[r.number] = start(r.number)
         if store.check(["orphaned"]) or all(r.process.poll() is not None for r in replicas):
-            return
+            return None
+        time.sleep(0.05)
+    return _let_end(programs)
+
+
+def _let_end(programs: Programs) -> None:
+    """Those who live end by themselves: a dead one's code is no reason to hurry them."""
+    end = time.monotonic() + programs.seconds
+    while any(p.poll() is None for p in programs.processes) and time.monotonic() < min(end, programs.deadline):
         time.sleep(0.05)
 
 
-def _done(folder: Path, number: int) -> bool:
+def diverged(folder: Path, number: int, code: int | None) -> bool:
+    """Whether a replica came to the end of a run that has no weights of use."""
     record = status.read(folder, number)
-    return record is not None and record.what == "done"
+    return code == 1 and record is not None and record.what == "done"
 
 
 def _how(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _death(folder: Path, r: Replica, code: int) -> str:
-    how = "gave its place up" if code == status.LOST else f"ended with {_how(code)}"
-    return f"replica {r.number} {how}" + (f" at step {r.step:,}" if r.step is not None else " before its first step")
+def _death(folder: Path, number: int, code: int) -> str:
+    record = status.read(folder, number)
+    at = "before its first step" if record is None or record.step is None else f"at step {record.step:,}"
+    return f"replica {number} ended with {_how(code)} {at}"

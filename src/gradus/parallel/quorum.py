@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import gc
 import json
+import math
 import os
 import socket
 import sys
@@ -29,13 +30,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradus.errors import EnvironmentFault, UserError
+from gradus.errors import FAULT, EnvironmentFault, UserError, either
 from gradus.parallel.status import from_collective
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 from gradus.torch_private import abort_nccl, set_timeout
 
 POLL = 0.05  # seconds between two looks at the store
+RESUME = "Start all again, with a new store, and resume from the last checkpoint: --resume."
 PATIENCE = 2.0  # seconds in which an error that peers have caused is explained by an aborted epoch
 
 
@@ -134,12 +136,13 @@ class Quorum:
         self.aborted: str | None = None  # why the epoch under way is over
         self.doing, self.since, self.in_step, self.longest = "", time.monotonic(), False, 0.0
         self._deciding: str | None = None  # the verdict that is waited for
-        self.training = False  # before, nobody is given up: opening data may take minutes, and can be done again
+        self.training = False  # before, nobody is given up for being silent: opening data may take minutes
         self._gone: dict[str, str] = {}  # members that live no more, and why
         self._without: dict[int, float] = {}  # replica → since when
         self._before: set[str] = set()  # sockets that are not the group's
         self._of_group: set[str] | None = None  # None: it is being made
-        self.asked = False  # whether somebody waits to be a member
+        self.asked = self._stepped = False  # whether somebody waits to be a member; whether this process took a step
+        self._old: list[str] = []  # keys of the vote before
         self._changing, self._ended = threading.Lock(), threading.Event()  # of the epoch; of the watch
         self.store.add(f"beat/{self.name}", 1)
         threading.Thread(target=self._watch, name="quorum", daemon=True).start()
@@ -174,9 +177,11 @@ class Quorum:
                 epoch, members = self._agreed(step, admit)
             except RuntimeError:
                 where = f"{self.place[0]}:{self.place[1]}"
-                raise EnvironmentFault(f"the replicas' store at {where} is gone. Resume from a checkpoint.") from None
+                raise EnvironmentFault(f"the replicas' store at {where} is gone. {RESUME}") from None
             if any(m.new for m in members):
                 self.longest = 0.0  # the first step of a process may compile
+            elif self.members:  # fewer take longer
+                self.longest *= max(1.0, len(self.members) / len(members))
             with self._changing:
                 self.epoch, self.members, self.aborted = epoch, members, None
                 self._before, self._of_group = _sockets(), None
@@ -228,9 +233,15 @@ class Quorum:
         gone = self._gone | pulse.gone([*dict.fromkeys([*before, *came])], self.times.silent)
         there = [m for name, m in came.items() if name not in gone and (admit or not m.new)]
         if epoch > 1:
-            complete = all(name in came or name in gone for name in before) or waited > self.times.gather
+            # between two steps another may be writing a checkpoint, and comes when it is done
+            patience = self.times.gather if admit else self.times.collective / 2
+            complete = all(name in came or name in gone for name in before) or waited > patience
         else:
-            complete = len({m.replica for m in there}) == self.wanted or waited > self.times.collective / 2
+            missing = sorted(set(range(self.wanted)) - {m.replica for m in there})
+            complete = not missing
+            if waited > self.times.collective:
+                text = f"replica{'s' * (len(missing) > 1)} {either(missing, 'and')} did not come within {waited:.0f} s"
+                raise EnvironmentFault(f"{text} (layout.timeout). Were all started?")
         if not complete:
             return
         if admit and len(there) < self.least:
@@ -254,7 +265,7 @@ class Quorum:
         before = [m.name for m in _members(self.store, epoch - 1) if m.name not in without]
         if len(pulse.gone(before, self.times.gather)) == len(before):
             self.store.set("orphaned", "")  # for the launcher
-            raise EnvironmentFault("no replica is left that has the weights. Resume from a checkpoint.")
+            raise EnvironmentFault(f"no replica is left that has the weights. {RESUME}")
 
     def _meet(self, rank: int) -> None:
         """Make the epoch's group, never lazily: a first collective runs in it. What gloo waits for while it connects,
@@ -300,6 +311,9 @@ class Quorum:
             self.observer("before the verdict")
             self.store.compare_set(verdict, "", "join" if asked else "commit")
             self.observer("after the verdict")
+            for old in self._old:  # which all have read, since they voted again
+                self.store.delete_key(old)
+        self._old = [verdict, votes]
         self.observer("voted")
         self.store.wait([verdict], datetime.timedelta(seconds=self.times.collective))
         answer, self._deciding = self.store.get(verdict), None
@@ -309,6 +323,9 @@ class Quorum:
             return False
         if self.in_step:
             self.longest = max(self.longest, time.monotonic() - self.since)
+            if not self._stepped:
+                self._stepped = True
+                self.store.set(f"stepped/{self.name}", "")  # for the launcher
         return True
 
     def abort(self, why: str) -> None:
@@ -320,7 +337,8 @@ class Quorum:
         if isinstance(error, Aborted):
             return True
         if from_collective(error):
-            self.abort(f"a connection of {self.name} broke")
+            with contextlib.suppress(RuntimeError):  # the store is gone too, as the watch says
+                self.abort(f"a connection of {self.name} broke")
         elif not isinstance(error, RuntimeError | ValueError):
             return False
         end = time.monotonic() + PATIENCE
@@ -373,9 +391,9 @@ class Quorum:
 
     def _look(self, pulse: _Pulse | None, epoch: int) -> None:
         own, others = self._own, [m.name for m in self.members if m.name != self.name]
-        if pulse and self.training:
-            self._gone = pulse.gone(others, self.times.silent)
-        if pulse and self.training and self.aborted is None:
+        if pulse:
+            self._gone = pulse.gone(others, self.times.silent if self.training else math.inf)
+        if pulse and self.aborted is None:
             for name, why in self._gone.items():
                 own.compare_set(f"abort/{epoch}", "", f"replica {name.partition('.')[0]} {why}")
             waited = time.monotonic() - self.since
@@ -388,6 +406,11 @@ class Quorum:
             if self.aborted is None:
                 self.aborted = own.get(f"abort/{epoch}").decode()
                 self._disconnect()
+            following = _members(own, epoch + 1) if own.check([f"members/{epoch + 1}"]) else self.members
+            had_weights = any(m.name == self.name and not m.new for m in self.members)
+            if had_weights and self.name not in (m.name for m in following):
+                print(f"error: replica {self.replica} was given up ({self.aborted})", file=sys.stderr, flush=True)
+                os._exit(FAULT)  # whatever it is doing: it may be of no step any more
 
     def _disconnect(self) -> None:
         """Whoever waits in the group waits no more. gloo knows no abort: its connections are shut, but not the socket

@@ -124,6 +124,7 @@ class DDP(Replicas):
         self.model = nn.parallel.DistributedDataParallel(
             bare, device_ids=[torch.cuda.current_device()] if on_gpu else None, process_group=group,
             bucket_cap_mb=layout.bucket_mb, gradient_as_bucket_view=True, **{synced: False},
+            init_sync=not layout.elastic,  # whose members have the same weights: none is written to before a vote
         )  # fmt: skip
         self.scale = float(dist.get_world_size(group))
         compress(self.model, layout.compress, group)

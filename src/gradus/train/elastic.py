@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradus.data.loader import Step
-from gradus.errors import UserError, either
+from gradus.errors import EnvironmentFault, UserError, either
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import use_replicas
 from gradus.parallel.device import pick_device
@@ -31,7 +32,7 @@ from gradus.parallel.world import World
 from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
-from gradus.text import duration
+from gradus.text import duration, say
 from gradus.train.log import RunLog
 from gradus.train.loop import Hook, Taken, Trainer
 from gradus.train.metrics import Metrics
@@ -109,7 +110,8 @@ class Elastic(Hook):
         else:
             try:
                 self._rejoin(trainer, -1, "")
-            except Ended:  # there is nothing left to do
+            except Ended:
+                say("the run that this store belongs to has ended: nothing is left to do", sys.stderr)
                 worlds.leave()
 
     def take(self, step: Step) -> Taken | None:
@@ -128,8 +130,10 @@ class Elastic(Hook):
         return taken
 
     def commit(self) -> None:
-        """Before the optimizer steps: raises Aborted where a member is gone."""
-        if not self.quorum.commit(f"step {self.trainer.progress.step + 1}"):
+        """Before the optimizer steps: raises Aborted where a member is gone. Collectives of GPUs that were aborted end
+        as if nothing were amiss, so they are waited for first."""
+        self.trainer.clock.synchronise()
+        if self.quorum.aborted is not None or not self.quorum.commit(f"step {self.trainer.progress.step + 1}"):
             raise Aborted
 
     def together(self, work: Callable[[], T]) -> T:
@@ -163,7 +167,10 @@ class Elastic(Hook):
         trainer.parallel.zero_grad()
         trainer.precision.forget()
         self.quorum.observer("gradients thrown away")
-        self._rejoin(trainer, trainer.progress.step, why, admit)
+        try:
+            self._rejoin(trainer, trainer.progress.step, why, admit)
+        except Ended:
+            raise EnvironmentFault("the others have ended the run without this replica") from None
 
     def close(self) -> None:
         if self.log:
@@ -226,6 +233,9 @@ class Elastic(Hook):
                 tensors[key].copy_(sent)
             else:
                 state[key] = sent
+        trainer.clock.synchronise()
+        if self.quorum.aborted is not None:
+            raise Aborted
         if mine.new:
             load_state_tensors(parallel.trained(), optimizer, state)
             trainer.progress, trainer.last_step = Progress(**got["progress"]), got["last_step"]

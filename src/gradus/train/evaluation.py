@@ -102,7 +102,7 @@ class Evaluation(Hook):
     def _cut_together(self, trainer: Trainer) -> None:
         """Between two batches of an evaluation: raises Cut on every process once any of them was asked to stop."""
         trainer.at("the evaluation", trainer.progress.step)
-        trainer.signals.agree(trainer.parallel.all_reduce(trainer.signals.flags()))
+        trainer.agree(trainer.parallel.all_reduce(trainer.signals.flags()))
         if trainer.signals.agreed:
             raise Cut
 

@@ -130,13 +130,13 @@ def _key(name: str, step: int | None, value: Any) -> tuple:
     return name, step, value if name.startswith("elastic/") else None
 
 
-def _own_file(path: Path) -> list[dict]:
-    """The rows that another process has written, in a new file under the same name: what that process, should it wake
-    up, still writes goes to the old one."""
+def _own_file(path: Path, position: int | None) -> list[dict]:
+    """The rows that another process has written up to `position` (None: all), in a new file under the same name: what
+    that process, should it wake up, still writes goes to the old one."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    files.write_text(path, text[: text.rfind("\n") + 1])
+    data = path.read_bytes()[:position]
+    files.write_text(path, data[: data.rfind(b"\n") + 1].decode())
     return read_rows(path)
 
 
@@ -149,7 +149,7 @@ class RunLog(Hook):
         self.known: set[tuple] | None = None
         if once:
             same = {"id": f"{folder.name}-{zlib.crc32(str(folder.resolve()).encode())}", "resume": "allow"}
-            rows = _own_file(folder / "metrics.jsonl")
+            rows = _own_file(folder / "metrics.jsonl", position)
             self.known = {_key(row["name"], row.get("step"), row["value"]) for row in rows}
         else:
             same = {}

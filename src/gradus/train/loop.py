@@ -190,9 +190,15 @@ class Trainer(Stepper):
         part on disk."""
         *signals, saved = flags
         self.progress.tokens += tokens
-        self.signals.agree(signals)
+        self.agree(signals)
         if saved == self.parallel.mesh.world.size:
             self.checkpoints.finish(self.parallel)
+
+    def agree(self, signals: Sequence[int]) -> None:
+        """How many processes each signal came to. Of replicas that come and go one alone may be asked to end, by its
+        host; where all are, the run is."""
+        everybody = self.parallel.mesh.world.size if self.elastic else 1
+        self.signals.agree([n // everybody for n in signals])
 
     @property
     def synced(self) -> bool:

@@ -141,7 +141,8 @@ class Metrics(Hook):
         return [(t.step, t.rate, float(t.loss), float(t.norm)) for t in self.pending]
 
     def take_over(self, trainer: Trainer, unread: list[tuple[int, float, float, float]]) -> None:
-        self.pending = [Taken(step, rate, torch.tensor(loss), torch.tensor(norm)) for step, rate, loss, norm in unread]
+        values = [torch.tensor(numbers, device=trainer.device) for _, _, *numbers in unread]
+        self.pending = [Taken(step, rate, *value) for (step, rate, *_), value in zip(unread, values)]
         self.began = self.before = self._now(trainer)
 
     def _line(self, trainer: Trainer, loss: float, rate: float, speed: str) -> str:

@@ -34,7 +34,7 @@ from gradus.train.loop import Hook, Trainer
 from gradus.train.machine import bf16_units
 from gradus.train.metrics import COUNTED_STEP, MEND_TRAINING, Metrics, TrafficCount
 from gradus.train.optim import check_eps
-from gradus.train.resume import DATA, LENGTH, Start, check_data, extend, read_data, start_of
+from gradus.train.resume import DATA, LENGTH, Start, check_data, check_same, extend, read_data, start_of
 from gradus.train.sampler import Sampler
 from gradus.train.saving import Saving, resume_run
 from gradus.train.schedule import unusual
@@ -87,8 +87,8 @@ def train(
             from gradus.train.elastic import Elastic, enter
 
             quorum, world = enter(recipe, world)
-            resume = None if world.newcomer else resume
         folder = stack.enter_context(_own_folder(recipe, resume, world))
+        resume = None if world.newcomer else resume
         _validate(recipe, world, resume is None)
         status = stack.enter_context(Status(folder, world))
         stack.enter_context(watched(folder, world, passing=(Stopped,)))
@@ -102,6 +102,8 @@ def train(
         status.at("the plan")
         if not world.newcomer:
             plan.before(session, start.position)
+        else:
+            _check_newcomer(session, folder)
         status.at("building the model")
         given = start.checkpoint or world.newcomer  # its weights come from elsewhere
         new = session.deferred(values=not given or session.recipe.adapter is not None)
@@ -176,7 +178,7 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
     """`run_folder`, of which rank 0 (or the parent that started all ranks) is the owner. The processes meet here; all
     go on with a run, or none."""
     if world.newcomer:
-        yield Path(recipe.log.dir)
+        yield resume or Path(recipe.log.dir)
         return
     with contextlib.ExitStack() as stack:
         folder, problem = resume or recipe.log.dir, None
@@ -198,6 +200,15 @@ def _own_folder(recipe: Recipe, resume: Path | None, world: World) -> Iterator[P
         for place in (folder, folder / "checkpoints") if world.first else ():
             files.sweep(place, locked=True)
         yield folder
+
+
+def _check_newcomer(session: Session, folder: Path) -> None:
+    """Raises EnvironmentFault, since the others go on, where this replica would take other steps than the run."""
+    try:
+        check_same(recipes.load(folder, configure=None), session.recipe)
+        check_data(folder, session.task, 0, False)
+    except UserError as e:
+        raise EnvironmentFault(f"this replica reads another recipe, or other data, than the run: {e}") from None
 
 
 def emulated(layout: Layout, device: torch.device) -> str | None:

@@ -29,6 +29,7 @@ class Saving(Hook):
             return
         stop, last = trainer.signals.stop, p.step == trainer.last_step
         if stop or last or (every and p.step % every == 0):
+            self.metrics.flush(trainer)  # which may not be done twice
             saved = trainer.together(lambda: self.save(trainer, wait=bool(stop) or last))
             if stop and (not last or p.evaluation_due):
                 raise Stopped(stop, saved)

@@ -57,6 +57,8 @@ def write_aside(target: Path, fill: Callable[[Path], None]) -> None:
             fill(aside)
             write(aside)
     except (OSError, SafetensorError, UserError) as e:
+        if target.exists():  # a replica that the others gave up has written it after all
+            return
         if isinstance(e, UserError) and not disk_full(e):
             raise
         then = "the checkpoint was not written; earlier ones are complete. Free some space, then use --resume."
