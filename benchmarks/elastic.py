@@ -66,14 +66,19 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
     own, here = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), {"step": 0, "rank": None}
 
     def observe(place: str) -> None:
-        """The end of this process, where it is the one that is wanted."""
+        """The end of this process, where it is the one that is wanted. What a death costs the others is written down."""
+        lost = here.get("lost")
+        if place == "gradients thrown away" or (lost and place == "the verdict read"):
+            here["lost"] = place == "gradients thrown away"
+            with open(f"{folder}.lost", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), "replica": replica, "thrown_away": here["lost"]}) + "\n")
         if os.environ.get("TRACE"):
             with open(f"{folder}.trace", "a", encoding="utf-8") as file:
                 file.write(f"{time.time():.3f} {replica}.{os.getpid()} rank {here['rank']} step {here['step']} {place}\n")
         fate = json.loads(own.get("armed"))
         wanted = fate.get("place") == place and fate["first"] in (None, here["rank"] == 0)
         if wanted and own.compare_set(f"claim/{fate['id']}", "", str(replica)) == str(replica).encode():
-            own.set(f"done/{fate['id']}", json.dumps({"replica": replica, "pid": os.getpid(), "time": time.time(), **here}))
+            own.set(f"done/{fate['id']}", json.dumps({"replica": replica, "pid": os.getpid(), "time": time.time(), "step": here["step"]}))
             os.kill(os.getpid(), fate["signal"])
 
     class Recorder(Hook):
@@ -94,11 +99,16 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
             with open(f"{folder}.samples", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": taken.step, "replica": replica, "pid": os.getpid(), "samples": self.indices, "weights": weights}) + "\n")
 
-    Quorum.observer = staticmethod(observe) if n > 1 else Quorum.observer
+    elastic = "layout.elastic=true" in overrides
+    if elastic:
+        Quorum.observer = staticmethod(observe)
+    elif n > 1:  # they meet in the store as torchrun's workers do in their agent's
+        place = {"RANK": replica, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ.update({key: str(value) for key, value in place.items()})
     world = World(replica, n, replica, n, "benchmark", "127.0.0.1", port) if n > 1 else World()
     code = 1
     try:
-        run.start("copy-task", overrides, RunContext(None, world), hooks=[Recorder()])
+        run.start("copy-task", overrides, RunContext(None, world), hooks=[Recorder()], auto_resume=not elastic)
         code = 0
     except UserError as e:
         print(f"replica {replica}: error: {e}", flush=True)
@@ -224,6 +234,36 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
     return kills
 
 
+def restarted(folder: Path, n: int, overrides: list[str], n_kills: int, least: float) -> float:
+    """Seconds of a run whose processes all start again from the last checkpoint, so many times: once at least `least` seconds, and at
+    most twice as many, have passed."""
+    draw, began = random.Random(n_kills), time.monotonic()
+    for kill in range(n_kills + 1):
+        run, until = Run(folder, n, overrides, False), time.monotonic() + draw.uniform(least, 2 * least)
+        while not run.ended and (kill == n_kills or time.monotonic() < until):
+            run.ended = all(p.exitcode == 0 for p in run.processes.values())
+            time.sleep(0.02)
+        if not run.ended:
+            run.processes[draw.randrange(n)].kill()
+            time.sleep(0.5)  # in which the others would say what they know of it
+        run.end()
+    return time.monotonic() - began
+
+
+def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
+    """Of each kill that none followed before the others went on: seconds until the first of them threw its gradients away, and until
+    the first had taken a step again."""
+    file, found = Path(f"{folder}.lost"), []
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    for kill, then in zip(kills, [*kills[1:], None]):
+        after = [row for row in rows if row["time"] > kill["time"]]
+        thrown = next((row["time"] for row in after if row["thrown_away"]), None)
+        went_on = next((row["time"] for row in after if not row["thrown_away"] and thrown and row["time"] > thrown), None)
+        if kill["signal"] == signal.SIGKILL and went_on and (then is None or then["time"] > went_on):
+            found.append((thrown - kill["time"], went_on - kill["time"]))
+    return found
+
+
 def _rank_zero(run: Run) -> int:
     return json.loads(run.store.get(f"members/{run._epoch()}"))[0]["replica"] if run._epoch() else 0
 
@@ -286,6 +326,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=25, help="kills in one run at most")
     parser.add_argument("--double", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--restarts", type=int, default=0, help="kills of a run that starts again from a checkpoint every 50 steps, beside")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
@@ -302,7 +343,7 @@ def main() -> int:
     differ = max(abs(right[s] - other[s]) for s in right)
     limit = 1e-9 if args.double else 2 * differ
     print(f"undisturbed: {seconds:.1f} s; runs on 1 and on {args.processes} processes differ by {differ:.2e} at most")
-    fates, kills, bad, number = fates_of(args.kills, args.seed), [], 0, 0
+    fates, kills, bad, number, lost = fates_of(args.kills, args.seed), [], 0, 0, []
     while fates and number < 40:
         folder, number = base / f"run-{number}", number + 1
         mine = fates[: args.each]
@@ -312,6 +353,7 @@ def main() -> int:
         done = disturbed(folder, args.processes, [*overrides, *more], args.double, left)
         fates = [*left, *fates[len(mine) :]]
         kills += done
+        lost += costs(folder, done)
         losses(folder)
         curve = curve_of(folder, args.double)
         far = max(abs(curve[s] - other[s]) for s in other)
@@ -329,6 +371,14 @@ def main() -> int:
         print(f"  {by_place[place]:4} {place}")
     zero = sum(bool(kill["first"]) for kill in kills)
     stops = sum(kill["signal"] == signal.SIGSTOP for kill in kills)
+    if lost:
+        seen, went_on = (statistics.median(times) for times in zip(*lost))
+        print(f"a kill -9 is noticed after {seen:.2f} s and costs {went_on:.2f} s until the next step is done (medians of {len(lost)})")
+    if args.restarts:
+        plain = [o for o in one if not o.startswith("train.checkpoint_every")] + ["train.checkpoint_every=50"]
+        alone = undisturbed(base / "plain", args.processes, plain, args.double)
+        total = restarted(base / "restarts", args.processes, plain, args.restarts, alone / 2)
+        print(f"a restart of all from a checkpoint every 50 steps costs {(total - alone) / args.restarts:.2f} s (mean of {args.restarts})")
     print(f"{len(kills)} kills ({stops} by SIGSTOP, {zero} of rank 0) in {number} runs; {bad} curves too far")
     return 1 if bad else 0
 

@@ -89,6 +89,22 @@ def test_a_step_counts_once_all_have_voted_and_never_after_an_abort(store, closi
     assert time.monotonic() - began < 5 and all(q.aborted == "a test" for q in quorums)
 
 
+def test_an_aborted_step_stays_aborted_for_who_votes_late(store, closing):
+    """Also when the others have gone on, and have voted since; what was committed is not kept for ever."""
+    quorums = several(store, 3)
+    closing += quorums
+    at_once(quorums, lambda q: q.commit("step 1"))
+    at_once(quorums, lambda q: q.commit("step 2"))
+    assert not store.check(["verdict/1/step 1"]) and store.check(["verdict/1/step 2"])
+    quorums[0].abort("a test")
+    assert at_once(quorums[:2], lambda q: q.commit("step 3")) == [False, False]
+    for q in quorums[:2]:
+        q.epoch, q.members, q.aborted, q._old = 2, q.members[:2], None, []  # as `join` does
+    assert at_once(quorums[:2], lambda q: q.commit("step 3")) == [True, True]
+    assert at_once(quorums[:2], lambda q: q.commit("step 4")) == [True, True]
+    assert store.get("verdict/1/step 3") == b"abort" and quorums[2].commit("step 3") is False
+
+
 def test_who_waits_to_be_a_member_is_told_by_the_votes(store, closing):
     quorums = several(store, 2)
     closing += quorums

@@ -142,7 +142,7 @@ class Quorum:
         self._before: set[str] = set()  # sockets that are not the group's
         self._of_group: set[str] | None = None  # None: it is being made
         self.asked = self._stepped = False  # whether somebody waits to be a member; whether this process took a step
-        self._old: list[str] = []  # keys of the vote before
+        self._old: list[str] = []  # keys of the vote before, in this epoch
         self._changing, self._ended = threading.Lock(), threading.Event()  # of the epoch; of the watch
         self.store.add(f"beat/{self.name}", 1)
         threading.Thread(target=self._watch, name="quorum", daemon=True).start()
@@ -185,6 +185,7 @@ class Quorum:
             with self._changing:
                 self.epoch, self.members, self.aborted = epoch, members, None
                 self._before, self._of_group = _sockets(), None
+                self._old = []  # one that was given up may still vote on an aborted epoch's, and must find it aborted
             rank = [member.name for member in members].index(self.name)
             try:
                 self._meet(rank)

@@ -71,6 +71,8 @@ def processes(layout: Layout, n: int) -> Iterator[str]:
                 yield f"layout.{key}: cannot take effect with {one}. Start {2 * taken}, or leave it out."
         if layout.replicate in ("manual", "parameter_server", "ddp"):
             yield f"layout.replicate={layout.replicate}: there is {one}. Start {2 * taken}: --processes {2 * taken}."
+    if layout.min_replicas > left:
+        yield f"layout.min_replicas={layout.min_replicas}: there are {left} replicas. Set at most {left}."
     if layout.replicate == "data_parallel":
         import torch
 
