@@ -6,6 +6,7 @@ After a change of PyTorch's version this file says which entry of gradus/torch_p
 from __future__ import annotations
 
 import ast
+import datetime
 import importlib
 import itertools
 import subprocess
@@ -232,6 +233,20 @@ def test_a_group_waits_as_long_as_it_is_told():
         torch_private.abort_nccl(dist.group.WORLD)  # gloo's, which does nothing
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_after_one_that_could_not_be_made_has_the_first_name():
+    """Else it would never find processes whose groups have all been made."""
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=dist.PrefixStore("a", store), rank=0, world_size=2, timeout=datetime.timedelta(seconds=1))
+    torch_private.leave_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("b", store), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD.group_name == "0"
+    finally:
+        torch_private.leave_group()
+    assert not dist.is_initialized()
 
 
 def test_meshes(world):

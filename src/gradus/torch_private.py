@@ -156,6 +156,18 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def leave_group() -> None:
+    """Destroy the default group, or what is left of one that could not be made: the next one has the first name again,
+    by which its processes find each other."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0
+
+
 def abort_nccl(group: dist.ProcessGroup) -> None:
     """Who waits in a collective of this group's GPUs waits no more. gloo has no abort that does anything."""
     group._get_backend(torch.device("cuda")).abort()

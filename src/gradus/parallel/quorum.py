@@ -34,7 +34,7 @@ from gradus.errors import FAULT, EnvironmentFault, UserError, either
 from gradus.parallel.status import from_collective
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
-from gradus.torch_private import abort_nccl, set_timeout
+from gradus.torch_private import abort_nccl, leave_group, set_timeout
 
 POLL = 0.05  # seconds between two looks at the store
 RESUME = "Start all again, with a new store, and resume from the last checkpoint: --resume."
@@ -291,10 +291,8 @@ class Quorum:
         self._of_group = _sockets() - self._before
 
     def _leave(self) -> None:
-        if dist.is_initialized():
-            gc.collect()  # DDP, whose hooks on the parameters end with it
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        gc.collect()  # DDP, whose hooks on the parameters end with it
+        leave_group()
 
     # ------------------------------------------------------------ what counts
 
