@@ -4,12 +4,11 @@
 
 Kills come at random instants and at each of PLACES, which are named from inside the program; one in four is of rank 0, every fifth comes
 while the one before has not come back, one in ten is a SIGSTOP that ends after the others have given the process up. A replica
-that ended is started again 0.2 s later. No checkpoint is written but where one is to be killed in. Every step's loss must stand once in
-metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N processes differ by; no sample of a
+that ended is started again 0.2 s later. Every second run writes no checkpoint. Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N processes differ by; no sample of a
 step may be taken twice, and after every step all replicas have the same weights.
 
-The workers come from a server that has PyTorch loaded already, 0.3 s a start. Prints a table, appends rows with --rows FILE, and ends
-with exit code 1 where one of this does not hold.
+The workers come from a server that has PyTorch loaded already, 0.3 s a start. Prints what came of it, and ends with exit code 1 where
+one of this does not hold.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class Run:
         self.processes = {r: self._start(r) for r in range(n)}
         self.again: dict[int, float] = {}
         self.stopped: dict[int, tuple[int, float]] = {}  # replica → (process, when it may go on)
-        self.ended = False
+        self.ended, self.epoch = False, 0
 
     def _start(self, replica: int):
         p = self.context.Process(target=_worker, args=(replica, self.n, self.store.port, str(self.folder), self.overrides, self.double))
@@ -166,7 +165,6 @@ class Run:
         return len(json.loads(self.store.get(f"members/{epoch}"))) if epoch else 0
 
     def _epoch(self) -> int:
-        self.epoch = getattr(self, "epoch", 0)
         while self.store.check([f"members/{self.epoch + 1}"]):
             self.epoch += 1
         return self.epoch

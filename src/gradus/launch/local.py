@@ -56,8 +56,8 @@ def train(
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
         deaths = config.layout.max_deaths if config.layout.elastic else None
-        limits = {"timeout": config.layout.timeout, "max_restarts": max_restarts, "deaths": deaths}
-        return run(n, argv, folder=folder, again=again, **limits)
+        times = {"max_restarts": max_restarts, "deaths": deaths}
+        return run(n, argv, folder=folder, timeout=config.layout.timeout, again=again, **times)
 
 
 def run(

@@ -20,8 +20,8 @@ LONGEST = 30.0  # seconds before a replica is started again, which begin with 1 
 class Replica:
     """One of them, as the launcher sees it."""
 
-    def __init__(self, number: int, process: Popen, start: Callable[[int], Popen]):
-        self.number, self.process, self.start = number, process, start
+    def __init__(self, number: int, process: Popen):
+        self.number, self.process = number, process
         self.deaths = 0  # in a row, without a step
         self.again: float | None = None  # when it is started again
 
@@ -34,7 +34,7 @@ def watch(
     """
     from gradus.parallel.quorum import tell_gone
 
-    replicas = [Replica(i, process, start) for i, process in enumerate(programs.processes)]
+    replicas = [Replica(i, process) for i, process in enumerate(programs.processes)]
     while not programs.signals:
         for r in replicas:
             code = r.process.poll()
