@@ -145,12 +145,12 @@ class Run:
 
         now = time.monotonic()
         for r, p in self.processes.items():
-            if p.exitcode == 0:
+            if (code := p.exitcode) == 0:  # read once: the process may end between two looks
                 self.ended = True
-            elif p.exitcode is not None and r not in self.again:
-                tell_gone(self.store, f"{r}.{self.store.add(f'started/{r}', 0)}", f"ended with exit code {p.exitcode}")
+            elif code is not None and r not in self.again:
+                tell_gone(self.store, f"{r}.{self.store.add(f'started/{r}', 0)}", f"ended with exit code {code}")
                 self.again[r] = now + AGAIN
-            elif p.exitcode is not None and now >= self.again[r]:
+            elif code is not None and now >= self.again[r]:
                 del self.again[r]
                 self.processes[r] = self._start(r)
         for r, (pid, until) in list(self.stopped.items()):
