@@ -2,10 +2,15 @@
 
     python benchmarks/elastic.py --kills 100 [--processes 4] [--steps 200] [--double] [--seed 0] [layout.precision=bf16 ...]
 
-Kills come at random instants and at each of PLACES, which are named from inside the program; one in four is of rank 0, every fifth comes
-while the one before has not come back, one in ten is a SIGSTOP that ends after the others have given the process up. A replica
-that ended is started again 0.2 s later. Every second run writes no checkpoint. Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N processes differ by; no sample of a
-step may be taken twice, and after every step all replicas have the same weights.
+Kills come at random instants and three times at each of PLACES, which are named from inside the program; one in four at least is of rank 0,
+one in six a SIGSTOP that ends after the others have given the process up. A place that is reached only after a death is armed before another
+replica is killed, so the second kill comes while the first victim is still away, as every fifth of the others does. A kill that does
+not come to pass is tried again in the next run. A replica that ended is started again 0.2 s later. Every second run writes no checkpoint.
+Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N
+processes differ by; no sample of a step may be taken twice, and after every step all replicas have the same weights.
+
+--predict N kills N times in one run, at instants drawn evenly, and compares the time it lost with what the planner's formula says of the
+step and of the stops that other, shorter runs show; --restarts N likewise, of a run whose processes all start again from a checkpoint.
 
 The workers come from a server that has PyTorch loaded already, 0.3 s a start. Prints what came of it, and ends with exit code 1 where
 one of this does not hold.
@@ -41,6 +46,8 @@ RUN = [
     "model.dropout=0", "optimizer.eps=1e-4", "layout.elastic=true", "layout.step_timeout=3", "layout.timeout=60", "evaluate.every=20",
     "train.checkpoint_every=null", "optimizer.lr=1e-4",  # at ten times the rate this model makes 3e-4 of a rounding in 250 steps
 ]  # fmt: skip
+BEFORE = {"place": None, "first": False}  # the kill before one at a place that is reached only after a death
+NEVER = 45  # steps after which a place is no longer waited for in this run: an evaluation comes every 20
 AGAIN = 0.2  # seconds after which a dead replica is started again
 HANG = 90.0  # seconds without a step after which a run hangs
 
@@ -62,10 +69,11 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
     torch.set_num_threads(1)
     if double:
         torch.set_default_dtype(torch.float64)
-    own, here = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), {"step": 0, "rank": None}
+    own, here = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), {"step": 0, "trainer": None}
 
     def observe(place: str) -> None:
         """The end of this process, where it is the one that is wanted. What a death costs the others is written down."""
+        rank = here["trainer"].parallel.mesh.world.rank if here["trainer"] else None
         lost = here.get("lost")
         if place == "gradients thrown away" or (lost and place == "the verdict read"):
             here["lost"] = place == "gradients thrown away"
@@ -73,22 +81,23 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
                 file.write(json.dumps({"time": time.time(), "replica": replica, "thrown_away": here["lost"]}) + "\n")
         if os.environ.get("TRACE"):
             with open(f"{folder}.trace", "a", encoding="utf-8") as file:
-                file.write(f"{time.time():.3f} {replica}.{os.getpid()} rank {here['rank']} step {here['step']} {place}\n")
+                file.write(f"{time.time():.3f} {replica}.{os.getpid()} rank {rank} step {here['step']} {place}\n")
         fate = json.loads(own.get("armed"))
-        wanted = fate.get("place") == place and fate["first"] in (None, here["rank"] == 0)
+        wanted = fate.get("place") == place and (rank == 0 or not fate["first"])
         if wanted and own.compare_set(f"claim/{fate['id']}", "", str(replica)) == str(replica).encode():
-            own.set(f"done/{fate['id']}", json.dumps({"replica": replica, "pid": os.getpid(), "time": time.time(), "step": here["step"]}))
+            record = {"replica": replica, "pid": os.getpid(), "time": time.time(), "step": here["step"], "zero": rank == 0}
+            own.set(f"done/{fate['id']}", json.dumps(record))
             os.kill(os.getpid(), fate["signal"])
 
     class Recorder(Hook):
         """Which samples this process took in each step that counted."""
 
         def start(self, trainer):
-            here["rank"] = trainer.parallel.mesh.world.rank
+            here["trainer"] = trainer
 
         @contextlib.contextmanager
         def around_step(self, trainer, step):
-            here.update(step=trainer.progress.step + 1, rank=trainer.parallel.mesh.world.rank)
+            here["step"] = trainer.progress.step + 1
             self.indices = step.indices.tolist()
             yield
 
@@ -96,7 +105,8 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
             values = [p.detach().double() for p in trainer.model.parameters()]
             weights = [sum(v.sum().item() for v in values), sum(v.square().sum().item() for v in values)]
             with open(f"{folder}.samples", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": taken.step, "replica": replica, "pid": os.getpid(), "samples": self.indices, "weights": weights}) + "\n")
+                row = {"step": taken.step, "replica": replica, "time": time.time(), "samples": self.indices, "weights": weights}
+                file.write(json.dumps(row) + "\n")
 
     elastic = "layout.elastic=true" in overrides
     if elastic:
@@ -159,10 +169,23 @@ class Run:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def members(self) -> int:
-        """How many replicas the newest epoch has."""
+    def members(self) -> list[int]:
+        """The replicas of the newest epoch that live, by rank."""
         epoch = self._epoch()
-        return len(json.loads(self.store.get(f"members/{epoch}"))) if epoch else 0
+        named = [m["replica"] for m in json.loads(self.store.get(f"members/{epoch}"))] if epoch else []
+        return [r for r in named if self.processes[r].exitcode is None and r not in self.again and r not in self.stopped]
+
+    def kill(self, replica: int, how: int) -> dict:
+        """What is known of it."""
+        zero, pid = self.members()[:1] == [replica], self.processes[replica].pid
+        os.kill(pid, how)
+        record = {"replica": replica, "pid": pid, "time": time.time(), "step": self.steps(), "zero": zero, "signal": how}
+        self.struck(record)
+        return record
+
+    def struck(self, record: dict) -> None:
+        if record["signal"] == signal.SIGSTOP:
+            self.stopped[record["replica"]] = record["pid"], time.monotonic() + 5.0
 
     def _epoch(self) -> int:
         while self.store.check([f"members/{self.epoch + 1}"]):
@@ -196,10 +219,10 @@ def undisturbed(folder: Path, n: int, overrides: list[str], double: bool) -> flo
 
 
 def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: list[dict]) -> list[dict]:
-    """Kill as `fates` says while the run lasts; what became of each that came to pass."""
+    """Kill as `fates` says while the run lasts; what became of each that came to pass. Those that did not are left in `fates`."""
     run, draw, kills, waits = Run(folder, n, overrides, double), random.Random(len(fates)), [], 0.0
-    last, moved = 0, time.monotonic()
-    armed: dict | None = None
+    last, moved, away = 0, time.monotonic(), 0  # away: the last step at which one was
+    armed, since, put_back = None, 0, []
     while not run.ended:
         run.look()
         now = time.monotonic()
@@ -207,29 +230,42 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
             last, moved = steps, now
         if now - moved > HANG:
             raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]}:\n{Path(f'{folder}.log').read_text()[-3000:]}")
-        if armed is None and fates and steps > 1 and now > waits and (fates[0]["soon"] or (run.members() == n and not run.again)):
-            armed = fates.pop(0)
-            if armed["place"] is None:
-                victim = 0 if armed["first"] else draw.randrange(n)
-                process = run.processes[_rank_zero(run) if armed["first"] else victim]
-                with contextlib.suppress(ProcessLookupError, AttributeError):
-                    os.kill(process.pid, armed["signal"])
-                    kills.append(armed | {"time": time.time(), "replica": victim, "step": steps})
-                    if armed["signal"] == signal.SIGSTOP:
-                        run.stopped[victim] = process.pid, now + 5.0
-                armed, waits = None, now + draw.uniform(0.1, 1.0)
-            else:
-                run.store.set("armed", json.dumps(armed))
-        elif armed is not None and run.store.check([f"done/{armed['id']}"]):
-            record = json.loads(run.store.get(f"done/{armed['id']}"))
-            kills.append(armed | record)
-            if armed["signal"] == signal.SIGSTOP:
-                run.stopped[record["replica"]] = record["pid"], now + 5.0
+        if len(there := run.members()) < n:
+            away = steps
+        if armed is None and fates and steps > 1 and now > waits and (steps > away + 1 or (fates[0]["soon"] and len(there) > 2)):
+            fate = fates.pop(0)
+            if fate["place"]:
+                run.store.set("armed", json.dumps(fate))
+                armed, since = fate, steps
+            if before := fate["before"]:  # what is armed is reached only after a death
+                kills.append(BEFORE | run.kill(there[0] if before == "of rank 0" else draw.choice(there), signal.SIGKILL))
+            elif not armed:
+                kills.append(fate | run.kill(there[0] if fate["first"] else draw.choice(there), fate["signal"]))
+                waits = now + draw.uniform(0.1, 1.0)
+        elif armed and run.store.check([f"done/{armed['id']}"]):
+            kills.append(armed | json.loads(run.store.get(f"done/{armed['id']}")))
+            run.struck(kills[-1])
             armed, waits = None, now + draw.uniform(0.1, 1.0)
+            run.store.set("armed", "{}")
+        elif armed and steps > since + NEVER and run.store.compare_set(f"claim/{armed['id']}", "", "nobody") == b"nobody":
+            put_back.append(armed)
+            armed, waits = None, now
             run.store.set("armed", "{}")
         time.sleep(0.02)
     run.end()
+    fates += put_back + ([armed] if armed else [])
     return kills
+
+
+def while_away(folder: Path, kills: list[dict]) -> int:
+    """How many of the kills came while an earlier victim had taken no step again."""
+    times = collections.defaultdict(list)
+    for rows in taken(folder).values():
+        for row in rows:
+            times[row["replica"]].append(row["time"])
+    return sum(
+        any(not any(then["time"] < t < now["time"] for t in times[then["replica"]]) for then in kills[:i]) for i, now in enumerate(kills)
+    )  # fmt: skip
 
 
 def restarted(folder: Path, n: int, overrides: list[str], n_kills: int, least: float) -> float:
@@ -262,22 +298,22 @@ def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
     return found
 
 
-def _rank_zero(run: Run) -> int:
-    return json.loads(run.store.get(f"members/{run._epoch()}"))[0]["replica"] if run._epoch() else 0
-
-
 def fates_of(n_kills: int, seed: int) -> list[dict]:
-    draw, fates = random.Random(seed), []
-    places = [place for place in PLACES for _ in range(3)] + [None] * max(0, n_kills - 3 * len(PLACES))
-    draw.shuffle(places)
-    for i, place in enumerate(places[:n_kills]):
-        soon = i % 5 == 1 or (place in AFTER_A_DEATH)
-        stop = i % 10 == 7 and place not in AFTER_A_DEATH
-        fates.append({"id": i, "place": place, "first": True if i % 4 == 0 and place not in ("weights arrive",) else None,
-                      "signal": signal.SIGSTOP if stop else signal.SIGKILL, "soon": soon})  # fmt: skip
-    # what is reached only after a death comes after one
-    return [kill for fate in fates for kill in ([{**fate, "id": fate["id"] + 10_000, "place": None, "signal": signal.SIGKILL, "first": None,
-            "soon": False}, fate] if fate["place"] in AFTER_A_DEATH else [fate])]  # fmt: skip
+    """Three times each place, as long as there are kills, and the rest at random instants."""
+    draw, fates, n = random.Random(seed), [], 0
+    drawn = [*PLACES] * 3
+    draw.shuffle(drawn)
+    for i, place in enumerate([*drawn, *[None] * n_kills]):
+        before = place in AFTER_A_DEATH and ("of rank 0" if place == "the log handed over" else "of any")
+        n += 2 if before else 1
+        if n > n_kills:
+            break
+        fates.append({
+            "id": i, "place": place, "before": before, "soon": not before and i % 5 == 1,
+            "first": i % 4 == 0 and place not in ("weights arrive", "the log handed over"),
+            "signal": signal.SIGSTOP if i % 6 == 3 else signal.SIGKILL,
+        })  # fmt: skip
+    return fates
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -341,17 +377,19 @@ def main() -> int:
     differ = max(abs(right[s] - other[s]) for s in right)
     limit = 1e-9 if args.double else 2 * differ
     print(f"undisturbed: {seconds:.1f} s; runs on 1 and on {args.processes} processes differ by {differ:.2e} at most")
-    fates, kills, bad, number, lost = fates_of(args.kills, args.seed), [], 0, 0, []
+    fates = fates_of(args.kills, args.seed)
+    kills, bad, number, lost, second = [], 0, 0, [], 0
     while fates and number < 40:
         folder, number = base / f"run-{number}", number + 1
-        mine = fates[: args.each]
         more = [] if number % 2 else ["train.checkpoint_every=10"]
+        mine = [fate for fate in fates if more or fate["place"] != "the writing of a checkpoint"][: args.each]
+        others = [fate for fate in fates if fate not in mine]
         began = time.monotonic()
-        left = list(mine)
-        done = disturbed(folder, args.processes, [*overrides, *more], args.double, left)
-        fates = [*left, *fates[len(mine) :]]
+        done = disturbed(folder, args.processes, [*overrides, *more], args.double, mine)
+        fates = mine + others
         kills += done
         lost += costs(folder, done)
+        second += (again := while_away(folder, done))
         losses(folder)
         curve = curve_of(folder, args.double)
         far = max(abs(curve[s] - other[s]) for s in other)
@@ -359,15 +397,15 @@ def main() -> int:
         bad += far > limit
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         stalls = [row["seconds"] for row in rows if row["name"] == "elastic/epoch"]
-        print(f"{folder.name}: {len(done)} kills, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the curve differs by {far:.2e} at most"
-              f"{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took {statistics.median(stalls or [0]):.2f} s"
-              f" (longest {max(stalls or [0]):.2f})", flush=True)  # fmt: skip
+        print(f"{folder.name}: {len(done)} kills, {again} while a victim was away, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the curve"
+              f" differs by {far:.2e} at most{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took"
+              f" {statistics.median(stalls or [0]):.2f} s (longest {max(stalls or [0]):.2f})", flush=True)  # fmt: skip
         if not args.folder:
             shutil.rmtree(folder)
     by_place = collections.Counter(str(kill["place"] or "at a random instant") for kill in kills)
     for place in ("at a random instant", *PLACES):
         print(f"  {by_place[place]:4} {place}")
-    zero = sum(bool(kill["first"]) for kill in kills)
+    zero = sum(kill["zero"] for kill in kills)
     stops = sum(kill["signal"] == signal.SIGSTOP for kill in kills)
     if lost:
         seen, went_on = (statistics.median(times) for times in zip(*lost))
@@ -377,7 +415,8 @@ def main() -> int:
         alone = undisturbed(base / "plain", args.processes, plain, args.double)
         total = restarted(base / "restarts", args.processes, plain, args.restarts, alone / 2)
         print(f"a restart of all from a checkpoint every 50 steps costs {(total - alone) / args.restarts:.2f} s (mean of {args.restarts})")
-    print(f"{len(kills)} kills ({stops} by SIGSTOP, {zero} of rank 0) in {number} runs; {bad} curves too far")
+    print(f"{len(kills)} kills in {number} runs: {stops} by SIGSTOP, {zero} of rank 0, {second} while an earlier victim was away; each place"
+          f" {min(by_place[place] for place in PLACES)} times at least; {bad} curves too far; {len(fates)} places not reached")  # fmt: skip
     return 1 if bad else 0
 
 
