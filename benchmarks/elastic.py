@@ -31,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kills import PRELOAD, TINY
@@ -194,7 +195,7 @@ class Run:
 
     def steps(self) -> int:
         file = Path(f"{self.folder}.samples")
-        for line in reversed(file.read_text().splitlines() if file.exists() else []):
+        for line in reversed(file.read_bytes().splitlines()[-8:] if file.exists() else []):
             with contextlib.suppress(ValueError):  # a line that a kill cut short
                 return json.loads(line)["step"]
         return 0
@@ -268,20 +269,112 @@ def while_away(folder: Path, kills: list[dict]) -> int:
     )  # fmt: skip
 
 
-def restarted(folder: Path, n: int, overrides: list[str], n_kills: int, least: float) -> float:
-    """Seconds of a run whose processes all start again from the last checkpoint, so many times: once at least `least` seconds, and at
-    most twice as many, have passed."""
-    draw, began = random.Random(n_kills), time.monotonic()
-    for kill in range(n_kills + 1):
-        run, until = Run(folder, n, overrides, False), time.monotonic() + draw.uniform(least, 2 * least)
-        while not run.ended and (kill == n_kills or time.monotonic() < until):
-            run.ended = all(p.exitcode == 0 for p in run.processes.values())
+def killed_at(folder: Path, n: int, overrides: list[str], instants: list[float]) -> list[dict]:
+    """kill -9 a replica at each of these seconds after the first step, while more than two are left."""
+    run, draw, kills, began = Run(folder, n, overrides, False), random.Random(0), [], None
+    while not run.ended:
+        run.look()
+        began = began or (time.monotonic() if run.steps() else None)
+        if began and len(kills) < len(instants) and time.monotonic() - began > instants[len(kills)] and len(there := run.members()) > 2:
+            kills.append(run.kill(draw.choice(there), signal.SIGKILL))
+        time.sleep(0.02)
+    run.end()
+    return kills
+
+
+def restarted(folder: Path, n: int, overrides: list[str], instants: list[float]) -> list[float]:
+    """When a process was killed, and all started again from the last checkpoint: at each of these seconds after the first step."""
+    draw, kills, began, ended = random.Random(0), [], None, False
+    while not ended:
+        run = Run(folder, n, overrides, False)
+        while not (ended := all(p.exitcode == 0 for p in run.processes.values())):
+            began = began or (time.monotonic() if run.steps() else None)
+            if began and len(kills) < len(instants) and time.monotonic() - began > instants[len(kills)]:
+                kills.append(time.time())
+                run.processes[draw.randrange(n)].kill()
+                time.sleep(0.5)  # in which the others would say what they know of it
+                break
             time.sleep(0.02)
-        if not run.ended:
-            run.processes[draw.randrange(n)].kill()
-            time.sleep(0.5)  # in which the others would say what they know of it
+        run.ended = ended
         run.end()
-    return time.monotonic() - began
+    return kills
+
+
+def step_times(folder: Path) -> list[tuple[float, int]]:
+    """When a process had taken which step, in the order of time."""
+    return sorted((row["time"], step) for step, rows in taken(folder).items() for row in rows)
+
+
+def seconds_of(folder: Path) -> float:
+    """From the first step's end to the last's."""
+    times = step_times(folder)
+    return times[-1][0] - times[0][0]
+
+
+def stop_and_away(folder: Path, kills: list[dict], step: float) -> tuple[float, float]:
+    """Of kills that came one by one, the mean seconds for which the others stood still, when it died and when it came back, and after which
+    the victim had taken a step again. step: seconds of one."""
+    first = {s: min(row["time"] for row in rows) for s, rows in sorted(taken(folder).items())}
+    backs, stops = [], []
+    for kill in kills:
+        back = min(row["time"] for rows in taken(folder).values() for row in rows if row["replica"] == kill["replica"] and row["time"] > kill["time"])
+        near = [s for s in first if s - 1 in first and kill["time"] < first[s] and first[s - 1] < back]
+        stops.append(sum(sorted(first[s] - first[s - 1] - step for s in near)[-2:]))
+        backs.append(back - kill["time"])
+    return statistics.fmean(stops), statistics.fmean(backs)
+
+
+def predicted(work: float, n_kills: int, share: Callable[[float], float]) -> float:
+    """Seconds lost by a run that takes `work` seconds without a failure and meets so many. share: what is useful, by the mean time
+    between two failures."""
+    total = work
+    for _ in range(1000):
+        total = work / share(total / n_kills)
+    return total - work
+
+
+def compare(what: str, lost: float, foreseen: float, n_kills: int) -> None:
+    print(f"  {n_kills} {what}: {foreseen:.1f} s lost by the formula, {lost:.1f} s measured ({foreseen / lost - 1:+.0%}); {lost / n_kills:.2f} s each", flush=True)
+
+
+def evenly(n: int, seconds: float) -> list[float]:
+    """As failures of a constant rate come, where there are n in this time."""
+    draw = random.Random(n)
+    return sorted(draw.uniform(0.0, seconds) for _ in range(n))
+
+
+def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: int) -> None:
+    """What plan/failures.py says is lost by so many kills, of what runs without and with few of them show, beside what is."""
+    from gradus.plan import failures
+
+    def work_of(name: str, keys: list[str]) -> float:
+        undisturbed(base / name, n, keys, False)
+        return seconds_of(base / name)
+
+    steps = int(next(o.partition("=")[2] for o in reversed(overrides) if o.startswith("train.steps=")))
+    if n_kills:
+        before = work_of("before", overrides)
+        few = [before * i / 5 for i in range(1, 5)]
+        stop, away = stop_and_away(base / "few", killed_at(base / "few", n, overrides, few), before / (steps - 1))
+        share = lambda between: failures.elastic(between, away, stop, n)  # noqa: E731
+        kills = killed_at(base / "many", n, overrides, evenly(n_kills, before + predicted(before, n_kills, share)))
+        after = work_of("after", overrides)
+        work, many = (before + after) / 2, len(kills)
+        print(f"{before:.1f} and {after:.1f} s without a kill; in 4 kills, one by one, all stand still for {stop:.2f} s, and the replica is"
+              f" away for {away:.2f} s")  # fmt: skip
+        compare("kills", seconds_of(base / "many") - work, predicted(work, many, share), many)
+    if n_restarts:
+        plain = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "train.checkpoint_every"))]
+        plain, every = [*plain, "train.checkpoint_every=50"], 50
+        before = work_of("plain-before", plain)
+        step = before / (steps - 1)
+        [killed] = restarted(base / "once", n, plain, [before / 2])
+        recovery = min(t for t, _ in step_times(base / "once") if t > killed + 0.5) - step - killed
+        share = lambda between: failures.with_restarts(between, recovery, every * step, 0.0)  # noqa: E731
+        kills = restarted(base / "often", n, plain, evenly(n_restarts, before + predicted(before, n_restarts, share)))
+        work, many = (before + work_of("plain-after", plain)) / 2, len(kills)
+        print(f"{before:.1f} and {2 * work - before:.1f} s without a kill, with a checkpoint each {every} steps; all start again in {recovery:.2f} s")
+        compare("restarts of all", seconds_of(base / "often") - work, predicted(work, many, share), many)
 
 
 def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
@@ -360,7 +453,8 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=25, help="kills in one run at most")
     parser.add_argument("--double", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--restarts", type=int, default=0, help="kills of a run that starts again from a checkpoint every 50 steps, beside")
+    parser.add_argument("--predict", type=int, default=0, help="kills of a run whose lost time is compared with the planner's formula")
+    parser.add_argument("--restarts", type=int, default=0, help="kills of a run that starts again from a checkpoint every 50 steps")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
@@ -410,11 +504,8 @@ def main() -> int:
     if lost:
         seen, went_on = (statistics.median(times) for times in zip(*lost))
         print(f"a kill -9 is noticed after {seen:.2f} s and costs {went_on:.2f} s until the next step is done (medians of {len(lost)})")
-    if args.restarts:
-        plain = [o for o in one if not o.startswith("train.checkpoint_every")] + ["train.checkpoint_every=50"]
-        alone = undisturbed(base / "plain", args.processes, plain, args.double)
-        total = restarted(base / "restarts", args.processes, plain, args.restarts, alone / 2)
-        print(f"a restart of all from a checkpoint every 50 steps costs {(total - alone) / args.restarts:.2f} s (mean of {args.restarts})")
+    if args.predict or args.restarts:
+        predict(base, args.processes, overrides, args.predict, args.restarts)
     print(f"{len(kills)} kills in {number} runs: {stops} by SIGSTOP, {zero} of rank 0, {second} while an earlier victim was away; each place"
           f" {min(by_place[place] for place in PLACES)} times at least; {bad} curves too far; {len(fates)} places not reached")  # fmt: skip
     return 1 if bad else 0
