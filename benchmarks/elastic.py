@@ -311,17 +311,23 @@ def seconds_of(folder: Path) -> float:
     return times[-1][0] - times[0][0]
 
 
-def stop_and_away(folder: Path, kills: list[dict], step: float) -> tuple[float, float]:
-    """Of kills that came one by one, the mean seconds for which the others stood still, when it died and when it came back, and after which
-    the victim had taken a step again. step: seconds of one."""
-    first = {s: min(row["time"] for row in rows) for s, rows in sorted(taken(folder).items())}
-    backs, stops = [], []
+def calm(folder: Path, n: int) -> float:
+    """Mean seconds of a step of a run, of those before which all n replicas had taken two."""
+    rows = sorted(taken(folder).items())
+    ends, whole = {s: min(row["time"] for row in of) for s, of in rows}, {s for s, of in rows if len({row["replica"] for row in of}) == n}
+    return statistics.fmean(ends[s] - ends[s - 1] for s in ends if {s, s - 1, s - 2} <= whole)
+
+
+def stops_and_away(folder: Path, n: int, kills: list[dict]) -> list[tuple[float, float]]:
+    """Of kills that came one by one, the seconds for which the others stood still, as it died and as it came back, and after which the
+    victim had taken a step again."""
+    rows, step, found = taken(folder), calm(folder, n), []
+    ends = {s: min(row["time"] for row in of) for s, of in rows.items()}
     for kill in kills:
-        back = min(row["time"] for rows in taken(folder).values() for row in rows if row["replica"] == kill["replica"] and row["time"] > kill["time"])
-        near = [s for s in first if s - 1 in first and kill["time"] < first[s] and first[s - 1] < back]
-        stops.append(sum(sorted(first[s] - first[s - 1] - step for s in near)[-2:]))
-        backs.append(back - kill["time"])
-    return statistics.fmean(stops), statistics.fmean(backs)
+        back = min(row["time"] for of in rows.values() for row in of if row["replica"] == kill["replica"] and row["time"] > kill["time"])
+        near = [ends[s] - ends[s - 1] - step for s in ends if s - 1 in ends and kill["time"] < ends[s] and ends[s - 1] < back]
+        found.append((sum(sorted(near)[-2:]), back - kill["time"]))
+    return found
 
 
 def predicted(work: float, n_kills: int, share: Callable[[float], float]) -> float:
@@ -333,10 +339,6 @@ def predicted(work: float, n_kills: int, share: Callable[[float], float]) -> flo
     return total - work
 
 
-def compare(what: str, lost: float, foreseen: float, n_kills: int) -> None:
-    print(f"  {n_kills} {what}: {foreseen:.1f} s lost by the formula, {lost:.1f} s measured ({foreseen / lost - 1:+.0%}); {lost / n_kills:.2f} s each", flush=True)
-
-
 def evenly(n: int, seconds: float) -> list[float]:
     """As failures of a constant rate come, where there are n in this time."""
     draw = random.Random(n)
@@ -344,37 +346,58 @@ def evenly(n: int, seconds: float) -> list[float]:
 
 
 def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: int) -> None:
-    """What plan/failures.py says is lost by so many kills, of what runs without and with few of them show, beside what is."""
+    """What plan/failures.py says is lost by so many kills, of what runs without and with few of them show, before and after, beside
+    what is."""
     from gradus.plan import failures
 
     def work_of(name: str, keys: list[str]) -> float:
         undisturbed(base / name, n, keys, False)
         return seconds_of(base / name)
 
+    def compare(what: str, name: str, work: list[float], kills: list, share: Callable[[float], float]) -> None:
+        whole, mean, many = seconds_of(base / name), statistics.fmean(work), len(kills)
+        foreseen, lost = predicted(mean, many, share), whole - mean
+        print(f"  {many} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula {foreseen:.1f} s"
+              f" ({foreseen / lost - 1:+.0%})", flush=True)  # fmt: skip
+
     steps = int(next(o.partition("=")[2] for o in reversed(overrides) if o.startswith("train.steps=")))
     if n_kills:
-        before = work_of("before", overrides)
-        few = [before * i / 5 for i in range(1, 5)]
-        stop, away = stop_and_away(base / "few", killed_at(base / "few", n, overrides, few), before / (steps - 1))
-        share = lambda between: failures.elastic(between, away, stop, n)  # noqa: E731
-        kills = killed_at(base / "many", n, overrides, evenly(n_kills, before + predicted(before, n_kills, share)))
-        after = work_of("after", overrides)
-        work, many = (before + after) / 2, len(kills)
-        print(f"{before:.1f} and {after:.1f} s without a kill; in 4 kills, one by one, all stand still for {stop:.2f} s, and the replica is"
-              f" away for {away:.2f} s")  # fmt: skip
-        compare("kills", seconds_of(base / "many") - work, predicted(work, many, share), many)
+        work, seen = [work_of("before", overrides)], []
+
+        def few(name: str) -> None:
+            instants = [work[0] / 4, work[0] / 2]
+            seen.extend(stops_and_away(base / name, n, killed_at(base / name, n, overrides, instants)))
+
+        def share(between: float) -> float:
+            stop, away = (statistics.fmean(times) for times in zip(*seen))
+            return failures.elastic(between, away, stop, n)
+
+        few("few-before")
+        kills = killed_at(base / "many", n, overrides, evenly(n_kills, work[0] + predicted(work[0], n_kills, share)))
+        few("few-after")
+        work.append(work_of("after", overrides))
+        print(f"in {len(seen)} kills, one by one, all stand still for {', '.join(f'{stop:.2f}' for stop, _ in seen)} s, and the replica is away for"
+              f" {', '.join(f'{away:.2f}' for _, away in seen)} s")  # fmt: skip
+        compare("kills", "many", work, kills, share)
+        print(f"  by that run's own steps with all replicas, {steps} take {steps * calm(base / 'many', n):.1f} s")
     if n_restarts:
         plain = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "train.checkpoint_every"))]
         plain, every = [*plain, "train.checkpoint_every=50"], 50
-        before = work_of("plain-before", plain)
-        step = before / (steps - 1)
-        [killed] = restarted(base / "once", n, plain, [before / 2])
-        recovery = min(t for t, _ in step_times(base / "once") if t > killed + 0.5) - step - killed
-        share = lambda between: failures.with_restarts(between, recovery, every * step, 0.0)  # noqa: E731
-        kills = restarted(base / "often", n, plain, evenly(n_restarts, before + predicted(before, n_restarts, share)))
-        work, many = (before + work_of("plain-after", plain)) / 2, len(kills)
-        print(f"{before:.1f} and {2 * work - before:.1f} s without a kill, with a checkpoint each {every} steps; all start again in {recovery:.2f} s")
-        compare("restarts of all", seconds_of(base / "often") - work, predicted(work, many, share), many)
+        work, recovery = [work_of("plain-before", plain)], []
+
+        def once(name: str) -> None:
+            [killed] = restarted(base / name, n, plain, [work[0] / 2])
+            recovery.append(min(t for t, _ in step_times(base / name) if t > killed + 0.5) - work[0] / steps - killed)
+
+        def share(between: float) -> float:
+            return failures.with_restarts(between, statistics.fmean(recovery), every * statistics.fmean(work) / steps, 0.0)
+
+        once("once-before")
+        kills = restarted(base / "often", n, plain, evenly(n_restarts, work[0] + predicted(work[0], n_restarts, share)))
+        once("once-after")
+        work.append(work_of("plain-after", plain))
+        print(f"with a checkpoint each {every} steps all start again in {', '.join(f'{t:.2f}' for t in recovery)} s")
+        compare("restarts of all", "often", work, kills, share)
 
 
 def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
@@ -448,12 +471,12 @@ def check_samples(folder: Path, undisturbed: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=4, help="three or more: two are killed at a time")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--each", type=int, default=25, help="kills in one run at most")
     parser.add_argument("--double", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--predict", type=int, default=0, help="kills of a run whose lost time is compared with the planner's formula")
+    parser.add_argument("--predict", type=int, default=0, help="kills of one run whose lost time is compared with the formula")
     parser.add_argument("--restarts", type=int, default=0, help="kills of a run that starts again from a checkpoint every 50 steps")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*")
@@ -463,6 +486,10 @@ def main() -> int:
     base.mkdir(parents=True, exist_ok=True)
     whole = ["train.clip_norm=null"] if args.double else []  # the norm of several processes has 32 bits
     overrides = [*TINY, *RUN, f"train.steps={args.steps}", *whole, *args.overrides]
+    if args.predict or args.restarts:
+        predict(base, args.processes, overrides, args.predict, args.restarts)
+    if not args.kills:
+        return 0
     one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout"))]
     micro = f"layout.micro_batch={16 // args.processes}"
     undisturbed(base / "one", 1, [*one, micro], args.double)
@@ -504,8 +531,6 @@ def main() -> int:
     if lost:
         seen, went_on = (statistics.median(times) for times in zip(*lost))
         print(f"a kill -9 is noticed after {seen:.2f} s and costs {went_on:.2f} s until the next step is done (medians of {len(lost)})")
-    if args.predict or args.restarts:
-        predict(base, args.processes, overrides, args.predict, args.restarts)
     print(f"{len(kills)} kills in {number} runs: {stops} by SIGSTOP, {zero} of rank 0, {second} while an earlier victim was away; each place"
           f" {min(by_place[place] for place in PLACES)} times at least; {bad} curves too far; {len(fates)} places not reached")  # fmt: skip
     return 1 if bad else 0
