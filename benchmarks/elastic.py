@@ -9,8 +9,9 @@ not come to pass is tried again in the next run. A replica that ended is started
 Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N
 processes differ by; no sample of a step may be taken twice, and after every step all replicas have the same weights.
 
---predict N kills N times in one run, at instants drawn evenly, and compares the time it lost with what the planner's formula says of the
-step and of the stops that other, shorter runs show; --restarts N likewise, of a run whose processes all start again from a checkpoint.
+--predict N kills N times in one run, at instants drawn evenly over the seconds that it takes undisturbed, and compares the time it lost with
+what the planner's formula says of stops that other, shorter runs show; --restarts N likewise, of processes that all start again from a
+checkpoint. The replicas share this machine's processors, so what a missing one costs is measured too.
 
 The workers come from a server that has PyTorch loaded already, 0.3 s a start. Prints what came of it, and ends with exit code 1 where
 one of this does not hold.
@@ -312,7 +313,7 @@ def seconds_of(folder: Path) -> float:
 
 
 def calm(folder: Path, n: int) -> float:
-    """Mean seconds of a step of a run, of those before which all n replicas had taken two."""
+    """Mean seconds of a step of a run, of those that n replicas took, as they did the two before."""
     rows = sorted(taken(folder).items())
     ends, whole = {s: min(row["time"] for row in of) for s, of in rows}, {s for s, of in rows if len({row["replica"] for row in of}) == n}
     return statistics.fmean(ends[s] - ends[s - 1] for s in ends if {s, s - 1, s - 2} <= whole)
@@ -321,22 +322,13 @@ def calm(folder: Path, n: int) -> float:
 def stops_and_away(folder: Path, n: int, kills: list[dict]) -> list[tuple[float, float]]:
     """Of kills that came one by one, the seconds for which the others stood still, as it died and as it came back, and after which the
     victim had taken a step again."""
-    rows, step, found = taken(folder), calm(folder, n), []
+    rows, step, found = taken(folder), calm(folder, n), list[tuple[float, float]]()
     ends = {s: min(row["time"] for row in of) for s, of in rows.items()}
     for kill in kills:
         back = min(row["time"] for of in rows.values() for row in of if row["replica"] == kill["replica"] and row["time"] > kill["time"])
         near = [ends[s] - ends[s - 1] - step for s in ends if s - 1 in ends and kill["time"] < ends[s] and ends[s - 1] < back]
         found.append((sum(sorted(near)[-2:]), back - kill["time"]))
     return found
-
-
-def predicted(work: float, n_kills: int, share: Callable[[float], float]) -> float:
-    """Seconds lost by a run that takes `work` seconds without a failure and meets so many. share: what is useful, by the mean time
-    between two failures."""
-    total = work
-    for _ in range(1000):
-        total = work / share(total / n_kills)
-    return total - work
 
 
 def evenly(n: int, seconds: float) -> list[float]:
@@ -355,49 +347,56 @@ def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: 
         return seconds_of(base / name)
 
     def compare(what: str, name: str, work: list[float], kills: list, share: Callable[[float], float]) -> None:
-        whole, mean, many = seconds_of(base / name), statistics.fmean(work), len(kills)
-        foreseen, lost = predicted(mean, many, share), whole - mean
-        print(f"  {many} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula {foreseen:.1f} s"
+        """The kills came within work[0] seconds."""
+        whole, mean = seconds_of(base / name), statistics.fmean(work)
+        foreseen, lost = work[0] * (1 - share(work[0] / len(kills))), whole - mean
+        print(f"  {len(kills)} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula {foreseen:.1f} s"
               f" ({foreseen / lost - 1:+.0%})", flush=True)  # fmt: skip
 
     steps = int(next(o.partition("=")[2] for o in reversed(overrides) if o.startswith("train.steps=")))
     if n_kills:
-        work, seen = [work_of("before", overrides)], []
+        work, seen, slower = [work_of("before", overrides)], [], []
 
         def few(name: str) -> None:
-            instants = [work[0] / 4, work[0] / 2]
-            seen.extend(stops_and_away(base / name, n, killed_at(base / name, n, overrides, instants)))
+            folder, of_all = base / name, work[0] / steps
+            keys = [*overrides, "train.steps=250"]
+            seen.extend(stops_and_away(folder, n, killed_at(folder, n, keys, [50 * of_all, 150 * of_all])))
+            slower.append(calm(folder, n - 1) / calm(folder, n))
 
-        def share(between: float) -> float:
+        def share(between: float, own_device: bool = False) -> float:
             stop, away = (statistics.fmean(times) for times in zip(*seen))
-            return failures.elastic(between, away, stop, n)
+            costs = n * (1 - 1 / statistics.fmean(slower))  # of the n-th of the speed that a replica has which has a device to itself
+            counted = away if own_device else stop + (away - stop) * max(0.0, costs)
+            return failures.elastic(between, counted, stop, n)
 
         few("few-before")
-        kills = killed_at(base / "many", n, overrides, evenly(n_kills, work[0] + predicted(work[0], n_kills, share)))
+        kills = killed_at(base / "many", n, overrides, evenly(n_kills, work[0]))
         few("few-after")
         work.append(work_of("after", overrides))
         print(f"in {len(seen)} kills, one by one, all stand still for {', '.join(f'{stop:.2f}' for stop, _ in seen)} s, and the replica is away for"
-              f" {', '.join(f'{away:.2f}' for _, away in seen)} s")  # fmt: skip
+              f" {', '.join(f'{away:.2f}' for _, away in seen)} s, in which a step takes {' and '.join(f'{part:.2f}' for part in slower)} times as long")  # fmt: skip
         compare("kills", "many", work, kills, share)
-        print(f"  by that run's own steps with all replicas, {steps} take {steps * calm(base / 'many', n):.1f} s")
+        apart = work[0] * (1 - share(work[0] / len(kills), True))
+        print(f"  by that run's own steps with all replicas {seconds_of(base / 'many') - steps * calm(base / 'many', n):.1f} s are lost; had each replica"
+              f" a device to itself, the formula would say {apart:.1f} s")  # fmt: skip
     if n_restarts:
         plain = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "train.checkpoint_every"))]
         plain, every = [*plain, "train.checkpoint_every=50"], 50
         work, recovery = [work_of("plain-before", plain)], []
 
         def once(name: str) -> None:
-            [killed] = restarted(base / name, n, plain, [work[0] / 2])
+            [killed] = restarted(base / name, n, [*plain, "train.steps=250"], [125 * work[0] / steps])
             recovery.append(min(t for t, _ in step_times(base / name) if t > killed + 0.5) - work[0] / steps - killed)
 
-        def share(between: float) -> float:
+        def share_of_restarts(between: float) -> float:
             return failures.with_restarts(between, statistics.fmean(recovery), every * statistics.fmean(work) / steps, 0.0)
 
         once("once-before")
-        kills = restarted(base / "often", n, plain, evenly(n_restarts, work[0] + predicted(work[0], n_restarts, share)))
+        kills = restarted(base / "often", n, plain, evenly(n_restarts, work[0]))
         once("once-after")
         work.append(work_of("plain-after", plain))
         print(f"with a checkpoint each {every} steps all start again in {', '.join(f'{t:.2f}' for t in recovery)} s")
-        compare("restarts of all", "often", work, kills, share)
+        compare("restarts of all", "often", work, kills, share_of_restarts)
 
 
 def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
