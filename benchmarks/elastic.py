@@ -156,6 +156,8 @@ class Run:
         from gradus.parallel.quorum import tell_gone
 
         now = time.monotonic()
+        if self.store.check(["orphaned"]):
+            raise SystemExit(f"{self.folder}: all replicas were killed that had the weights")
         for r, p in self.processes.items():
             if (code := p.exitcode) == 0:  # read once: the process may end between two looks
                 self.ended = True
@@ -172,14 +174,17 @@ class Run:
                     os.kill(pid, signal.SIGCONT)
 
     def members(self) -> list[int]:
-        """The replicas of the newest epoch that live, by rank."""
+        """The replicas of the newest epoch that live and have taken a step, by rank."""
+        there = [m["replica"] for m in self._named() if self.store.check([f"stepped/{m['name']}"])]
+        return [r for r in there if self.processes[r].exitcode is None and r not in self.again and r not in self.stopped]
+
+    def _named(self) -> list[dict]:
         epoch = self._epoch()
-        named = [m["replica"] for m in json.loads(self.store.get(f"members/{epoch}"))] if epoch else []
-        return [r for r in named if self.processes[r].exitcode is None and r not in self.again and r not in self.stopped]
+        return json.loads(self.store.get(f"members/{epoch}")) if epoch else []
 
     def kill(self, replica: int, how: int) -> dict:
         """What is known of it."""
-        zero, pid = self.members()[:1] == [replica], self.processes[replica].pid
+        zero, pid = self._named()[0]["replica"] == replica, self.processes[replica].pid
         os.kill(pid, how)
         record = {"replica": replica, "pid": pid, "time": time.time(), "step": self.steps(), "zero": zero, "signal": how}
         self.struck(record)
@@ -350,8 +355,8 @@ def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: 
         """The kills came within work[0] seconds."""
         whole, mean = seconds_of(base / name), statistics.fmean(work)
         foreseen, lost = work[0] * (1 - share(work[0] / len(kills))), whole - mean
-        print(f"  {len(kills)} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula {foreseen:.1f} s"
-              f" ({foreseen / lost - 1:+.0%})", flush=True)  # fmt: skip
+        print(f"  {len(kills)} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula"
+              f" {foreseen:.1f} s ({foreseen / lost - 1:+.0%})", flush=True)  # fmt: skip
 
     steps = int(next(o.partition("=")[2] for o in reversed(overrides) if o.startswith("train.steps=")))
     if n_kills:
@@ -373,12 +378,12 @@ def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: 
         kills = killed_at(base / "many", n, overrides, evenly(n_kills, work[0]))
         few("few-after")
         work.append(work_of("after", overrides))
-        print(f"in {len(seen)} kills, one by one, all stand still for {', '.join(f'{stop:.2f}' for stop, _ in seen)} s, and the replica is away for"
-              f" {', '.join(f'{away:.2f}' for _, away in seen)} s, in which a step takes {' and '.join(f'{part:.2f}' for part in slower)} times as long")  # fmt: skip
+        stops, aways = (", ".join(f"{seconds:.2f}" for seconds in times) for times in zip(*seen))
+        print(f"in {len(seen)} kills, one by one, all stand still for {stops} s, and the replica is away for {aways} s, in which a step takes"
+              f" {' and '.join(f'{part:.2f}' for part in slower)} times as long")  # fmt: skip
         compare("kills", "many", work, kills, share)
-        apart = work[0] * (1 - share(work[0] / len(kills), True))
-        print(f"  by that run's own steps with all replicas {seconds_of(base / 'many') - steps * calm(base / 'many', n):.1f} s are lost; had each replica"
-              f" a device to itself, the formula would say {apart:.1f} s")  # fmt: skip
+        own, apart = seconds_of(base / "many") - steps * calm(base / "many", n), work[0] * (1 - share(work[0] / len(kills), True))
+        print(f"  by that run's own steps with all replicas {own:.1f} s are lost; had each a device to itself, the formula would say {apart:.1f} s")
     if n_restarts:
         plain = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "train.checkpoint_every"))]
         plain, every = [*plain, "train.checkpoint_every=50"], 50
@@ -517,8 +522,8 @@ def main() -> int:
         bad += far > limit
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         stalls = [row["seconds"] for row in rows if row["name"] == "elastic/epoch"]
-        print(f"{folder.name}: {len(done)} kills, {again} while a victim was away, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the curve"
-              f" differs by {far:.2e} at most{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took"
+        print(f"{folder.name}: {len(done)} kills, {again} while a victim was away, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the"
+              f" curve differs by {far:.2e} at most{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took"
               f" {statistics.median(stalls or [0]):.2f} s (longest {max(stalls or [0]):.2f})", flush=True)  # fmt: skip
         if not args.folder:
             shutil.rmtree(folder)
