@@ -9,8 +9,9 @@ not come to pass is tried again in the next run. A replica that ended is started
 Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N
 processes differ by; no sample of a step may be taken twice, and after every step all replicas have the same weights.
 
---predict N kills N times in one run, at instants drawn evenly, and compares the time it lost with what the planner's formula says of the
-step and of the stops that other, shorter runs show; --restarts N likewise, of a run whose processes all start again from a checkpoint.
+--predict N kills N times in one run, at instants drawn evenly over the seconds that it takes undisturbed, and compares the time it lost with
+what the planner's formula says of stops that other, shorter runs show; --restarts N likewise, of processes that all start again from a
+checkpoint. The replicas share this machine's processors, so what a missing one costs is measured too.
 
 The workers come from a server that has PyTorch loaded already, 0.3 s a start. Prints what came of it, and ends with exit code 1 where
 one of this does not hold.
@@ -31,6 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kills import PRELOAD, TINY
@@ -154,6 +156,8 @@ class Run:
         from gradus.parallel.quorum import tell_gone
 
         now = time.monotonic()
+        if self.store.check(["orphaned"]):
+            raise SystemExit(f"{self.folder}: all replicas were killed that had the weights")
         for r, p in self.processes.items():
             if (code := p.exitcode) == 0:  # read once: the process may end between two looks
                 self.ended = True
@@ -170,14 +174,17 @@ class Run:
                     os.kill(pid, signal.SIGCONT)
 
     def members(self) -> list[int]:
-        """The replicas of the newest epoch that live, by rank."""
+        """The replicas of the newest epoch that live and have taken a step, by rank."""
+        there = [m["replica"] for m in self._named() if self.store.check([f"stepped/{m['name']}"])]
+        return [r for r in there if self.processes[r].exitcode is None and r not in self.again and r not in self.stopped]
+
+    def _named(self) -> list[dict]:
         epoch = self._epoch()
-        named = [m["replica"] for m in json.loads(self.store.get(f"members/{epoch}"))] if epoch else []
-        return [r for r in named if self.processes[r].exitcode is None and r not in self.again and r not in self.stopped]
+        return json.loads(self.store.get(f"members/{epoch}")) if epoch else []
 
     def kill(self, replica: int, how: int) -> dict:
         """What is known of it."""
-        zero, pid = self.members()[:1] == [replica], self.processes[replica].pid
+        zero, pid = self._named()[0]["replica"] == replica, self.processes[replica].pid
         os.kill(pid, how)
         record = {"replica": replica, "pid": pid, "time": time.time(), "step": self.steps(), "zero": zero, "signal": how}
         self.struck(record)
@@ -194,7 +201,7 @@ class Run:
 
     def steps(self) -> int:
         file = Path(f"{self.folder}.samples")
-        for line in reversed(file.read_text().splitlines() if file.exists() else []):
+        for line in reversed(file.read_bytes().splitlines()[-8:] if file.exists() else []):
             with contextlib.suppress(ValueError):  # a line that a kill cut short
                 return json.loads(line)["step"]
         return 0
@@ -268,20 +275,133 @@ def while_away(folder: Path, kills: list[dict]) -> int:
     )  # fmt: skip
 
 
-def restarted(folder: Path, n: int, overrides: list[str], n_kills: int, least: float) -> float:
-    """Seconds of a run whose processes all start again from the last checkpoint, so many times: once at least `least` seconds, and at
-    most twice as many, have passed."""
-    draw, began = random.Random(n_kills), time.monotonic()
-    for kill in range(n_kills + 1):
-        run, until = Run(folder, n, overrides, False), time.monotonic() + draw.uniform(least, 2 * least)
-        while not run.ended and (kill == n_kills or time.monotonic() < until):
-            run.ended = all(p.exitcode == 0 for p in run.processes.values())
+def killed_at(folder: Path, n: int, overrides: list[str], instants: list[float]) -> list[dict]:
+    """kill -9 a replica at each of these seconds after the first step, while more than two are left."""
+    run, draw, kills, began = Run(folder, n, overrides, False), random.Random(0), [], None
+    while not run.ended:
+        run.look()
+        began = began or (time.monotonic() if run.steps() else None)
+        if began and len(kills) < len(instants) and time.monotonic() - began > instants[len(kills)] and len(there := run.members()) > 2:
+            kills.append(run.kill(draw.choice(there), signal.SIGKILL))
+        time.sleep(0.02)
+    run.end()
+    return kills
+
+
+def restarted(folder: Path, n: int, overrides: list[str], instants: list[float]) -> list[float]:
+    """When a process was killed, and all started again from the last checkpoint: at each of these seconds after the first step."""
+    draw, kills, began, ended = random.Random(0), [], None, False
+    while not ended:
+        run = Run(folder, n, overrides, False)
+        while not (ended := all(p.exitcode == 0 for p in run.processes.values())):
+            began = began or (time.monotonic() if run.steps() else None)
+            if began and len(kills) < len(instants) and time.monotonic() - began > instants[len(kills)]:
+                kills.append(time.time())
+                run.processes[draw.randrange(n)].kill()
+                time.sleep(0.5)  # in which the others would say what they know of it
+                break
             time.sleep(0.02)
-        if not run.ended:
-            run.processes[draw.randrange(n)].kill()
-            time.sleep(0.5)  # in which the others would say what they know of it
+        run.ended = ended
         run.end()
-    return time.monotonic() - began
+    return kills
+
+
+def step_times(folder: Path) -> list[tuple[float, int]]:
+    """When a process had taken which step, in the order of time."""
+    return sorted((row["time"], step) for step, rows in taken(folder).items() for row in rows)
+
+
+def seconds_of(folder: Path) -> float:
+    """From the first step's end to the last's."""
+    times = step_times(folder)
+    return times[-1][0] - times[0][0]
+
+
+def calm(folder: Path, n: int) -> float:
+    """Mean seconds of a step of a run, of those that n replicas took, as they did the two before."""
+    rows = sorted(taken(folder).items())
+    ends, whole = {s: min(row["time"] for row in of) for s, of in rows}, {s for s, of in rows if len({row["replica"] for row in of}) == n}
+    return statistics.fmean(ends[s] - ends[s - 1] for s in ends if {s, s - 1, s - 2} <= whole)
+
+
+def stops_and_away(folder: Path, n: int, kills: list[dict]) -> list[tuple[float, float]]:
+    """Of kills that came one by one, the seconds for which the others stood still, as it died and as it came back, and after which the
+    victim had taken a step again."""
+    rows, step, found = taken(folder), calm(folder, n), list[tuple[float, float]]()
+    ends = {s: min(row["time"] for row in of) for s, of in rows.items()}
+    for kill in kills:
+        back = min(row["time"] for of in rows.values() for row in of if row["replica"] == kill["replica"] and row["time"] > kill["time"])
+        near = [ends[s] - ends[s - 1] - step for s in ends if s - 1 in ends and kill["time"] < ends[s] and ends[s - 1] < back]
+        found.append((sum(sorted(near)[-2:]), back - kill["time"]))
+    return found
+
+
+def evenly(n: int, seconds: float) -> list[float]:
+    """As failures of a constant rate come, where there are n in this time."""
+    draw = random.Random(n)
+    return sorted(draw.uniform(0.0, seconds) for _ in range(n))
+
+
+def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: int) -> None:
+    """What plan/failures.py says is lost by so many kills, of what runs without and with few of them show, before and after, beside
+    what is."""
+    from gradus.plan import failures
+
+    def work_of(name: str, keys: list[str]) -> float:
+        undisturbed(base / name, n, keys, False)
+        return seconds_of(base / name)
+
+    def compare(what: str, name: str, work: list[float], kills: list, share: Callable[[float], float]) -> None:
+        """The kills came within work[0] seconds."""
+        whole, mean = seconds_of(base / name), statistics.fmean(work)
+        foreseen, lost = work[0] * (1 - share(work[0] / len(kills))), whole - mean
+        print(f"  {len(kills)} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula"
+              f" {foreseen:.1f} s ({foreseen / lost - 1:+.0%})", flush=True)  # fmt: skip
+
+    steps = int(next(o.partition("=")[2] for o in reversed(overrides) if o.startswith("train.steps=")))
+    if n_kills:
+        work, seen, slower = [work_of("before", overrides)], [], []
+
+        def few(name: str) -> None:
+            folder, of_all = base / name, work[0] / steps
+            keys = [*overrides, "train.steps=250"]
+            seen.extend(stops_and_away(folder, n, killed_at(folder, n, keys, [50 * of_all, 150 * of_all])))
+            slower.append(calm(folder, n - 1) / calm(folder, n))
+
+        def share(between: float, own_device: bool = False) -> float:
+            stop, away = (statistics.fmean(times) for times in zip(*seen))
+            costs = n * (1 - 1 / statistics.fmean(slower))  # of the n-th of the speed that a replica has which has a device to itself
+            counted = away if own_device else stop + (away - stop) * max(0.0, costs)
+            return failures.elastic(between, counted, stop, n)
+
+        few("few-before")
+        kills = killed_at(base / "many", n, overrides, evenly(n_kills, work[0]))
+        few("few-after")
+        work.append(work_of("after", overrides))
+        stops, aways = (", ".join(f"{seconds:.2f}" for seconds in times) for times in zip(*seen))
+        print(f"in {len(seen)} kills, one by one, all stand still for {stops} s, and the replica is away for {aways} s, in which a step takes"
+              f" {' and '.join(f'{part:.2f}' for part in slower)} times as long")  # fmt: skip
+        compare("kills", "many", work, kills, share)
+        own, apart = seconds_of(base / "many") - steps * calm(base / "many", n), work[0] * (1 - share(work[0] / len(kills), True))
+        print(f"  by that run's own steps with all replicas {own:.1f} s are lost; had each a device to itself, the formula would say {apart:.1f} s")
+    if n_restarts:
+        plain = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "train.checkpoint_every"))]
+        plain, every = [*plain, "train.checkpoint_every=50"], 50
+        work, recovery = [work_of("plain-before", plain)], []
+
+        def once(name: str) -> None:
+            [killed] = restarted(base / name, n, [*plain, "train.steps=250"], [125 * work[0] / steps])
+            recovery.append(min(t for t, _ in step_times(base / name) if t > killed + 0.5) - work[0] / steps - killed)
+
+        def share_of_restarts(between: float) -> float:
+            return failures.with_restarts(between, statistics.fmean(recovery), every * statistics.fmean(work) / steps, 0.0)
+
+        once("once-before")
+        kills = restarted(base / "often", n, plain, evenly(n_restarts, work[0]))
+        once("once-after")
+        work.append(work_of("plain-after", plain))
+        print(f"with a checkpoint each {every} steps all start again in {', '.join(f'{t:.2f}' for t in recovery)} s")
+        compare("restarts of all", "often", work, kills, share_of_restarts)
 
 
 def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
@@ -355,12 +475,13 @@ def check_samples(folder: Path, undisturbed: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=4, help="three or more: two are killed at a time")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--each", type=int, default=25, help="kills in one run at most")
     parser.add_argument("--double", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--restarts", type=int, default=0, help="kills of a run that starts again from a checkpoint every 50 steps, beside")
+    parser.add_argument("--predict", type=int, default=0, help="kills of one run whose lost time is compared with the formula")
+    parser.add_argument("--restarts", type=int, default=0, help="kills of a run that starts again from a checkpoint every 50 steps")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
@@ -369,6 +490,10 @@ def main() -> int:
     base.mkdir(parents=True, exist_ok=True)
     whole = ["train.clip_norm=null"] if args.double else []  # the norm of several processes has 32 bits
     overrides = [*TINY, *RUN, f"train.steps={args.steps}", *whole, *args.overrides]
+    if args.predict or args.restarts:
+        predict(base, args.processes, overrides, args.predict, args.restarts)
+    if not args.kills:
+        return 0
     one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout"))]
     micro = f"layout.micro_batch={16 // args.processes}"
     undisturbed(base / "one", 1, [*one, micro], args.double)
@@ -397,8 +522,8 @@ def main() -> int:
         bad += far > limit
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         stalls = [row["seconds"] for row in rows if row["name"] == "elastic/epoch"]
-        print(f"{folder.name}: {len(done)} kills, {again} while a victim was away, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the curve"
-              f" differs by {far:.2e} at most{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took"
+        print(f"{folder.name}: {len(done)} kills, {again} while a victim was away, {len(stalls)} new epochs; {time.monotonic() - began:.0f} s; the"
+              f" curve differs by {far:.2e} at most{'' if far <= limit else '  TOO FAR'}; samples known of {whole} of {len(curve)} steps; regrouping took"
               f" {statistics.median(stalls or [0]):.2f} s (longest {max(stalls or [0]):.2f})", flush=True)  # fmt: skip
         if not args.folder:
             shutil.rmtree(folder)
@@ -410,11 +535,6 @@ def main() -> int:
     if lost:
         seen, went_on = (statistics.median(times) for times in zip(*lost))
         print(f"a kill -9 is noticed after {seen:.2f} s and costs {went_on:.2f} s until the next step is done (medians of {len(lost)})")
-    if args.restarts:
-        plain = [o for o in one if not o.startswith("train.checkpoint_every")] + ["train.checkpoint_every=50"]
-        alone = undisturbed(base / "plain", args.processes, plain, args.double)
-        total = restarted(base / "restarts", args.processes, plain, args.restarts, alone / 2)
-        print(f"a restart of all from a checkpoint every 50 steps costs {(total - alone) / args.restarts:.2f} s (mean of {args.restarts})")
     print(f"{len(kills)} kills in {number} runs: {stops} by SIGSTOP, {zero} of rank 0, {second} while an earlier victim was away; each place"
           f" {min(by_place[place] for place in PLACES)} times at least; {bad} curves too far; {len(fates)} places not reached")  # fmt: skip
     return 1 if bad else 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus.errors import EnvironmentFault, UserError
+from gradus.errors import FAULT, EnvironmentFault, UserError
 from gradus.parallel import quorum
 from gradus.parallel.quorum import Member, Quorum, Timeouts, tell_gone
 from gradus.parallel.world import World
@@ -164,6 +164,30 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
     assert [m.name for m in answers[0][1]] == [m.name for m in answers[1][1]] == ["0.1", "2.1"]
     with pytest.raises(EnvironmentFault, match="replica 1 was given up"):
         quorums[1]._agreed(5, True)
+
+
+def test_a_process_that_hangs_ends_once_the_others_have_gone_on_without_it(store, closing, monkeypatch):
+    """Also in the epoch in which it came, where it is named as one without weights; but not before it has them."""
+    ends: list[int] = []
+    monkeypatch.setattr(quorum.os, "_exit", ends.append)
+    hangs, new = several(store, 2)
+    closing += [hangs, new]
+    for q in (hangs, new):
+        q.members = [Member(m.name, m.replica, "here", -1) for m in q.members]
+    hangs.at("a step", in_step=True)
+    store.set("verdict/1/step 1", "commit")
+    assert hangs.commit("step 1")
+    new.abort("a test")
+    store.set("members/2", "[]")
+    end = time.monotonic() + 5
+    while not ends and time.monotonic() < end:
+        time.sleep(0.02)
+    assert set(ends) == {FAULT}
+    hangs._ended.set()
+    time.sleep(0.2)
+    ends.clear()
+    time.sleep(0.2)
+    assert not ends, "who has no weights yet asks again"
 
 
 def test_a_newcomer_finds_that_nobody_is_left(store, closing):

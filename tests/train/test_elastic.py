@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,20 @@ def test_the_line_says_who_is_missing_since_when(tmp_path, monkeypatch, capsys):
     assert f"  1 of 2 replicas, without 1 since {since}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("why", "said"), [
+    ("replica 1 has given no sign of life for 3 s", "replica 1 has given no sign of life for 3 s: step 4 with 1 of 2"),
+    ("a connection of 0.1 broke", "replica 1 is lost (a connection of 0.1 broke): step 4 with 1 of 2"),
+])  # fmt: skip
+def test_the_line_says_once_why_a_replica_is_lost(why, said):
+    class Trainer:
+        progress, lines = SimpleNamespace(step=3), []
+        log, say = staticmethod(lambda rows: None), staticmethod(lines.append)
+
+    quorum = Alone()
+    elastic.Elastic(quorum, None, None)._tell(Trainer(), [*quorum.members, Member("1.1", 1, "here", 3)], why, quorum.members[0], 0.5)
+    assert Trainer.lines[0].startswith(said)
+
+
 def test_who_becomes_rank_0_goes_on_in_a_new_file_and_writes_no_row_twice(tmp_path):
     """What the one before, should it wake up, still writes is lost."""
     config = recipes.load("copy-task", [f"log.dir={tmp_path}"]).log
@@ -237,9 +253,11 @@ def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypa
         signals, processes, seconds, deadline = [], [Dead(), Lives()], 60.0, float("inf")
 
     started: list[int] = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     replicas.watch(Programs(), lambda number: (started.append(number), Dead())[1], tmp_path, store, most=3)
     assert started == [0, 0]
     said = capsys.readouterr().err
+    assert said.startswith("\r\x1b[Kreplica 0 ended"), "on a terminal the line goes that rank 0 draws in place"
     assert said.count("replica 0 ended with SIGKILL before its first step; starting it again in") == 2 and "in 1 s" in said and "in 2 s" in said
     assert "it died 3 times without a step (layout.max_deaths), and stays away" in said.replace("\n", " ")
     assert store.get("gone/0.0") == b"ended with SIGKILL"
@@ -312,6 +330,8 @@ def test_the_launcher_starts_a_dead_rank_0_again(tmp_path):
     said = (tmp_path / "out").read_text()
     assert code == 0, said
     text = " ".join(said.split())
-    assert "replica 0 ended with SIGKILL at step" in text and "starting it again in 1 s" in text
-    assert "replica 0 came, with the weights of replica 1" in text
+    page = (Path(__file__).parents[2] / "docs/elastic.md").read_text(encoding="utf-8")
+    came = r"replica 0 came, with the weights of replica \d: step \d+ with \d of \d replicas, after"
+    for line in (r"replica 0 ended with SIGKILL at step \d+; starting it again in 1 s", came):
+        assert re.search(line, text) and re.search(line, page), line
     assert sorted(losses(folder)) == list(range(1, 61)) and "run folder:" in said

@@ -406,8 +406,8 @@ class Quorum:
                 self.aborted = own.get(f"abort/{epoch}").decode()
                 self._disconnect()
             following = _members(own, epoch + 1) if own.check([f"members/{epoch + 1}"]) else self.members
-            had_weights = any(m.name == self.name and not m.new for m in self.members)
-            if had_weights and self.name not in (m.name for m in following):
+            has_weights = self._stepped or any(m.name == self.name and not m.new for m in self.members)
+            if has_weights and self.name not in (m.name for m in following):
                 print(f"error: replica {self.replica} was given up ({self.aborted})", file=sys.stderr, flush=True)
                 os._exit(FAULT)  # whatever it is doing: it may be of no step any more
 
