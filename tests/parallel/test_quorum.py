@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from gradus.errors import FAULT, EnvironmentFault, UserError
 from gradus.parallel import quorum
 from gradus.parallel.quorum import Member, Quorum, Timeouts, tell_gone
+from gradus.parallel.status import LOST
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 
@@ -242,3 +246,22 @@ def test_a_store_that_is_not_there_is_said():
     layout = Layout(elastic=True, step_timeout=1.0, timeout=2.0)
     with pytest.raises(EnvironmentFault, match=r"store was not reached at 127\.0\.0\.1:9"):
         Quorum(World(0, 2, 0, 2, "test", "127.0.0.1", 9), layout)
+
+
+@pytest.mark.slow  # starts a program
+def test_the_store_of_a_script_hears_of_deaths_and_ends_with_the_run_or_the_script():
+    """At a free port: who has read it writes who died, and sees by the exit code that nobody is left who has the weights."""
+    command = [sys.executable, "-m", "gradus.parallel.quorum", "0"]
+    for orphaned, code in ((True, LOST), (False, 0)):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            port = int(program.stdout.readline().rpartition(":")[2])
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+            assert store.add("started/1", 2) == 2
+            print("1 ended with exit code 137", file=program.stdin, flush=True)
+            store.wait(["gone/1.2"])
+            assert store.get("gone/1.2") == b"ended with exit code 137"
+            if orphaned:
+                store.set("orphaned", "")
+            else:
+                program.stdin.close()
+            assert program.wait(60) == code

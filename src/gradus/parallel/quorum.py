@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, either
-from gradus.parallel.status import from_collective
+from gradus.parallel.status import LOST, from_collective
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 from gradus.torch_private import abort_nccl, leave_group, set_timeout
@@ -424,13 +424,26 @@ class Quorum:
 
 
 def main() -> None:
-    """The store, for replicas that no one program of Gradus starts: python -m gradus.parallel.quorum PORT."""
+    """The store, for replicas that no one program of Gradus starts: python -m gradus.parallel.quorum PORT. It ends with
+    status.LOST where none is left that has the weights. PORT 0: a free one, for a program that reads which, writes a
+    line for each replica that has ended (REPLICA HOW), and ends the store by closing its input."""
     port = sys.argv[1] if len(sys.argv) == 2 else ""
     if not port.isdigit():
         raise SystemExit("usage: python -m gradus.parallel.quorum PORT")
     store = dist.TCPStore("0.0.0.0", int(port), is_master=True, wait_for_workers=False)
     print(f"a store of replicas at {socket.gethostname()}:{store.port}", flush=True)
-    threading.Event().wait()
+    if port == "0":
+        threading.Thread(target=_hear, args=(store,), daemon=True).start()
+    while not store.check(["orphaned"]):
+        time.sleep(POLL)
+    os._exit(LOST)
+
+
+def _hear(store: dist.Store) -> None:
+    for line in sys.stdin:
+        replica, _, how = line.strip().partition(" ")
+        tell_gone(store, f"{replica}.{store.add(f'started/{replica}', 0)}", how)
+    os._exit(0)
 
 
 def _members(store: dist.Store, epoch: int) -> list[Member]:
