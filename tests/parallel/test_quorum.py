@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,6 +165,41 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
     assert [m.name for m in answers[0][1]] == [m.name for m in answers[1][1]] == ["0.1", "2.1"]
     with pytest.raises(EnvironmentFault, match="replica 1 was given up"):
         quorums[1]._agreed(5, True)
+
+
+@pytest.mark.parametrize(("stepped", "ends"), [(True, True), (False, False)])
+def test_who_has_stepped_in_an_epoch_that_it_came_new_to_is_fenced_too(stepped, ends, store, closing, monkeypatch, capsys):
+    """As all did to the first. One that has no weights yet asks again."""
+    codes = []
+    monkeypatch.setattr(quorum.os, "_exit", lambda code: (codes.append(code), q._ended.set()))
+    (q,) = several(store, 1)
+    closing.append(q)
+    q.members, q._stepped = [Member(q.name, 0, "here"), Member("1.1", 1, "here")], stepped
+    store.add("beat/1.1", 1)
+    store.set("members/2", '[{"name": "1.1", "replica": 1, "host": "here", "step": 5}]')
+    q.abort("it was stopped")
+    end = time.monotonic() + (10.0 if ends else 1.0)
+    while not codes and time.monotonic() < end:
+        time.sleep(0.01)
+    assert bool(codes) == ends == ("replica 0 was given up (it was stopped)" in capsys.readouterr().err)
+    assert q.aborted == "it was stopped"
+
+
+def test_a_collective_of_a_step_waits_little_longer_than_the_longest_step(store, closing):
+    """gloo forgets who sends into a connection that was just shut: only its time-out ends that wait."""
+    (q,) = several(store, 1, step_timeout=1.0)
+    closing.append(q)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        seen = []
+        for longest in (0.0, 0.5):  # of the first step nothing is known
+            q.longest = longest
+            for what, in_step in (("the all-reduce of counts", True), ("the gradient norm", True), ("the evaluation", False)):
+                q.at(what, in_step)
+                seen.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [60.0, 60.0, 60.0, 2.5, 2.5, 60.0]
 
 
 def test_a_newcomer_finds_that_nobody_is_left(store, closing):

@@ -366,9 +366,13 @@ class Quorum:
 
     def at(self, what: str, in_step: bool) -> None:
         """What the main thread does from now on. in_step: it is in a step, which may take as long as the longest so far
-        and the step time-out."""
+        and the step time-out. So may a collective of gloo, whose time-out alone ends the wait of who sends into a
+        connection that was just shut, as one does who was stopped meanwhile."""
         if not (in_step and self.in_step):
             self.since = time.monotonic()
+        if in_step != self.in_step and self.device == "cpu" and dist.is_initialized():
+            known = in_step and self.longest
+            set_timeout(dist.group.WORLD, self.longest + 2 * self.times.silent if known else self.times.collective)
         self.doing, self.in_step = what, in_step
         self.observer(what)
 
@@ -406,7 +410,7 @@ class Quorum:
                 self.aborted = own.get(f"abort/{epoch}").decode()
                 self._disconnect()
             following = _members(own, epoch + 1) if own.check([f"members/{epoch + 1}"]) else self.members
-            had_weights = any(m.name == self.name and not m.new for m in self.members)
+            had_weights = self._stepped or any(m.name == self.name and not m.new for m in self.members)
             if had_weights and self.name not in (m.name for m in following):
                 print(f"error: replica {self.replica} was given up ({self.aborted})", file=sys.stderr, flush=True)
                 os._exit(FAULT)  # whatever it is doing: it may be of no step any more
