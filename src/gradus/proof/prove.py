@@ -189,6 +189,7 @@ class Proof(Plan):
 
     def start(self, trainer: Trainer) -> None:
         """Each GPU has a meter of its own; the processors of a host have one together."""
+        self.opened.close()  # a replica that comes to a run has planned nothing, and its planner still waits
         self._watch_others()
         self._mark_time(trainer)
         self.seconds_before = sum(trainer.clock.seconds.values())
