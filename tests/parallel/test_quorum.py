@@ -236,6 +236,19 @@ def test_too_few_replicas_wait_and_say_so_at_last(store, closing):
     assert q._agreed(5, admit=False)[0] == 2  # what is no step waits for nobody
 
 
+def test_who_is_asked_to_stop_waits_for_no_replica(store, closing):
+    """But takes the step in which all agree to stop, and saves; not where one alone was asked."""
+    quorums = several(store, 2, step_timeout=1.0, min_replicas=3)
+    closing += quorums
+    store.set("members/1", '[{"name": "0.1", "replica": 0, "host": "here", "step": 0}, {"name": "1.1", "replica": 1, "host": "here", "step": 0}]')
+    quorums[0].stopping = lambda: True
+    threading.Timer(1.0, lambda: setattr(quorums[1], "stopping", lambda: True)).start()
+    began = time.monotonic()
+    answers = at_once(quorums, lambda q: q._agreed(5, True))
+    assert [epoch for epoch, _ in answers] == [2, 2] and [m.name for m in answers[0][1]] == ["0.1", "1.1"]
+    assert 0.9 < time.monotonic() - began < 20
+
+
 def test_shut_connections_end_a_wait_and_listeners_stay(store, closing):
     (q,) = several(store, 1)
     closing.append(q)

@@ -121,6 +121,7 @@ class Quorum:
     store cannot be reached.
     """
 
+    stopping: Callable[[], bool] = staticmethod(lambda: False)  # this process was asked to stop, and to save the run
     observer: Callable[[str], None] = staticmethod(lambda place: None)  # is told where this process is: for tests
 
     def __init__(self, world: World, layout: Layout, device: str = "cpu"):
@@ -221,6 +222,8 @@ class Quorum:
                 store.set(f"wants/{epoch}/{store.add(f'wants/{epoch}', 1)}", json.dumps(dataclasses.asdict(me)))
                 asked = epoch
                 self.observer("asked to be a member")
+            if self.stopping():
+                store.set(f"stops/{self.name}", "")
             if not me.new or epoch == 1:
                 self._close(epoch, pulse, time.monotonic() - began, admit)
             else:
@@ -245,7 +248,7 @@ class Quorum:
                 raise EnvironmentFault(f"{text} (layout.timeout). Were all started?")
         if not complete:
             return
-        if admit and len(there) < self.least:
+        if admit and len(there) < self.least and not self.store.check([f"stops/{m.name}" for m in there]):
             if waited > self.times.collective:
                 left = f"{len(there)} of {self.wanted} replicas are left, and layout.min_replicas={self.least}"
                 raise EnvironmentFault(f"{left}: none came back within {waited:.0f} s (layout.timeout).")

@@ -100,6 +100,7 @@ class Elastic(Hook):
     def begin(self, trainer: Trainer) -> None:
         """The trainer is made, and has its weights, or is a newcomer. Collective."""
         self.trainer, trainer.elastic, self.quorum.training = trainer, self, True
+        self.quorum.stopping = lambda: bool(trainer.signals.asked)
         self.metrics.beside, at = self.missing, trainer.at
         if trainer.recipe.adapter:
             self.base = models.digest(models.base_of(trainer.recipe.model))
