@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,28 +171,39 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
         quorums[1]._agreed(5, True)
 
 
-def test_a_process_that_hangs_ends_once_the_others_have_gone_on_without_it(store, closing, monkeypatch):
-    """Also in the epoch in which it came, where it is named as one without weights; but not before it has them."""
-    ends: list[int] = []
-    monkeypatch.setattr(quorum.os, "_exit", ends.append)
-    hangs, new = several(store, 2)
-    closing += [hangs, new]
-    for q in (hangs, new):
-        q.members = [Member(m.name, m.replica, "here", -1) for m in q.members]
-    hangs.at("a step", in_step=True)
-    store.set("verdict/1/step 1", "commit")
-    assert hangs.commit("step 1")
-    new.abort("a test")
-    store.set("members/2", "[]")
-    end = time.monotonic() + 5
-    while not ends and time.monotonic() < end:
-        time.sleep(0.02)
-    assert set(ends) == {FAULT}
-    hangs._ended.set()
-    time.sleep(0.2)
-    ends.clear()
-    time.sleep(0.2)
-    assert not ends, "who has no weights yet asks again"
+@pytest.mark.parametrize(("stepped", "ends"), [(True, True), (False, False)])
+def test_who_has_stepped_in_an_epoch_that_it_came_new_to_is_fenced_too(stepped, ends, store, closing, monkeypatch, capsys):
+    """As all did to the first. One that has no weights yet asks again."""
+    codes = []
+    monkeypatch.setattr(quorum.os, "_exit", lambda code: (codes.append(code), q._ended.set()))
+    (q,) = several(store, 1)
+    closing.append(q)
+    q.members, q._stepped = [Member(q.name, 0, "here"), Member("1.1", 1, "here")], stepped
+    store.add("beat/1.1", 1)
+    store.set("members/2", '[{"name": "1.1", "replica": 1, "host": "here", "step": 5}]')
+    q.abort("it was stopped")
+    end = time.monotonic() + (10.0 if ends else 1.0)
+    while not codes and time.monotonic() < end:
+        time.sleep(0.01)
+    assert bool(codes) == ends == ("replica 0 was given up (it was stopped)" in capsys.readouterr().err)
+    assert q.aborted == "it was stopped"
+
+
+def test_a_collective_of_a_step_waits_little_longer_than_the_longest_step(store, closing):
+    """gloo forgets who sends into a connection that was just shut: only its time-out ends that wait."""
+    (q,) = several(store, 1, step_timeout=1.0)
+    closing.append(q)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        seen = []
+        for longest in (0.0, 0.5):  # of the first step nothing is known
+            q.longest = longest
+            for what, in_step in (("the all-reduce of counts", True), ("the gradient norm", True), ("the evaluation", False)):
+                q.at(what, in_step)
+                seen.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [60.0, 60.0, 60.0, 2.5, 2.5, 60.0]
 
 
 def test_a_newcomer_finds_that_nobody_is_left(store, closing):
@@ -226,6 +238,19 @@ def test_too_few_replicas_wait_and_say_so_at_last(store, closing):
     with pytest.raises(EnvironmentFault, match=r"1 of 1 replicas are left, and layout\.min_replicas=2: none came back within"):
         q._agreed(5, True)
     assert q._agreed(5, admit=False)[0] == 2  # what is no step waits for nobody
+
+
+def test_who_is_asked_to_stop_waits_for_no_replica(store, closing):
+    """But takes the step in which all agree to stop, and saves; not where one alone was asked."""
+    quorums = several(store, 2, step_timeout=1.0, min_replicas=3)
+    closing += quorums
+    store.set("members/1", '[{"name": "0.1", "replica": 0, "host": "here", "step": 0}, {"name": "1.1", "replica": 1, "host": "here", "step": 0}]')
+    quorums[0].stopping = lambda: True
+    threading.Timer(1.0, lambda: setattr(quorums[1], "stopping", lambda: True)).start()
+    began = time.monotonic()
+    answers = at_once(quorums, lambda q: q._agreed(5, True))
+    assert [epoch for epoch, _ in answers] == [2, 2] and [m.name for m in answers[0][1]] == ["0.1", "1.1"]
+    assert 0.9 < time.monotonic() - began < 20
 
 
 def test_shut_connections_end_a_wait_and_listeners_stay(store, closing):

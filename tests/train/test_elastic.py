@@ -20,14 +20,20 @@ from safetensors.torch import load_file
 
 from gradus import recipe as recipes
 from gradus.data.loader import Loader
-from gradus.errors import UserError
+from gradus.data.tokenizers import CharTokenizer
+from gradus.errors import EnvironmentFault, UserError
 from gradus.launch import replicas
+from gradus.parallel.precision import Precision
 from gradus.parallel.quorum import Aborted, Member
 from gradus.parallel.world import World, free_port
 from gradus.rows import Row, read_rows
+from gradus.tasks import save_tokenizers
 from gradus.train import elastic, run
+from gradus.train.clock import Clock
 from gradus.train.log import RunLog
 from gradus.train.loop import Hook
+from gradus.train.metrics import Metrics
+from gradus.train.resume import start_of
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]  # also in the processes that a test starts
 
@@ -218,6 +224,38 @@ class Trainer:
 def test_what_an_elastic_run_needs(world, keys, why):
     with pytest.raises(UserError, match=why):
         elastic.enter(recipes.load("copy-task", ["layout.elastic=true", *keys]), world)
+
+
+def test_a_newcomer_reads_with_the_tokenizer_of_the_runs_latest_checkpoint(tmp_path):
+    """Not one made from data that changed, as --resume --data-changed allows."""
+    recipe, newcomer = recipes.load("shakespeare-char-gpt"), World(1, 2, 1, 2, "test", newcomer=True)
+    assert start_of(recipe, tmp_path, False, newcomer).tokenizers is None, "no checkpoint yet: as the others made it"
+    for step, text in ((4, "old"), (8, "to be")):
+        (folder := tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        save_tokenizers(folder, {"": CharTokenizer.from_texts([text])})
+    (tmp_path / "metrics.jsonl").write_text("")
+    start = start_of(recipe, tmp_path, False, newcomer)
+    assert start.tokenizers[""].encode("to be") == CharTokenizer.from_texts(["to be"]).encode("to be")
+    assert start.before is start.checkpoint is None, "the rest comes from a member"
+
+
+@pytest.mark.parametrize(("base", "ends"), [("new", True), ("old", False)])
+def test_a_newcomer_that_has_read_another_base_of_the_adapter_is_refused(base, ends, monkeypatch):
+    """The frozen weights come from a file, which may have changed since the run began."""
+    quorum = Alone()
+    quorum.members = [Member("0.1", 0, "here", 7), Member("1.2", 1, "here")]
+    quorum.name = "1.2"
+    ours = elastic.Elastic(quorum, Metrics(), lambda: None)
+    ours.base = base
+    told = {"tensors": {}, "base": "old", "progress": {"step": 7}, "last_step": 9, "scaler": {}, "seconds": {}, "evaluate_batch": None, "losses": []}
+    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda values, src: values.__setitem__(0, told))
+    trainer = SimpleNamespace(optimizer=None, precision=Precision("fp32", torch.device("cpu")), clock=Clock(torch.device("cpu")))
+    trainer.parallel = SimpleNamespace(mesh=SimpleNamespace(world=World(1, 2, 1, 2)), stored=[], trained=list)
+    trainer.recipe = SimpleNamespace(model=SimpleNamespace(init="base.safetensors"), evaluate=SimpleNamespace(batch=None))
+    monkeypatch.setattr(ours.metrics, "take_over", lambda trainer, losses: None)
+    with pytest.raises(EnvironmentFault, match=r"model\.init=base\.safetensors: other weights") if ends else contextlib.nullcontext():
+        ours._share(trainer)
+    assert (getattr(trainer, "progress", None) is None) == ends
 
 
 @pytest.mark.parametrize("other", [

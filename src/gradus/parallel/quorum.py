@@ -121,6 +121,7 @@ class Quorum:
     store cannot be reached.
     """
 
+    stopping: Callable[[], bool] = staticmethod(lambda: False)  # this process was asked to stop, and to save the run
     observer: Callable[[str], None] = staticmethod(lambda place: None)  # is told where this process is: for tests
 
     def __init__(self, world: World, layout: Layout, device: str = "cpu"):
@@ -221,6 +222,8 @@ class Quorum:
                 store.set(f"wants/{epoch}/{store.add(f'wants/{epoch}', 1)}", json.dumps(dataclasses.asdict(me)))
                 asked = epoch
                 self.observer("asked to be a member")
+            if self.stopping():
+                store.set(f"stops/{self.name}", "")
             if not me.new or epoch == 1:
                 self._close(epoch, pulse, time.monotonic() - began, admit)
             else:
@@ -245,7 +248,7 @@ class Quorum:
                 raise EnvironmentFault(f"{text} (layout.timeout). Were all started?")
         if not complete:
             return
-        if admit and len(there) < self.least:
+        if admit and len(there) < self.least and not self.store.check([f"stops/{m.name}" for m in there]):
             if waited > self.times.collective:
                 left = f"{len(there)} of {self.wanted} replicas are left, and layout.min_replicas={self.least}"
                 raise EnvironmentFault(f"{left}: none came back within {waited:.0f} s (layout.timeout).")
@@ -366,9 +369,13 @@ class Quorum:
 
     def at(self, what: str, in_step: bool) -> None:
         """What the main thread does from now on. in_step: it is in a step, which may take as long as the longest so far
-        and the step time-out."""
+        and the step time-out. So may a collective of gloo, whose time-out alone ends the wait of who sends into a
+        connection that was just shut, as one does who was stopped meanwhile."""
         if not (in_step and self.in_step):
             self.since = time.monotonic()
+        if in_step != self.in_step and self.device == "cpu" and dist.is_initialized():
+            known = in_step and self.longest
+            set_timeout(dist.group.WORLD, self.longest + 2 * self.times.silent if known else self.times.collective)
         self.doing, self.in_step = what, in_step
         self.observer(what)
 
