@@ -278,11 +278,8 @@ class Elastic(Hook):
         """What changed: who of the members before (`before`) is lost, who came, and with whose weights."""
         members, step = self.quorum.members, trainer.progress.step
         there, came = {m.name for m in members}, [m for m in members if m.new]
-        lost = [m for m in before if m.name not in there]
-        texts = []
-        for m in lost:
-            end, name = self.quorum.end_of(m), f"replica {m.replica}"
-            texts.append(f"{name} {end}" if end else why if why.startswith(f"{name} ") else f"{name} is lost ({why})")
+        ends = {f"replica {m.replica} ": self.quorum.end_of(m) for m in before if m.name not in there}
+        texts = [why if name in why else name + (end or f"is lost ({why})") for name, end in ends.items()]
         texts += [f"replica {m.replica} came, with the weights of replica {giver.replica}" for m in came]
         rest = f"step {step + 1} with {len(members)} of {self.quorum.wanted} replicas, after {duration(seconds)}"
         conditions = {"why": "; ".join(texts) or why, "replicas": [m.name for m in members]}
