@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus.errors import FAULT, EnvironmentFault, UserError
+from gradus.errors import EnvironmentFault, UserError
 from gradus.parallel import quorum
 from gradus.parallel.quorum import Member, Quorum, Timeouts, tell_gone
 from gradus.parallel.status import LOST
