@@ -54,9 +54,21 @@ def assert_same(model, hf, keep=None) -> None:
     assert seen == wanted.keys()
 
 
+YARN = RopeScaling(type="yarn", factor=4.0, original_seq_len=16)
+LINEAR = RopeScaling(type="linear", factor=4.0)
+ROPES = {  # transformers' rope_parameters
+    "plain": {"rope_type": "default", "rope_theta": 300.0}, "llama3": {"rope_theta": 300.0, **HF_SCALING},
+    "linear": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn of DeepSeek": {"rope_type": "yarn", "rope_theta": 300.0, "factor": 40.0, "original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5,
+                         "mscale": 0.7, "mscale_all_dim": 0.3},
+    "yarn, no wave between": {"rope_type": "yarn", "rope_theta": 300.0, "factor": 2.0, "original_max_position_embeddings": 6, "attention_factor": 1.3},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("n_kv_heads, d_head", [(4, None), (2, None), (1, 10)])
 @pytest.mark.parametrize("tie_output", [True, False])
-@pytest.mark.parametrize("rope_scaling", [None, SCALING], ids=["plain", "scaled"])
+@pytest.mark.parametrize("rope_scaling", [None, SCALING, YARN, LINEAR], ids=["plain", "llama3", "yarn", "linear"])
 def test_ours_in_transformers(tmp_path, n_kv_heads, d_head, tie_output, rope_scaling):
     config = LlamaConfig(**TINY, n_kv_heads=n_kv_heads, d_head=d_head, tie_output=tie_output, rope_scaling=rope_scaling, norm_eps=1e-4)
     model = shake(build(config))
@@ -66,7 +78,7 @@ def test_ours_in_transformers(tmp_path, n_kv_heads, d_head, tie_output, rope_sca
     assert_same(model, hf)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 300.0}, {"rope_theta": 300.0, **HF_SCALING}], ids=["plain", "scaled"])
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("body", [True, False], ids=["body", "whole"])
 def test_theirs_in_ours(tmp_path, tied, rope, body):
@@ -80,6 +92,43 @@ def test_theirs_in_ours(tmp_path, tied, rope, body):
     model = load(tmp_path)
     assert (model.head.weight is model.token_embedding.weight) == tied
     assert_same(model, hf.train())
+
+
+OLD = {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        OLD, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+        {"rope_scaling": OLD["rope_scaling"], "rope_parameters": {"rope_theta": 300.0}}, {"rope_scaling": {**OLD["rope_scaling"], "rope_theta": 300.0}},
+        {"rope_parameters": {kind: {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0} for kind in ("full_attention", "sliding_attention")}},
+    ],
+)  # fmt: skip
+def test_rotary_positions_are_read_under_both_names_and_written_under_both(fields):
+    """Where a program knows one name alone, the other's theta would be 10,000 without a word."""
+    config = config_from_hf({**HF_TINY, "model_type": "llama", **fields})
+    assert (config.rope_theta, config.rope_scaling) == (300.0, RopeScaling(type="linear", factor=2.0))
+    hf = config_to_hf(config)
+    assert (hf["rope_theta"], hf["rope_scaling"]) == (300.0, {"rope_type": "linear", "factor": 2.0})
+    assert hf["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_smollm3_has_layers_without_rotation(tmp_path, every):
+    config = transformers.SmolLM3Config(**HF_TINY | {"num_hidden_layers": 4, "vocab_size": VOCAB + 1}, num_key_value_heads=2, no_rope_layer_interval=every, pad_token_id=VOCAB)
+    theirs = shake(transformers.SmolLM3ForCausalLM(config)).train()
+    theirs.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.config.no_rotation_every == every
+    assert_same(model, theirs)
+    save(model, tmp_path / "back")
+    assert "gradus" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    assert isinstance(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back"), transformers.SmolLM3ForCausalLM)
+    assert config_from_hf(config_to_hf(model.config)) == model.config
+    with pytest.raises(UserError, match=r"no_rope_layers=\[0, 1, 1, 1\] is not supported"):
+        config_from_hf({**HF_TINY, "num_hidden_layers": 4, "model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1]})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -188,8 +237,12 @@ def test_configuration_there_and_back():
     [
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported"),
-        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*known are default, llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
+        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*known are default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "lacks original_max_position_embeddings"),
+        ({"rope_parameters": {**ROPES["yarn"], "truncate": False}}, "truncate=False is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 3.0}}, "rope_scaling has factor=2.0, rope_parameters 3.0"),
+        ({"rope_parameters": {"full_attention": ROPES["plain"], "sliding_attention": ROPES["linear"]}}, "only the same for all layers is"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures=LlamaForTokenClassification is not supported"),

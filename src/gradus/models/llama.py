@@ -44,7 +44,7 @@ class LlamaBlock(Block):
                 config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True
             )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True,
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None, causal: bool = True,
                 cache=None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
         x = x + self.attention(
             self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions
@@ -88,7 +88,8 @@ class Llama(Decoder):
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
-            x = block(x, rotary=rotary, mask=mask, causal=cache is None, cache=layer, positions=positions)
+            turn = None if c.no_rotation_every and (i + 1) % c.no_rotation_every == 0 else rotary
+            x = block(x, rotary=turn, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
 

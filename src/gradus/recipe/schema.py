@@ -349,12 +349,32 @@ class T5Config(ModelConfig):
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of rotary frequencies (Grattafiori et al. 2024)."""
+    """How rotary frequencies are stretched for longer texts: the low ones, as in Llama 3.1 (Grattafiori et al. 2024) or
+    by YaRN (Peng et al. 2023), or all alike (Chen et al. 2023)."""
 
-    factor: PositiveFloat = 8.0  # low frequencies are divided by it
-    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / it are stretched in full
-    high_freq_factor: PositiveFloat = 4.0  # wavelengths below original_seq_len / it stay
-    original_seq_len: Length = 8192  # tokens the model was first trained with
+    type: Literal["llama3", "yarn", "linear"] = "llama3"  # which of the three
+    factor: PositiveFloat = 8.0  # low frequencies are divided by it, or all
+    original_seq_len: Length | None = None  # llama3 (8,192), yarn (8,192): tokens the model was first trained with
+    low_freq_factor: PositiveFloat | None = None  # llama3 (1): wavelengths above original_seq_len / it: in full
+    high_freq_factor: PositiveFloat | None = None  # llama3 (4): wavelengths below original_seq_len / it stay
+    beta_fast: PositiveFloat | None = None  # yarn (32): what turns more often within original_seq_len stays
+    beta_slow: PositiveFloat | None = None  # yarn (1): what turns less often is stretched in full
+    attention_factor: PositiveFloat | None = None  # yarn (0.1 ln factor + 1): cos and sin are multiplied by it
+
+    @model_validator(mode="after")
+    def _of_the_type(self):
+        defaults = {
+            "llama3": {"original_seq_len": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "yarn": {"original_seq_len": 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "attention_factor": 0.1 * math.log(max(self.factor, 1.0)) + 1.0},
+            "linear": {},
+        }[self.type]  # fmt: skip
+        for name in set(RopeScaling.model_fields) - {"type", "factor"}:
+            if getattr(self, name) is None:
+                setattr(self, name, defaults.get(name))
+            elif name not in defaults:
+                raise ValueError(f"{name}={getattr(self, name):g} is not of type={self.type}; leave it out")
+        return self
 
 
 class LlamaConfig(ExpertsConfig):
@@ -370,7 +390,8 @@ class LlamaConfig(ExpertsConfig):
     ffn_multiplier: PositiveFloat = 1.0  # of d_ff, where it is not given
     seq_len: Length = 4096  # longest sequence in tokens
     rope_theta: PositiveFloat = 10_000.0  # base of the rotary frequencies
-    rope_scaling: RopeScaling | None = None  # stretched frequencies, as in Llama 3.1; None: as they are
+    rope_scaling: RopeScaling | None = None  # stretched frequencies; None: as they are
+    no_rotation_every: Layers | None = None  # every so many layers one has no rotary positions (SmolLM3); None: none
     qkv_bias: bool = False  # in the projections to queries, keys and values, not in the output's
     tie_output: bool = False  # output projection = token embedding
     norm_eps: Epsilon = 1e-5  # added to the mean square in norms

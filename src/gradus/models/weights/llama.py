@@ -5,16 +5,15 @@ rotary layout, as ours are."""
 
 from __future__ import annotations
 
-from gradus.errors import UserError
-from gradus.models.weights import Rule, fields, transpose
-from gradus.recipe.schema import LlamaConfig, RopeScaling
+from gradus.models.weights import Rule, fields, rope, transpose
+from gradus.recipe.schema import LlamaConfig
 
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "smollm3")
 PREFIXES = ("model.",)
 IGNORABLE = ("rotary_emb.inv_freq",)
 
 NAMES = fields.names()["llama"]
-ARCHITECTURES, SCALING, WITHOUT_EFFECT = (NAMES[table] for table in ("architectures", "scaling", "without effect"))
+ARCHITECTURES, WITHOUT_EFFECT = NAMES["architectures"], NAMES["without effect"]
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:
@@ -32,39 +31,36 @@ def config_from_hf(hf: dict) -> LlamaConfig:
     fields.only("llama", hf, NAMES["fixed"])
     fields.architecture("llama", hf, ARCHITECTURES[kind])
     experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}
-    d_head, theta = hf.get("head_dim"), hf.get("rope_theta", 10_000.0)
-    new = hf.get("rope_parameters")  # the name since transformers 5
-    rope = type(hf)(hf.get("rope_scaling") or new or {})
+    d_head, (theta, scaling) = hf.get("head_dim"), rope.read("llama", hf)
     return LlamaConfig(
         **same,
         d_head=None if d_head == same["d_model"] // same["n_heads"] else d_head,
-        rope_theta=rope.get("rope_theta") or theta,
-        rope_scaling=_scaling_from_hf(rope),
+        rope_theta=theta or 10_000.0,
+        rope_scaling=scaling,
+        no_rotation_every=_without_rotation(hf, same["n_layers"]) if kind == "smollm3" else None,
         qkv_bias=kind == "qwen2",
         **experts,
     )
 
 
-def _scaling_from_hf(rope: dict) -> RopeScaling | None:
-    kind = rope.get("type", "default")
-    kind = rope.get("rope_type") or kind
-    fields.only("llama", rope, {"partial_rotary_factor": 1.0})
-    if isinstance(rope, fields.Fields):  # not of what Gradus has just written
-        fields.refuse_unknown(rope, SCALING.values(), "rope_parameters")
-    if fields.one_of("llama", "rope_type", kind, ("default", "llama3")) == "default":
-        return None
-    missing = [name for name in SCALING.values() if name not in rope]
-    if missing:
-        raise UserError(f"config.json: rope_scaling of type llama3 lacks {', '.join(missing)}")
-    return RopeScaling(**fields.read(rope, SCALING))
+def _without_rotation(hf: dict, n_layers: int) -> int | None:
+    """Every so many layers one has no rotary positions; None: all have them."""
+    every = hf.get("no_rope_layer_interval", 4)
+    rotates = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n_layers)]
+    every = [*rotates, 0].index(0) + 1
+    if rotates != [int((i + 1) % every != 0) for i in range(n_layers)]:
+        raise fields.unsupported("llama", "no_rope_layers", rotates, " (only every n-th layer without them is)")
+    return every if every <= n_layers else None
 
 
 def config_to_hf(config: LlamaConfig) -> dict:
-    scaling = config.rope_scaling
     if config.n_experts is not None:
         kind, only = "mixtral", {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k}
     elif config.qkv_bias:
         kind, only = "qwen2", {"use_sliding_window": False}
+    elif every := config.no_rotation_every:
+        rotates = [int((i + 1) % every != 0) for i in range(config.n_layers)]
+        kind, only = "smollm3", {"no_rope_layers": rotates, "no_rope_layer_interval": every, "pad_token_id": None}
     else:
         kind, only = "llama", {"attention_bias": False, "mlp_bias": False}
     return {
@@ -73,10 +69,7 @@ def config_to_hf(config: LlamaConfig) -> dict:
         **fields.written(config, NAMES["fields"]),
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else {
-            "rope_type": "llama3", **fields.written(scaling, SCALING)
-        },
+        **rope.written(config.rope_theta, config.rope_scaling),
         **only,
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'
         "eos_token_id": None,
