@@ -193,8 +193,6 @@ def test_a_window_that_is_used_is_refused():
     for stated in ({"sliding_window": 8}, {}):  # one that config.json does not state is 4,096 tokens long
         with pytest.raises(UserError, match=f"sliding_window={stated.get('sliding_window', 4096)} is not supported"):
             config_from_hf({"model_type": "mistral", **stated})
-    with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one out"):
-        LlamaConfig(**TINY, qkv_bias=True, n_experts=4)
 
 
 def test_padding_as_transformers():

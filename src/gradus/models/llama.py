@@ -1,10 +1,12 @@
 """Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder,
 pre-norm with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the
 feed-forward network it is Mixtral (Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024,
-section 2.2.1)."""
+section 2.2.1), and with a shared expert Qwen2-MoE (section 2.2.2); with norms of each head's queries and keys in place
+of the biases Qwen3 (Yang et al. 2025, section 2)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -35,14 +37,16 @@ class LlamaBlock(Block):
         self.attention = Attention(
             config.d_model, config.n_heads, config.n_kv_heads, config.head_dim,
             bias=config.qkv_bias, out_bias=False, dropout=config.dropout, window=config.window_of(number),
+            head_norm=functools.partial(nn.RMSNorm, eps=config.norm_eps) if config.qk_norm else None,
         )
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        if config.n_experts is None:
-            self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
-        else:
+        if config.has_experts(number):
             self.feedforward = MixtureOfExperts(
-                config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True
+                config.d_model, config.d_expert or config.d_ff, config.n_experts, config.top_k, "silu", gated=True,
+                norm_top_k=config.norm_top_k, d_shared=config.d_shared,
             )
+        else:
+            self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None, causal: bool = True,
                 cache=None, positions: Tensor | None = None) -> Tensor:  # fmt: skip

@@ -185,7 +185,9 @@ class ModelConfig(Section):
         width = max(self.d_model, self.n_heads * self.head_dim)
         layers = self.n_layers + (getattr(self, "n_decoder_layers", None) or 0)
         networks = getattr(self, "n_experts", None) or 1
-        about = layers * self.d_model * (4 * width + 3 * networks * (getattr(self, "d_ff", None) or 4 * self.d_model))
+        inner = getattr(self, "d_ff", None) or 4 * self.d_model
+        expert, shared = getattr(self, "d_expert", None) or inner, getattr(self, "d_shared", None) or 0
+        about = layers * self.d_model * (4 * width + 3 * max(inner, networks * expert + shared))
         if about > limits.PARAMETERS:
             raise ValueError(f"these sizes are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned")
         return self
@@ -398,7 +400,7 @@ class RopeScaling(Section):
 
 class LlamaConfig(ExpertsConfig, WindowsConfig):
     """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024);
-    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024)."""
+    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024); with qk_norm, Qwen3 (Yang et al. 2025)."""
 
     learns = {"causal_lm": "text"}
     family: Literal["llama"] = "llama"
@@ -412,6 +414,12 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     rope_scaling: RopeScaling | None = None  # stretched frequencies; None: as they are
     no_rotation_every: Layers | None = None  # every so many layers one has no rotary positions (SmolLM3); None: none
     qkv_bias: bool = False  # in the projections to queries, keys and values, not in the output's
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, before their rotation
+    d_expert: Hidden | None = None  # width of an expert; None: d_ff
+    d_shared: Hidden | None = None  # width of an expert that every token takes, times a sigmoid gate; None: no such
+    norm_top_k: bool = True  # the weights of the experts that a token takes sum to 1
+    experts_every: Layers = 1  # every so many layers one has experts, the others a network of width d_ff
+    dense_layers: list[Annotated[Whole, upto(limits.LAYERS, 0)]] = []  # layers without experts too, counted from 0
     tie_output: bool = False  # output projection = token embedding
     norm_eps: Epsilon = 1e-5  # added to the mean square in norms
 
@@ -419,13 +427,20 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     def head_dim(self) -> int:
         return self.d_head or self.d_model // self.n_heads
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer, from 0, has them."""
+        chosen = (layer + 1) % self.experts_every == 0 and layer not in self.dense_layers
+        return self.n_experts is not None and chosen
+
     @model_validator(mode="after")
     def _sizes(self):
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
-        if self.qkv_bias and self.n_experts is not None:
-            raise ValueError("qkv_bias=true with n_experts: no supported checkpoint format holds both; leave one out")
+        if beyond := [i for i in self.dense_layers if i >= self.n_layers]:
+            raise ValueError(f"dense_layers={beyond}: of n_layers={self.n_layers} the last is {self.n_layers - 1}")
+        if self.n_experts and not any(map(self.has_experts, range(self.n_layers))):
+            raise ValueError("experts_every and dense_layers leave no layer its experts; leave n_experts out")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)

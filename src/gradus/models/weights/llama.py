@@ -1,45 +1,61 @@
 """Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them (and MistralForCausalLM, where its
-attention has no window), with experts MixtralForCausalLM and with biases of q, k and v Qwen2ForCausalLM, under the
-names in published files (for experts, transformers has other names in memory). Its q and k rows are in the half-split
-rotary layout, as ours are."""
+attention has no window), with experts MixtralForCausalLM, and those of Qwen2, Qwen3 and SmolLM3, under the names in
+published files (for experts, transformers has other names in memory). Its q and k rows are in the half-split rotary
+layout, as ours are.
+
+What none of them has together (biases beside head norms) is saved with model_type gradus-llama: our configuration, and
+tensors named as Qwen's.
+"""
 
 from __future__ import annotations
 
 from gradus.models.weights import Rule, fields, rope, transpose
 from gradus.recipe.schema import LlamaConfig
 
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "smollm3")
+NAMES = fields.names()["llama"]
+ARCHITECTURES, WITHOUT_EFFECT = NAMES["architectures"], NAMES["without effect"]
+MODEL_TYPES = (*ARCHITECTURES, "gradus-llama")
 PREFIXES = ("model.",)
 IGNORABLE = ("rotary_emb.inv_freq",)
 
-NAMES = fields.names()["llama"]
-ARCHITECTURES, WITHOUT_EFFECT = NAMES["architectures"], NAMES["without effect"]
+# what one of them has and another has not
+FEATURES = {
+    name: LlamaConfig.model_fields[name].default
+    for name in (
+        "qkv_bias", "qk_norm", "no_rotation_every", "window", "full_first", "full_every", "n_experts", "d_shared",
+        "norm_top_k", "experts_every", "dense_layers",
+    )
+}  # fmt: skip
 
 
 def config_from_hf(hf: dict) -> LlamaConfig:
     """Raises UserError naming the field of a feature that Gradus' Llama does not have."""
     kind = hf.get("model_type", "llama")
+    if kind == "gradus-llama":
+        return LlamaConfig(**fields.from_ours(hf))
     for name, value in NAMES["lacking"].get(kind, {}).items():
         hf.setdefault(name, value)
     same, window = fields.read(hf, NAMES["fields"]), hf.get("sliding_window") or 0
     if full := set(hf.get("layer_types") or ()) == {"full_attention"}:
         hf["layer_types"] = None
-    if kind == "qwen2":  # published ones name a window that no layer has
-        used = hf.get("use_sliding_window", False) and hf["max_window_layers"] < same["n_layers"]
-        window = window if used and not full else 0
+    if kind.startswith("qwen"):  # published ones name a window that no layer has
+        first = 0 if kind.endswith("moe") else hf["max_window_layers"]
+        window = window if hf.get("use_sliding_window", False) and first < same["n_layers"] and not full else 0
     hf["sliding_window"] = window if 0 < window < same["seq_len"] else None  # one that holds every text is none
     fields.only("llama", hf, NAMES["fixed"])
     fields.architecture("llama", hf, ARCHITECTURES[kind])
-    experts = {"n_experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]} if kind == "mixtral" else {}
-    d_head, (theta, scaling) = hf.get("head_dim"), rope.read("llama", hf)
+    if kind.endswith("_moe") and "num_local_experts" in hf:  # as transformers 5 writes it
+        hf.setdefault("num_experts", hf["num_local_experts"])
+    own = {"d_head": hf.get("head_dim"), **NAMES["always"].get(kind, {}), **fields.read(hf, NAMES["own"].get(kind, {}))}
+    if kind == "smollm3":
+        own["no_rotation_every"] = _without_rotation(hf, same["n_layers"])
+    usual = {"d_head": same["d_model"] // same["n_heads"], "d_expert": same["d_ff"]}
+    theta, scaling = rope.read("llama", hf)
     return LlamaConfig(
         **same,
-        d_head=None if d_head == same["d_model"] // same["n_heads"] else d_head,
+        **{name: value for name, value in own.items() if value not in (None, usual.get(name))},
         rope_theta=theta or 10_000.0,
         rope_scaling=scaling,
-        no_rotation_every=_without_rotation(hf, same["n_layers"]) if kind == "smollm3" else None,
-        qkv_bias=kind == "qwen2",
-        **experts,
     )
 
 
@@ -53,27 +69,45 @@ def _without_rotation(hf: dict, n_layers: int) -> int | None:
     return every if every <= n_layers else None
 
 
+def _kind(config: LlamaConfig) -> str | None:
+    """The first model_type that has all FEATURES of this configuration, and no others."""
+    for kind in ARCHITECTURES:
+        own, always = (NAMES[table].get(kind, {}) for table in ("own", "always"))
+        if all(
+            getattr(config, name) is not None if name in own else getattr(config, name) == always.get(name, usual)
+            for name, usual in FEATURES.items()
+        ):
+            return kind
+    return None
+
+
 def config_to_hf(config: LlamaConfig) -> dict:
-    if config.n_experts is not None:
-        kind, only = "mixtral", {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k}
-    elif config.qkv_bias:
-        kind, only = "qwen2", {"use_sliding_window": False}
-    elif every := config.no_rotation_every:
-        rotates = [int((i + 1) % every != 0) for i in range(config.n_layers)]
-        kind, only = "smollm3", {"no_rope_layers": rotates, "no_rope_layer_interval": every, "pad_token_id": None}
-    else:
-        kind, only = "llama", {"attention_bias": False, "mlp_bias": False}
-    return {
+    if (kind := _kind(config)) is None:
+        return fields.as_ours(config, "gradus-llama", "Llama")
+    own = fields.theirs(NAMES["own"].get(kind, {}))
+    hf = {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind][0]],
         **fields.written(config, NAMES["fields"]),
+        **{their: getattr(config, our) for our, their in own.items()},
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         **rope.written(config.rope_theta, config.rope_scaling),
-        **only,
+        **NAMES["written"].get(kind, {}),
         "bos_token_id": None,  # the tokenizer knows; without this, transformers assumes the published models'
         "eos_token_id": None,
     }
+    if "d_expert" in own:
+        hf[own["d_expert"]] = config.d_expert or config.d_ff
+    if every := config.no_rotation_every:
+        hf["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(config.n_layers)]
+    return hf
+
+
+def unknown_to_transformers(config: LlamaConfig) -> str:
+    """What keeps every one of its models from computing this configuration, and what to set."""
+    together = [f"model.{name}" for name, usual in FEATURES.items() if getattr(config, name) != usual]
+    return f"{' with '.join(together)}, which none of its models has together; leave one out"
 
 
 def rules(config: LlamaConfig) -> list[Rule]:
@@ -82,19 +116,25 @@ def rules(config: LlamaConfig) -> list[Rule]:
         Rule("norm.weight", "model.norm.weight"),
         Rule("head.weight", "lm_head.weight"),  # when tied: the same tensor as embed_tokens.weight, so written once
     ]
-    parts, experts = dict(NAMES["block"]), NAMES["experts"]
-    if config.n_experts is None:
-        parts |= {f"feedforward.{name}": f"mlp.{name}_proj" for name in experts}
-    else:
-        parts["feedforward.router"] = "block_sparse_moe.gate"
+    parts = NAMES["block"] | (NAMES["head norms"] if config.qk_norm else {})
     table += fields.layers(fields.blocks(config.n_layers, "blocks", "model.layers", parts), ["weight"])
     if config.qkv_bias:
         biases = {f"attention.to_{x}": f"self_attn.{x}_proj" for x in "qkv"}
         table += fields.layers(fields.blocks(config.n_layers, "blocks", "model.layers", biases), ["bias"])
+    network, experts, mixture = NAMES["feedforward"], NAMES["feedforward"], "mlp"
+    if _kind(config) == "mixtral":
+        experts, mixture = NAMES["experts of mixtral"], "block_sparse_moe"
+    dense = {f"feedforward.{our}": f"mlp.{their}" for our, their in network.items()}
+    routed = {"feedforward.router": f"{mixture}.gate"}
+    if config.d_shared:
+        routed["feedforward.shared_gate"] = "mlp.shared_expert_gate"
+        routed |= {f"feedforward.shared.{our}": f"mlp.shared_expert.{their}" for our, their in network.items()}
     for i in range(config.n_layers):
-        for n in range(config.n_experts or 0):
-            for ours, theirs in experts.items():
-                ours = f"blocks.{i}.feedforward.experts.{ours}.weight"
-                theirs = f"model.layers.{i}.block_sparse_moe.experts.{n}.{theirs}.weight"
-                table.append(Rule(ours, theirs, transpose, transpose, index=n))
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        parts = routed if config.has_experts(i) else dense
+        table += fields.layers({f"{ours}.{our}": f"{theirs}.{their}" for our, their in parts.items()}, ["weight"])
+        for n in range(config.n_experts if config.has_experts(i) else 0):
+            for our, their in experts.items():
+                name = f"{theirs}.{mixture}.experts.{n}.{their}.weight"
+                table.append(Rule(f"{ours}.feedforward.experts.{our}.weight", name, transpose, transpose, index=n))
     return table
