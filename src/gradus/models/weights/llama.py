@@ -9,6 +9,8 @@ tensors named as Qwen's.
 
 from __future__ import annotations
 
+import json
+
 from gradus.models.weights import Rule, fields, rope, transpose
 from gradus.recipe.schema import LlamaConfig
 
@@ -106,8 +108,9 @@ def config_to_hf(config: LlamaConfig) -> dict:
 
 def unknown_to_transformers(config: LlamaConfig) -> str:
     """What keeps every one of its models from computing this configuration, and what to set."""
-    together = [f"model.{name}" for name, usual in FEATURES.items() if getattr(config, name) != usual]
-    return f"{' with '.join(together)}, which none of its models has together; leave one out"
+    own = {name: json.dumps(usual) for name, usual in FEATURES.items() if getattr(config, name) != usual}
+    ways = " or ".join(f"model.{name}={usual}" for name, usual in own.items())
+    return f"{', '.join(own)}, which none of its models has together; set {ways}"
 
 
 def rules(config: LlamaConfig) -> list[Rule]:
