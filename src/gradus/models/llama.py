@@ -29,12 +29,12 @@ from gradus.recipe.schema import LlamaConfig
 class LlamaBlock(Block):
     """Norm, attention, residual; norm, feed-forward, residual."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, number: int):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(
             config.d_model, config.n_heads, config.n_kv_heads, config.head_dim,
-            bias=config.qkv_bias, out_bias=False, dropout=config.dropout,
+            bias=config.qkv_bias, out_bias=False, dropout=config.dropout, window=config.window_of(number),
         )
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         if config.n_experts is None:
@@ -52,6 +52,11 @@ class LlamaBlock(Block):
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
 
 
+def rotates(config: LlamaConfig, i: int) -> bool:
+    """Whether block i has rotary positions."""
+    return not config.no_rotation_every or (i + 1) % config.no_rotation_every != 0
+
+
 class Llama(Decoder):
     """The published models have no dropout; `config.dropout` is that of the attention weights."""
 
@@ -59,7 +64,7 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(LlamaBlock(config, i) for i in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_output:
@@ -75,7 +80,8 @@ class Llama(Decoder):
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` tokens a row."""
         c, weight = self.config, self.token_embedding.weight
-        return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype)
+        windows = [c.window_of(i) for i in range(c.n_layers)]
+        return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype, windows)
 
     def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
                keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
@@ -88,13 +94,14 @@ class Llama(Decoder):
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
-            turn = None if c.no_rotation_every and (i + 1) % c.no_rotation_every == 0 else rotary
+            turn = rotary if rotates(c, i) else None
             x = block(x, rotary=turn, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
 
 FAMILY = Family(
     config=LlamaConfig, model=Llama, weights=weights, attention="causal",
-    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",)),),
+    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",),
+                  kind=lambda config, i: (config.window_of(i), rotates(config, i))),),
     tokens=("token_embedding",), head="head", fine_tuning_rate=2e-5,
 )  # fmt: skip

@@ -205,6 +205,25 @@ class ExpertsConfig(ModelConfig):
         return self
 
 
+class WindowsConfig(ModelConfig):
+    """Attention in a window, in the families that have it."""
+
+    window: Length | None = None  # tokens that a query sees, itself among them, of layers with a window; None: all
+    full_first: Annotated[Whole, upto(limits.LAYERS, 0)] = 0  # the first so many layers see all
+    full_every: Layers | None = None  # of every so many layers the last sees all; None: no further one
+
+    def window_of(self, layer: int) -> int | None:
+        """The tokens that a query sees in this layer, from 0; None: all."""
+        full = layer < self.full_first or (self.full_every and (layer + 1) % self.full_every == 0)
+        return None if full else self.window
+
+    @model_validator(mode="after")
+    def _full_among_windows(self):
+        if self.window is None and (self.full_first or self.full_every):
+            raise ValueError("full_first and full_every are of models with a window; set window or leave them out")
+        return self
+
+
 class Seq2SeqConfig(ModelConfig):
     """The original Transformer (Vaswani et al. 2017)."""
 
@@ -377,7 +396,7 @@ class RopeScaling(Section):
         return self
 
 
-class LlamaConfig(ExpertsConfig):
+class LlamaConfig(ExpertsConfig, WindowsConfig):
     """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024);
     with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024)."""
 
