@@ -426,6 +426,8 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
         if self.qkv_bias and self.n_experts is not None:
             raise ValueError("qkv_bias=true with n_experts: no supported checkpoint format holds both; leave one out")
+        if self.n_experts is not None and (self.full_first or self.full_every):
+            raise ValueError("full_first, full_every: no supported checkpoint format holds them and n_experts")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
