@@ -28,10 +28,14 @@ MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24
 THEIRS = {  # name, which begins with their model's -> what their configuration has besides
     "Qwen3": {"head_dim": 12},
     "Qwen3 tied, heads of the usual width": {"head_dim": 8, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    "Qwen3 with a window": {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "Qwen3Moe": {**MIXED, "head_dim": 12, "norm_topk_prob": True},
+    "Qwen3Moe with a window": {**MIXED, "use_sliding_window": True, "sliding_window": 6},
     "Qwen3Moe in every second layer": {**MIXED, "head_dim": 12, "decoder_sparse_step": 2, "moe_intermediate_size": 56},
     "Qwen3Moe but in the first layer": {**MIXED, "mlp_only_layers": [0], "num_experts_per_tok": 4},
     "Qwen2Moe": {**MIXED, "shared_expert_intermediate_size": 40},
+    "Qwen2Moe with a window": {**MIXED, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 6,
+                               "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding")]},
     "Qwen2Moe without biases, one layer dense": {**MIXED, "shared_expert_intermediate_size": 16, "qkv_bias": False, "mlp_only_layers": [1], "norm_topk_prob": True},
 }  # fmt: skip
 OURS = {  # name -> (their model's, ours)
@@ -44,7 +48,7 @@ OURS = {  # name -> (their model's, ours)
 NOBODYS = [  # what no model of theirs has together
     {"qkv_bias": True, "qk_norm": True}, {"qkv_bias": True, "n_experts": 4}, {"qk_norm": True, "n_experts": 4, "d_shared": 8},
     {"n_experts": 4, "norm_top_k": False}, {"n_experts": 4, "experts_every": 2}, {"no_rotation_every": 2, "n_experts": 4},
-    {"qkv_bias": True, "no_rotation_every": 2},
+    {"qkv_bias": True, "no_rotation_every": 2}, {"n_experts": 4, "window": 8, "full_every": 2},
 ]  # fmt: skip
 
 
@@ -184,8 +188,6 @@ def routers(model) -> list:
     ("kind", "fields", "said"),
     [
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_window=8 is not supported"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 is not supported"),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [2, 5]}, r"dense_layers=\[5\]: of n_layers=3 the last is 2"),
         ("qwen3_moe", {"decoder_sparse_step": 4}, "leave no layer its experts"),

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,8 @@ from torch.autograd.function import once_differentiable
 
 from gradus import torch_private
 from gradus.layers.capabilities import capabilities
-from gradus.layers.masks import Documents
+from gradus.layers.masks import Documents, one_document
+from gradus.torch_private import FLASH_CPU, FLASH_CPU_BACKWARD
 
 
 def naive(
@@ -62,10 +65,22 @@ def sdpa(
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked; where it has none
     that is fast on a CPU, this is `naive` (`naive_is_faster`)."""
     extra, blind, device = None, None, capabilities(q.device)
+    # an exported graph is of any length, and so has no loop over it
+    exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    window = window if exporting or window is None or window < q.shape[2] else None
     # all that flex_attention can do
-    if isinstance(mask, Documents) and window is None and bias is None and not dropout and q.shape[-1] >= 16:
-        assert causal, "packed documents need causal=True"
-        return device.blocks(*autocast(q, k, v), mask.blocks, scale), None
+    if bias is None and not dropout and q.shape[-1] >= 16:
+        if isinstance(mask, Documents):
+            assert causal, "packed documents need causal=True"
+            return device.blocks(*autocast(q, k, v), mask.blocks, window, scale), None
+        if mask is None and causal and window is not None and device.skips_blocks:
+            blocks = functools.partial(one_document, len(q), q.shape[2], q.device)
+            return device.blocks(*autocast(q, k, v), blocks, window, scale), None
+    if device.plain_attention and window is not None and not exporting and q.shape[2] > max(2 * window, 256):
+        if mask is None and bias is None and not dropout:
+            return _banded(*autocast(q, k, v), causal, default_scale(q, scale), window), None
+        rest = {"causal": causal, "scale": scale, "dropout": dropout, "window": window}
+        return chunked()(q, k, v, mask=mask, bias=bias, **rest)
     if device.plain_attention and naive_is_faster(q, k, v, bias, dropout):
         return naive(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout, window=window)[0], None
     mask = _dense(mask, causal)
@@ -114,12 +129,13 @@ def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:
         causal: bool = False, scale: float | None = None, dropout: float = 0.0, window: int | None = None,
     ) -> tuple[Tensor, None]:  # fmt: skip
         _aligned(q, k, causal, window)
+        some = chunk if window is None else min(chunk, max(64, window // 4))  # the fewer, the fewer keys they see
         q, k, v = autocast(q, k, v)
         mask = _dense(mask, causal)
         n_kv_heads = k.shape[1]
         group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
         mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
-        out = _Chunked.apply(group, k, v, mask, bias, (causal, default_scale(q, scale), dropout, chunk, window))
+        out = _Chunked.apply(group, k, v, mask, bias, (causal, default_scale(q, scale), dropout, some, window))
         return out.flatten(1, 2), None
 
     return attend
@@ -161,6 +177,60 @@ class Chunk:
             if dropped is not None:
                 dropped = dropped[..., rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
             yield Chunk(rows, cols, dropped)
+
+
+class _Banded(torch.autograd.Function):
+    """Attention with a window by PyTorch's flash kernel for CPUs, a band of queries at a time: it is given the keys
+    alone that lie in the window of one of them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, window):
+        ctx.settings = causal, scale, window
+        q = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, seq, head_dim)
+        out, sums = torch.empty_like(q), []
+        for rows, cols, mask in _bands(q, causal, window):
+            of_band = q[..., rows, :].flatten(2, 3), k[:, :, cols], v[:, :, cols]
+            part, lse = FLASH_CPU(*of_band, 0.0, False, attn_mask=mask, scale=scale)
+            out[..., rows, :] = part.unflatten(2, (q.shape[2], -1))
+            sums.append(lse)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out.flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, *sums = ctx.saved_tensors
+        causal, scale, window = ctx.settings
+        grad = grad.unflatten(1, q.shape[1:3])
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (k, v))
+        for (rows, cols, mask), lse in zip(_bands(q, causal, window), sums):
+            got, of_q, kept = (x[..., rows, :].flatten(2, 3) for x in (grad, q, out))
+            args = got, of_q, k[:, :, cols], v[:, :, cols], kept, lse, 0.0, False
+            band, of_k, of_v = FLASH_CPU_BACKWARD(*args, attn_mask=mask, scale=scale)
+            dq[..., rows, :] = band.unflatten(2, (q.shape[2], -1))
+            dk[:, :, cols] += of_k
+            dv[:, :, cols] += of_v
+        return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+@torch_private.uncompiled
+def _banded(*args: Any) -> Tensor:
+    return _Banded.apply(*args)
+
+
+def _bands(q: Tensor, causal: bool, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, keys, and what is added to their scores: (group · queries, keys)."""
+    mask, before = None, None
+    band = max(64, min(192, window // 2) // q.shape[2])  # more are faster, and see more keys for nothing
+    for rows, cols in query_chunks(0, q.shape[3], band, q.shape[3], causal, window):
+        place = rows.start - cols.start, rows.stop - cols.start, cols.stop - cols.start
+        if place != before:
+            back = torch.arange(*place[:2], device=q.device)[:, None] - torch.arange(place[2], device=q.device)
+            looks = (back < window) & (back >= 0 if causal else back > -window)
+            mask = torch.zeros_like(looks, dtype=q.dtype).masked_fill_(~looks, float("-inf")).repeat(q.shape[2], 1)
+        before = place
+        yield rows, cols, mask
 
 
 class _Chunked(torch.autograd.Function):
@@ -232,11 +302,14 @@ def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
         scores += _window(how.bias, rows, cols)
     if how.mask is not None:
         scores.masked_fill_(~_window(how.mask, rows, cols), float("-inf"))
-    if how.causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(rows.start - cols.start + 1)
-        scores.masked_fill_(later, float("-inf"))
+    ahead = 1 if how.causal else how.window
+    if ahead is not None:  # of the keys so many places later or more, a triangle
+        later = scores[..., rows.start + ahead - cols.start :]
+        later.masked_fill_(torch.ones_like(later[0, 0, 0], dtype=torch.bool).triu_(), float("-inf"))
     if how.window is not None:
-        scores.masked_fill_(~_near(rows, cols, how.window, q.device), float("-inf"))
+        earlier = scores[..., : max(0, rows.stop - how.window - cols.start)]
+        far = torch.ones_like(earlier[0, 0, 0], dtype=torch.bool).tril_(rows.start - how.window - cols.start)
+        earlier.masked_fill_(far, float("-inf"))
     return scores
 
 

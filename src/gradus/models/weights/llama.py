@@ -1,7 +1,7 @@
-"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them (and MistralForCausalLM, where its
-attention has no window), with experts MixtralForCausalLM, and those of Qwen2, Qwen3 and SmolLM3, under the names in
-published files (for experts, transformers has other names in memory). Its q and k rows are in the half-split rotary
-layout, as ours are.
+"""Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, with a window in every layer
+MistralForCausalLM, in some MinistralForCausalLM, with experts MixtralForCausalLM, and those of Qwen2, Qwen3 and
+SmolLM3, under the names in published files (for experts, transformers has other names in memory). Its q and k rows are
+in the half-split rotary layout, as ours are.
 
 What none of them has together (biases beside head norms) is saved with model_type gradus-llama: our configuration, and
 tensors named as Qwen's.
@@ -24,8 +24,8 @@ IGNORABLE = ("rotary_emb.inv_freq",)
 FEATURES = {
     name: LlamaConfig.model_fields[name].default
     for name in (
-        "qkv_bias", "qk_norm", "no_rotation_every", "window", "full_first", "full_every", "n_experts", "d_shared",
-        "norm_top_k", "experts_every", "dense_layers",
+        "qkv_bias", "qk_norm", "no_rotation_every", "n_experts", "d_shared", "norm_top_k", "experts_every",
+        "dense_layers", "window", "full_first", "full_every",
     )
 }  # fmt: skip
 
@@ -37,13 +37,7 @@ def config_from_hf(hf: dict) -> LlamaConfig:
         return LlamaConfig(**fields.from_ours(hf))
     for name, value in NAMES["lacking"].get(kind, {}).items():
         hf.setdefault(name, value)
-    same, window = fields.read(hf, NAMES["fields"]), hf.get("sliding_window") or 0
-    if full := set(hf.get("layer_types") or ()) == {"full_attention"}:
-        hf["layer_types"] = None
-    if kind.startswith("qwen"):  # published ones name a window that no layer has
-        first = 0 if kind.endswith("moe") else hf["max_window_layers"]
-        window = window if hf.get("use_sliding_window", False) and first < same["n_layers"] and not full else 0
-    hf["sliding_window"] = window if 0 < window < same["seq_len"] else None  # one that holds every text is none
+    same = fields.read(hf, NAMES["fields"])
     fields.only("llama", hf, NAMES["fixed"])
     fields.architecture("llama", hf, ARCHITECTURES[kind])
     if kind.endswith("_moe") and "num_local_experts" in hf:  # as transformers 5 writes it
@@ -56,9 +50,30 @@ def config_from_hf(hf: dict) -> LlamaConfig:
     return LlamaConfig(
         **same,
         **{name: value for name, value in own.items() if value not in (None, usual.get(name))},
+        **windows(hf, same["n_layers"], same["seq_len"]),
         rope_theta=theta or 10_000.0,
         rope_scaling=scaling,
     )
+
+
+def windows(hf: dict, n_layers: int, seq_len: int) -> dict:
+    """The window, and which layers are without; one that holds every text is none. Raises UserError where the layers
+    with a window are others than those behind the first few, or all but every n-th."""
+    window, types, kind = hf.get("sliding_window"), hf.get("layer_types"), hf.get("model_type", "llama")
+    full = hf.get("max_window_layers", 0) if kind != "qwen3_moe" else 0
+    local = [kind == "sliding_attention" for kind in types] if types else [i >= full for i in range(n_layers)]
+    if not window or window >= seq_len or not any(local) or not hf.get("use_sliding_window", True):
+        return {}
+    if kind not in NAMES["windows"] or (kind in ("smollm3", "qwen2_moe") and not types):
+        raise fields.unsupported("llama", "sliding_window", window, f" in model_type={kind}")
+    first, every = local.index(True), None
+    if not all(local[first:]):
+        every = first + local[first:].index(False) + 1
+        first = first if first < every - 1 else 0
+    said = {"window": window, "full_first": first, "full_every": every}
+    if local != [i >= first and (not every or (i + 1) % every != 0) for i in range(n_layers)]:
+        raise fields.unsupported("llama", "layer_types", types, " (only full ones first, or every n-th full, are)")
+    return said
 
 
 def _without_rotation(hf: dict, n_layers: int) -> int | None:
@@ -74,9 +89,11 @@ def _without_rotation(hf: dict, n_layers: int) -> int | None:
 def _kind(config: LlamaConfig) -> str | None:
     """The first model_type that has all FEATURES of this configuration, and no others."""
     for kind in ARCHITECTURES:
-        own, always = (NAMES[table].get(kind, {}) for table in ("own", "always"))
+        own, always, windows = (NAMES[table].get(kind, {}) for table in ("own", "always", "windows"))
         if all(
-            getattr(config, name) is not None if name in own else getattr(config, name) == always.get(name, usual)
+            getattr(config, name) is not None
+            if name in own
+            else name in windows or getattr(config, name) == always.get(name, usual)
             for name, usual in FEATURES.items()
         ):
             return kind
@@ -101,6 +118,13 @@ def config_to_hf(config: LlamaConfig) -> dict:
     }
     if "d_expert" in own:
         hf[own["d_expert"]] = config.d_expert or config.d_ff
+    if config.window:
+        hf["sliding_window"] = config.window
+        if "use_sliding_window" in hf:
+            hf["use_sliding_window"] = True
+        if "full_first" in NAMES["windows"][kind]:
+            types = ("sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.n_layers))
+            hf |= {"layer_types": list(types), "max_window_layers": config.full_first}
     if every := config.no_rotation_every:
         hf["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(config.n_layers)]
     return hf
