@@ -18,7 +18,7 @@ SMALL = {"n_layers": 2, "d_model": 16, "n_heads": 4, "d_ff": 24}
 SIX = {
     "seq2seq": {"vocab_size": 40, "seq_len": 32}, "t5": {"vocab_size": 40, "d_head": 6},
     "bert": {"vocab_size": 40, "seq_len": 32, "head": "classification", "n_classes": 3},
-    "gpt": {"vocab_size": 40, "seq_len": 32}, "llama": {"vocab_size": 40, "seq_len": 32, "n_kv_heads": 2},
+    "gpt": {"vocab_size": 40, "seq_len": 32}, "llama": {"vocab_size": 40, "seq_len": 32, "n_kv_heads": 2, "d_head": 6, "qk_norm": True},
     "vit": {"image_size": 8, "patch_size": 4, "n_classes": 3},
 }  # fmt: skip
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6]]

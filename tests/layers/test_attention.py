@@ -70,6 +70,27 @@ def test_sizes():
         Attention(D_MODEL, HEADS, n_kv_heads=3)
 
 
+@pytest.mark.filterwarnings("error")
+def test_norms_of_heads_under_autocast():
+    """Each head by itself, before its rotation; of bf16 products in fp32, and given back in bf16, without the slow way that PyTorch warns of."""
+    attention = Attention(D_MODEL, HEADS, n_kv_heads=2, head_dim=10, head_norm=lambda head_dim: nn.RMSNorm(head_dim, eps=1e-6))
+    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (10,)
+    seen = {}
+    attention.kernel = lambda q, k, v, **_: (seen.update(q=q, k=k, v=v) or q, None)
+    x = torch.randn(BATCH, SEQ, D_MODEL)
+    with torch.no_grad():
+        attention.q_norm.weight.uniform_(0.5, 2.0)
+        attention.k_norm.weight.uniform_(0.5, 2.0)
+        for bf16 in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                attention(x, rotary=rotary_table(torch.zeros(1, SEQ), 10, 1e4))  # at position 0 nothing turns
+            for name, linear, norm in (("q", attention.to_q, attention.q_norm), ("k", attention.to_k, attention.k_norm)):
+                heads = linear(x).view(BATCH, SEQ, -1, 10).transpose(1, 2)
+                wanted = heads / heads.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt() * norm.weight
+                torch.testing.assert_close(seen[name].float(), wanted, atol=0.05 if bf16 else 1e-5, rtol=0.05 if bf16 else 1e-5)
+            assert {x.dtype for x in seen.values()} == {torch.bfloat16 if bf16 else torch.float32}
+
+
 @settings(max_examples=25, derandomize=True)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.sampled_from(sorted(KERNELS)), st.integers(0, 99))
 def test_cache_equals_no_cache_for_ragged_rows(lengths, new, name, seed):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gradus.layers import KERNELS, chunked, get_kernel, naive, sdpa
 from gradus.layers.capabilities import CPU, pretending
-from gradus.torch_private import FakeTensorMode
+from gradus.torch_private import FakeTensorMode, TorchDispatchMode
 
 BATCH, HEADS, SEQ, DIM = 3, 4, 11, 8
 
@@ -211,6 +211,75 @@ def test_any_shape_gives_one_result(batch, groups, per_group, q_len, k_len, head
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+def near(window: int, causal: bool, length: int) -> Tensor:
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    return (back.abs() < window) & ((back >= 0) | (not causal))
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(
+    batch=st.integers(1, 2), groups=st.integers(1, 2), per_group=st.integers(1, 3), length=st.sampled_from([1, 7, 19, 256, 260, 301]),
+    window=st.sampled_from([1, 2, 5, 64, 127, 300]), chunk=st.sampled_from([3, 64, 100]), causal=st.booleans(), masked=st.sampled_from(["", "keys", "dense"]),
+    biased=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_window_is_a_dense_mask(batch, groups, per_group, length, window, chunk, causal, masked, biased, seed):
+    """Values and gradients, in float64, of PyTorch's own attention with that mask. The length is short, or one that bands and chunks do not divide."""
+    torch.manual_seed(seed)
+    wide = {"dtype": torch.float64, "requires_grad": True}
+    q = torch.randn(batch, groups * per_group, length, 4, **wide)
+    k, v = (torch.randn(batch, groups, length, 4, **wide) for _ in range(2))
+    mask = {"": None, "keys": torch.rand(batch, 1, 1, length) < 0.7, "dense": torch.rand(batch, 1, length, length) < 0.7}[masked]
+    bias = torch.randn(1, 1, length, length, **wide) if biased else None
+    allowed = near(window, causal, length)[None, None] if mask is None else near(window, causal, length) & mask
+    blind = ~allowed.any(-1, keepdim=True)
+    added = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~(allowed | blind), float("-inf"))
+    many = (x.repeat_interleave(per_group, 1) for x in (k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, *many, attn_mask=added if bias is None else added + bias).masked_fill(blind, 0)
+    inputs, probe = [q, k, v, *([bias] if biased else [])], torch.randn_like(wanted)
+    expected = torch.autograd.grad((wanted * probe).sum(), inputs)
+    for name in KERNELS:
+        out, _ = get_kernel(name, chunk)(q, k, v, mask=mask, bias=bias, causal=causal, window=window)
+        torch.testing.assert_close([out, *torch.autograd.grad((out * probe).sum(), inputs)], [wanted, *expected], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_window_is_seen_by_dropout_and_by_half_precision(name):
+    """What is dropped is of the window alone, forwards and backwards; and a query of another length than the keys asks for a mask."""
+    q, k, _ = tensors(2, q_len=300, k_len=300)
+    v = torch.eye(300).expand(BATCH, 2, 300, 300)
+    torch.manual_seed(1)
+    out, _ = get_kernel(name, 64)(q, k, v, causal=True, window=40, dropout=0.25)
+    kept, seen = out != 0, near(40, True, 300).expand_as(out)
+    assert not kept[~seen].any() and 0.7 < kept[seen].float().mean() < 0.8
+    torch.testing.assert_close(out[kept], (naive(q, k, v, causal=True, window=40)[0] / 0.75)[kept], rtol=1e-4, atol=1e-6)
+    (dk,) = torch.autograd.grad(out[:, :, 200:].sum(), k)
+    assert dk[:, :, :161].count_nonzero() == 0 and dk[:, :, 161:].count_nonzero() > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        half, _ = get_kernel(name, 64)(q, k, k, causal=True, window=40)
+    half.float().sum().backward()
+    torch.testing.assert_close(half.float(), naive(q, k, k, causal=True, window=40)[0], atol=0.05, rtol=0.05)
+    with pytest.raises(AssertionError, match="a window needs as many queries as keys; give a mask"):
+        get_kernel(name)(q[:, :, :9], k, k, window=5)
+
+
+@pytest.mark.parametrize("name", ["chunked", "sdpa"])
+def test_a_window_computes_what_it_holds(name):
+    """Backwards it touches no key twice that a window does not hold twice: of PyTorch's kernels and of products all calls get as many keys as a
+    band and the window have."""
+    asked = []
+
+    class Keys(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "flash_attention" in function.name() or "bmm" in function.name():
+                asked.append(max(x.shape[-2] for x in args if isinstance(x, Tensor) and x.dim() > 2))
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = (torch.randn(1, heads, 1024, 16, requires_grad=True) for heads in (4, 2, 2))
+    with Keys():
+        get_kernel(name, 64)(q, k, v, causal=True, window=64)[0].sum().backward()
+    assert len(asked) >= 2 * 1024 // 64 and max(asked) <= 128, "64 queries of two heads, or 64 + 63 keys"
 
 
 @pytest.mark.parametrize("name", KERNELS)

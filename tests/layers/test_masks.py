@@ -38,13 +38,14 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("window", [None, 1, 128, 130, 300])
 @pytest.mark.parametrize("name", ROWS)
-def test_blocks_are_those_that_pytorch_finds(name, blocks):
+def test_blocks_are_those_that_pytorch_finds(name, window, blocks):
     """None is missing, none but padding's is too many, and a whole block is whole."""
     segments = ROWS[name]
-    found = attention_mask(segments, None).blocks
+    found = attention_mask(segments, None).blocks(window)
     seq = segments.shape[1]
-    looks = lambda b, h, q, k: (q >= k) & (segments[b, q] == segments[b, k])  # noqa: E731
+    looks = lambda b, h, q, k: (q >= k) & (q - k < (window or seq)) & (segments[b, q] == segments[b, k])  # noqa: E731
     wanted = create_block_mask(looks, len(segments), None, seq, seq, device="cpu", BLOCK_SIZE=masks.BLOCK)
     assert found.seq_lengths == wanted.seq_lengths
     got, expected = found.to_dense().bool(), wanted.to_dense().bool()
@@ -57,6 +58,8 @@ def test_blocks_are_those_that_pytorch_finds(name, blocks):
             for j in found.full_kv_indices[b, 0, i, : found.full_kv_num_blocks[b, 0, i]].tolist():
                 q, k = torch.meshgrid(torch.arange(i * 128, (i + 1) * 128), torch.arange(j * 128, (j + 1) * 128), indexing="ij")
                 assert looks(b, 0, q, k).all()
+    if name == "one document" and window:
+        assert torch.equal(masks.one_document(1, seq, segments.device, window).to_dense(), found.to_dense())
 
 
 def test_nothing_of_the_size_of_the_scores_is_made(blocks):
@@ -75,23 +78,27 @@ def test_nothing_of_the_size_of_the_scores_is_made(blocks):
     assert largest <= 2 * segments.numel()
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ROWS)
-def test_attention_is_that_of_the_dense_mask(name, padded, blocks):
+def test_attention_is_that_of_the_dense_mask(name, padded, window, blocks):
     segments = ROWS[name]
     batch, seq = segments.shape
     keep = segments >= 0 if padded else None
     q, k, v = torch.randn(batch, 4, seq, 16), torch.randn(batch, 2, seq, 16), torch.randn(batch, 2, seq, 16)
     documents = attention_mask(segments, keep)
-    got, _ = kernels.sdpa(q, k, v, mask=documents, causal=True)
+    causal = {"causal": True, "window": window}
+    got, _ = kernels.sdpa(q, k, v, mask=documents, **causal)
     with pretending(CPU):
         dense = attention_mask(segments, keep)
+        wanted, _ = kernels.sdpa(q, k, v, mask=dense, **causal)
+        plain, _ = kernels.sdpa(q, k, v, **causal)
     assert isinstance(documents, masks.Documents) and dense.shape == (batch, 1, seq, seq)
-    wanted, _ = kernels.sdpa(q, k, v, mask=dense, causal=True)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     for kernel in (kernels.naive, kernels.chunked()):
-        torch.testing.assert_close(kernel(q, k, v, mask=documents, causal=True)[0], wanted, atol=1e-5, rtol=1e-5)
-    biased = {"bias": torch.randn(4, seq, seq), "causal": True}  # which goes by the dense mask
+        torch.testing.assert_close(kernel(q, k, v, mask=documents, **causal)[0], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kernels.sdpa(q, k, v, **causal)[0], plain, atol=1e-5, rtol=1e-5)
+    biased = {"bias": torch.randn(4, seq, seq), **causal}  # which goes by the dense mask
     torch.testing.assert_close(kernels.sdpa(q, k, v, mask=documents, **biased), kernels.sdpa(q, k, v, mask=dense, **biased))
 
 

@@ -157,8 +157,9 @@ def test_what_pytorch_cannot_multiply_fused_goes_by_itself():
         assert not moe.has_fused(torch.bfloat16, gpu, 12, 16)
 
 
-def test_half_precision_routes_in_fp32():
-    mixture = MixtureOfExperts(D, FF, E, 2, "silu", gated=True, bias=True)
+@pytest.mark.parametrize("shared", [{}, {"d_shared": 40, "norm_top_k": False}], ids=["", "shared"])
+def test_half_precision_routes_in_fp32(shared):
+    mixture = MixtureOfExperts(D, FF, E, 2, "silu", gated=True, bias=True, **shared)
     x = torch.randn(2, 50, D)
     wanted = mixture(x)
     with torch.autocast("cpu", torch.bfloat16):

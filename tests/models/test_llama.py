@@ -10,7 +10,7 @@ import transformers
 
 from gradus.errors import UserError
 from gradus.models import build, count, load, save
-from gradus.models.decoding import complete
+from gradus.models.decoding import Steps, beam_search, complete
 from gradus.models.weights.llama import config_from_hf, config_to_hf, rules
 from gradus.recipe.schema import LlamaConfig, RopeScaling
 from gradus.train.optim import decays
@@ -54,9 +54,21 @@ def assert_same(model, hf, keep=None) -> None:
     assert seen == wanted.keys()
 
 
+YARN = RopeScaling(type="yarn", factor=4.0, original_seq_len=16)
+LINEAR = RopeScaling(type="linear", factor=4.0)
+ROPES = {  # transformers' rope_parameters
+    "plain": {"rope_type": "default", "rope_theta": 300.0}, "llama3": {"rope_theta": 300.0, **HF_SCALING},
+    "linear": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn of DeepSeek": {"rope_type": "yarn", "rope_theta": 300.0, "factor": 40.0, "original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 0.5,
+                         "mscale": 0.7, "mscale_all_dim": 0.3},
+    "yarn, no wave between": {"rope_type": "yarn", "rope_theta": 300.0, "factor": 2.0, "original_max_position_embeddings": 6, "attention_factor": 1.3},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("n_kv_heads, d_head", [(4, None), (2, None), (1, 10)])
 @pytest.mark.parametrize("tie_output", [True, False])
-@pytest.mark.parametrize("rope_scaling", [None, SCALING], ids=["plain", "scaled"])
+@pytest.mark.parametrize("rope_scaling", [None, SCALING, YARN, LINEAR], ids=["plain", "llama3", "yarn", "linear"])
 def test_ours_in_transformers(tmp_path, n_kv_heads, d_head, tie_output, rope_scaling):
     config = LlamaConfig(**TINY, n_kv_heads=n_kv_heads, d_head=d_head, tie_output=tie_output, rope_scaling=rope_scaling, norm_eps=1e-4)
     model = shake(build(config))
@@ -66,7 +78,7 @@ def test_ours_in_transformers(tmp_path, n_kv_heads, d_head, tie_output, rope_sca
     assert_same(model, hf)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 300.0}, {"rope_theta": 300.0, **HF_SCALING}], ids=["plain", "scaled"])
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("body", [True, False], ids=["body", "whole"])
 def test_theirs_in_ours(tmp_path, tied, rope, body):
@@ -80,6 +92,43 @@ def test_theirs_in_ours(tmp_path, tied, rope, body):
     model = load(tmp_path)
     assert (model.head.weight is model.token_embedding.weight) == tied
     assert_same(model, hf.train())
+
+
+OLD = {"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        OLD, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+        {"rope_scaling": OLD["rope_scaling"], "rope_parameters": {"rope_theta": 300.0}}, {"rope_scaling": {**OLD["rope_scaling"], "rope_theta": 300.0}},
+        {"rope_parameters": {kind: {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0} for kind in ("full_attention", "sliding_attention")}},
+    ],
+)  # fmt: skip
+def test_rotary_positions_are_read_under_both_names_and_written_under_both(fields):
+    """Where a program knows one name alone, the other's theta would be 10,000 without a word."""
+    config = config_from_hf({**HF_TINY, "model_type": "llama", **fields})
+    assert (config.rope_theta, config.rope_scaling) == (300.0, RopeScaling(type="linear", factor=2.0))
+    hf = config_to_hf(config)
+    assert (hf["rope_theta"], hf["rope_scaling"]) == (300.0, {"rope_type": "linear", "factor": 2.0})
+    assert hf["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_smollm3_has_layers_without_rotation(tmp_path, every):
+    config = transformers.SmolLM3Config(**HF_TINY | {"num_hidden_layers": 4, "vocab_size": VOCAB + 1}, num_key_value_heads=2, no_rope_layer_interval=every, pad_token_id=VOCAB)
+    theirs = shake(transformers.SmolLM3ForCausalLM(config)).train()
+    theirs.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.config.no_rotation_every == every
+    assert_same(model, theirs)
+    save(model, tmp_path / "back")
+    assert "gradus" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    assert isinstance(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back"), transformers.SmolLM3ForCausalLM)
+    assert config_from_hf(config_to_hf(model.config)) == model.config
+    with pytest.raises(UserError, match=r"no_rope_layers=\[0, 1, 1, 1\] is not supported"):
+        config_from_hf({**HF_TINY, "num_hidden_layers": 4, "model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1]})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -120,32 +169,103 @@ def test_mistral_without_a_window_is_a_llama(tmp_path, window):
     assert_same(model, back)
 
 
+WINDOWS = {  # transformers' configuration, its fields, ours
+    "mistral": (transformers.MistralConfig, {"sliding_window": 6}, {"window": 6}),
+    "mixtral": (transformers.MixtralConfig, {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}, {"window": 6, "n_experts": 4}),
+    "qwen2": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, {"window": 6, "full_first": 1, "qkv_bias": True}),
+    "qwen2 by types": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
+                       {"window": 6, "full_every": 2, "qkv_bias": True}),
+    "ministral": (transformers.MinistralConfig, {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]},
+                  {"window": 6, "full_every": 3}),
+    "smollm3": (transformers.SmolLM3Config, {"use_sliding_window": True, "sliding_window": 6, "no_rope_layer_interval": 3, "pad_token_id": VOCAB, "vocab_size": VOCAB + 1,
+                                             "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, {"window": 6, "full_first": 1, "no_rotation_every": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_there_and_back(tmp_path, name):
+    """Logits and gradients; tokens that are continued past the window; and written it is the same again."""
+    kind, fields, ours = WINDOWS[name]
+    config = kind(**{**HF_TINY, "num_hidden_layers": 4, "num_key_value_heads": 2, "rope_parameters": ROPES["plain"], **fields})
+    theirs = shake(transformers.AutoModelForCausalLM.from_config(config))
+    theirs.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    for field, value in ours.items():
+        assert getattr(model.config, field) == value
+    if "n_experts" in ours:  # whose names in memory are others
+        ids = torch.randint(0, VOCAB, (3, 40))
+        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+    else:
+        assert_same(model, theirs.train())
+    ids = torch.randint(1, VOCAB, (1, 5))
+    wanted = theirs.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert complete(model.eval(), ids.tolist(), max_new=20)[0] == wanted[0, 5:].tolist()
+    save(model.float(), tmp_path / "back")
+    assert "gradus" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert type(back) is type(theirs)
+    torch.testing.assert_close(back(ids.repeat(1, 5)).logits, theirs.float()(ids.repeat(1, 5)).logits)
+    assert config_from_hf(config_to_hf(model.config)) == model.config
+
+
 @pytest.mark.parametrize("stated", [{}, {"sliding_window": 8}, {"sliding_window": None}, {"sliding_window": 8, "max_window_layers": 1}, {"max_window_layers": 1},
                                     {"max_window_layers": 1, "sliding_window": 64}, {"sliding_window": 8, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}])  # fmt: skip
-def test_qwen2_has_a_window_where_transformers_has_one(tmp_path, stated):
+def test_qwen2_has_a_window_where_transformers_has_one(stated):
     """A window of 4,096 unless stated, in the layers from max_window_layers on (28 unless stated); none where no layer has it or no text fills it."""
-    fields = {"use_sliding_window": True, "max_position_embeddings": 64 if "sliding_window" in stated else 5000, **stated}
-    theirs = transformers.Qwen2Config(**{**HF_TINY, **fields}, num_key_value_heads=2)
-    config = {**HF_TINY, "model_type": "qwen2", "num_key_value_heads": 2, **fields}
-    windows = [theirs.sliding_window for kind in theirs.layer_types if kind == "sliding_attention"]
-    if windows and windows[0] < fields["max_position_embeddings"]:
-        with pytest.raises(UserError, match=f"sliding_window={windows[0]} is not supported"):
-            config_from_hf(dict(config))
-    else:
-        model, ids = build(config_from_hf(dict(config))).eval(), torch.randint(1, VOCAB, (1, 40))
-        save(model, tmp_path)
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        torch.testing.assert_close(model(ids), back(ids).logits)
+    fields = {**HF_TINY, "num_key_value_heads": 2, "use_sliding_window": True, "max_position_embeddings": 64 if "sliding_window" in stated else 5000, **stated}
+    theirs = transformers.Qwen2Config(**fields)
+    ours = config_from_hf({"model_type": "qwen2", **fields})
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [ours.window_of(i) for i in range(2)] == [w if w and w < fields["max_position_embeddings"] else None for w in windows]
 
 
-def test_a_window_that_is_used_is_refused():
-    for stated in ({"sliding_window": 8}, {}):  # one that config.json does not state is 4,096 tokens long
-        with pytest.raises(UserError, match=f"sliding_window={stated.get('sliding_window', 4096)} is not supported"):
-            config_from_hf({"model_type": "mistral", **stated})
-    with pytest.raises(ValueError, match=r"qkv_bias=true with n_experts: .* leave one out"):
-        LlamaConfig(**TINY, qkv_bias=True, n_experts=4)
+def test_a_window_that_is_not_ours_is_refused():
+    assert config_from_hf({"model_type": "mistral"}).window == 4096, "which a config.json need not state"
+    mixed = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": [f"{x}_attention" for x in ("sliding", "full", "full", "sliding")]}
+    with pytest.raises(UserError, match="layer_types=.* is not supported by family llama"):
+        config_from_hf({**HF_TINY, "num_hidden_layers": 4, **mixed})
+    for other in ({"model_type": "llama"}, {"model_type": "smollm3", "use_sliding_window": True}):
+        with pytest.raises(UserError, match="sliding_window=8 is not supported by family llama in model_type="):
+            config_from_hf({**HF_TINY, "sliding_window": 8, **other})
+    with pytest.raises(ValueError, match=r"full_first and full_every are of models with a window"):
+        LlamaConfig(**TINY, full_every=2)
+
+
+WINDOWED = {**TINY, "n_layers": 3, "n_kv_heads": 2, "window": 5, "full_every": 2}
+
+
+def test_a_cache_of_a_window_past_its_edge():
+    """A prompt, a token at a time, and several at once, against the whole text; prompts of unequal length, each as if it were alone; beams; fixed shapes."""
+    model = shake(build(LlamaConfig(**WINDOWED)).double()).eval().requires_grad_(False)
+    ids = torch.randint(0, VOCAB, (3, 30))
+    for parts in ((30,), (1,) * 30, (2, 1, 9, 4, 1, 13), (9, *(1,) * 21)):
+        cache = model.new_cache(3, 30)
+        assert [layer.k.shape[2] for layer in cache.layers] == [5, 30, 5]
+        logits = [model(x, cache=cache) for x in ids.split(parts, dim=1)]
+        torch.testing.assert_close(torch.cat(logits, dim=1), model(ids))
+    prompts = [[1, 2, 3], [4] * 12, [5, 6, 7, 8, 9, 10, 1], [3]]
+    alone = [complete(model, [p], max_new=16, cache=False)[0] for p in prompts]
+    assert complete(model, prompts, max_new=16) == alone
+
+    class Fixed(Steps):
+        def prefill(self, *args, **kwargs):
+            logits = super().prefill(*args, **kwargs)
+            self.cache.fix()
+            return logits
+
+    assert complete(Fixed(model), prompts, max_new=16) == alone
+    for prompt in prompts:
+        (found,) = beam_search(model, [prompt], beams=3, max_new=16)
+        assert found == by_hand(model, prompt, 3, 16)
+
+
+def by_hand(model, prompt: list[int], beams: int, new: int) -> list[int]:
+    """Beam search that computes every text anew."""
+    texts = [(0.0, prompt)]
+    for _ in range(new):
+        scores = model(torch.tensor([text for _, text in texts]))[:, -1].log_softmax(-1)
+        texts = sorted(((one + s, [*text, i]) for (one, text), row in zip(texts, scores, strict=True) for i, s in enumerate(row.tolist())), reverse=True)[:beams]
+    return texts[0][1][len(prompt) :]
 
 
 def test_padding_as_transformers():
@@ -188,8 +308,12 @@ def test_configuration_there_and_back():
     [
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported"),
-        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*known are default, llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
+        ({"rope_parameters": {"rope_type": "lama3"}}, "rope_type=lama3.*known are default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "lacks original_max_position_embeddings"),
+        ({"rope_parameters": {**ROPES["yarn"], "truncate": False}}, "truncate=False is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 3.0}}, "rope_scaling has factor=2.0, rope_parameters 3.0"),
+        ({"rope_parameters": {"full_attention": ROPES["plain"], "sliding_attention": ROPES["linear"]}}, "only the same for all layers is"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures=LlamaForTokenClassification is not supported"),

@@ -158,7 +158,7 @@ def test_what_transformers_loads_is_what_the_table_says(family, settings, known,
 
 def test_the_table_has_every_family_and_every_class_that_is_written():
     assert {family for family, *_ in TABLE} == set(MODELS)
-    assert len(TABLE) == 38
+    assert len(TABLE) == 42
 
 
 # ---------------------------------------------------------------- shards
@@ -687,7 +687,7 @@ def test_llama2c_mistakes(tmp_path):
 PUBLISHED = {
     "Bert": ("BertForMaskedLM", "BertForSequenceClassification", "BertModel", "BertForPreTraining"), "GPT2": ("GPT2LMHeadModel",),
     "T5": ("T5ForConditionalGeneration",), "Llama": ("LlamaForCausalLM",), "Mistral": ("MistralForCausalLM",), "Mixtral": ("MixtralForCausalLM",),
-    "Qwen2": ("Qwen2ForCausalLM",), "ViT": ("ViTForImageClassification",), "IJepa": ("IJepaModel",), "Marian": ("MarianMTModel",),
+    **{kind: (f"{kind}ForCausalLM",) for kind in ("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")}, "ViT": ("ViTForImageClassification",), "IJepa": ("IJepaModel",), "Marian": ("MarianMTModel",),
     "Pegasus": ("PegasusForConditionalGeneration",),
     **{kind: tuple(f"{kind}For{head}" for head in ("MaskedLM", "SequenceClassification"))
        for kind in ("Roberta", "XLMRoberta", "Camembert", "DistilBert", "ModernBert")},
@@ -727,13 +727,14 @@ HARMLESS = {
     "T5": {"n_positions": 3, "classifier_dropout": 0.4, "initializer_factor": 5.0, "is_decoder": True, "max_length": 3},
     "Llama": {"pretraining_tp": 2, "attention_dropout": 0.5, "add_cross_attention": True, "is_encoder_decoder": True},
     "Mixtral": {"router_aux_loss_coef": 0.9, "output_router_logits": True},
+    "Qwen3Moe": {"router_aux_loss_coef": 0.9, "output_router_logits": True, "max_window_layers": 1, "sliding_window": 2},
     "ViT": {"encoder_stride": 3, "pooler_act": "relu", "attention_probs_dropout_prob": 0.5},
     "Marian": {"attention_dropout": 0.5, "normalize_before": True, "static_position_embeddings": True, "num_beams": 4},
 }  # fmt: skip
 THEIR_SIZES = {
     **{
         kind: {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        for kind in ("Bert", "Llama", "Mixtral", "ViT")
+        for kind in ("Bert", "Llama", "Mixtral", "Qwen3Moe", "ViT")
     },
     "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2}, "T5": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
     "Marian": {"d_model": 16, "pad_token_id": 29, "decoder_start_token_id": 29, "decoder_vocab_size": 30, "scale_embedding": True} | {
@@ -745,7 +746,8 @@ THEIR_SIZES = {
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_a_field_said_to_be_without_effect_changes_no_output_of_theirs_or_ours(kind, tmp_path):
     size = THEIR_SIZES[kind] | ({"image_size": 8, "patch_size": 4} if kind == "ViT" else {"vocab_size": 30})
-    size |= {"num_key_value_heads": 2} if kind in ("Llama", "Mixtral") else {}
+    size |= {"num_key_value_heads": 2} if kind in ("Llama", "Mixtral", "Qwen3Moe") else {}
+    size |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} if kind == "Qwen3Moe" else {}
     make = getattr(transformers, PUBLISHED[kind][0])
     theirs = make(getattr(transformers, f"{kind}Config")(**size)).eval()
     theirs.save_pretrained(tmp_path)

@@ -74,10 +74,16 @@ def check(n: int, cases: list[tuple], tolerance: float = 1e-5, told: list | None
 STEM = {"patches": "stem", "patch_size": 4}
 QUICK = [("gpt", layout) for layout in ({}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2})]
 STEMS = [{}, {"shard": 2}, {"context": 2}]
+NORMS = {"qk_norm": True, "d_head": 12}  # of heads, of which a process of a tensor layout sees some: its gradient is a part of a sum
+HEADS = [{"tensor": 2}, {"tensor": 2, "sequence_parallel": False}, {"shard": 2}, {"pipeline": 2}, {"context": 2}]
+SHARED = {"qk_norm": True, "n_experts": 4, "d_expert": 24, "d_shared": 40, "norm_top_k": False, "experts_every": 2, "qkv_bias": True}
+MIXTURES = [{"shard": 2}, {"expert": 2}]
+VARIANTS = [("vit", STEM, STEMS), ("llama", NORMS, HEADS), ("llama", SHARED, MIXTURES)]
 
 
 def quick(world) -> tuple[list, list]:
-    return [curve(world, *case, steps=5) for case in QUICK], [curve(world, "vit", layout, steps=3, **STEM) for layout in STEMS]
+    variants = [[curve(world, family, layout, steps=3, **changes) for layout in layouts] for family, changes, layouts in VARIANTS]
+    return [curve(world, *case, steps=5) for case in QUICK], variants
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +95,12 @@ def test_one_layout_of_each_axis(on_two):
     check(2, QUICK, told=[curves for curves, _ in on_two])
 
 
-def test_a_convolutional_stem(on_two):
-    expected = common.reference("vit", 3, **STEM)
-    for _, stems in on_two:
-        for layout, found in zip(STEMS, stems, strict=True):
+@pytest.mark.parametrize("i", range(len(VARIANTS)), ids=["a convolutional stem", "norms of heads", "a shared expert"])
+def test_variants_of_a_family(on_two, i):
+    family, changes, layouts = VARIANTS[i]
+    expected = common.reference(family, 3, **changes)
+    for _, variants in on_two:
+        for layout, found in zip(layouts, variants[i], strict=True):
             assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0), layout
 
 

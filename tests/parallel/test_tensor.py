@@ -34,6 +34,7 @@ VARIANTS = [  # what the six of `common` leave out
     ("gpt", {"tie_output": False, "bias": False}),
     ("gpt", {**UNEVEN}),
     ("llama", {"tie_output": True, "qkv_bias": True, **UNEVEN}),
+    ("llama", {"qk_norm": True, "d_head": 12}), ("llama", {"qk_norm": True}),
     ("vit", {"pool": "mean", "patches": "rearrange"}),
     ("vit", {"patches": "stem", "patch_size": 4}),
 ]

@@ -37,6 +37,10 @@ def closed_form(m: ModelConfig, shape: Shape) -> int:
     gated = m.family == "llama" or getattr(m, "gated", False)
     layer = 2 * h * (queries + keys) + (3 if gated else 2) * h * m.d_ff * (m.top_k if n_experts else 1) + h * n_experts
     total = m.n_layers * (6 * layer * s + 12 * queries * s * s)
+    if getattr(m, "d_expert", None):  # of a width of their own, in some layers, beside a shared one and its gate
+        mixed = sum(map(m.has_experts, range(m.n_layers)))
+        experts = 3 * (m.d_expert * m.top_k + (m.d_shared or 0)) + n_experts + bool(m.d_shared)
+        total += 6 * h * s * (mixed * experts - m.n_layers * (3 * m.d_ff * m.top_k + n_experts) + (m.n_layers - mixed) * 3 * m.d_ff)
     if two_sided(m):  # cross-attention: keys and values of the source, queries and the output of the target
         total += (m.n_decoder_layers or m.n_layers) * (6 * layer * t + 12 * h * queries * (s + t) + 12 * queries * (t * t + t * s))
     if m.family == "vit" and m.patches == "stem":  # 3 × 3, each at the places where the one before was pooled to

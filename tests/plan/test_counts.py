@@ -127,6 +127,7 @@ GPT = GPTConfig(vocab_size=97, n_layers=3, d_model=24, n_heads=4, seq_len=16)
 LLAMA = LlamaConfig(vocab_size=97, n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=56, seq_len=16)
 WIDE = LlamaConfig(vocab_size=97, n_layers=2, d_model=32, n_heads=4, n_kv_heads=1, d_head=12, d_ff=56, seq_len=16, tie_output=True, qkv_bias=True)
 MOE = LlamaConfig(vocab_size=97, n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=56, seq_len=16, n_experts=4, top_k=2)
+QWEN = MOE.model_copy(update={"qk_norm": True, "d_expert": 24, "d_shared": 40, "experts_every": 2, "norm_top_k": False})
 GPT_MOE = GPTConfig(vocab_size=97, n_layers=2, d_model=24, n_heads=4, seq_len=16, n_experts=3, top_k=1)
 BERT = BertConfig(vocab_size=97, n_layers=3, d_model=24, n_heads=4, d_ff=80, seq_len=16)
 T5 = T5Config(vocab_size=97, n_layers=2, n_decoder_layers=3, d_model=24, n_heads=4, d_head=5, d_ff=80, seq_len=32)
@@ -141,6 +142,7 @@ FAMILIES = {
     "llama-wide": recipe(WIDE, "causal_lm"),
     "mixtral": recipe(MOE, "causal_lm"),
     "gpt-moe": recipe(GPT_MOE, "causal_lm"),
+    "qwen-moe": recipe(QWEN, "causal_lm"),
     "bert": recipe(BERT, "masked_lm"),
     "bert-pairs": recipe(BERT, "masked_lm", next_sentence=True),
     "bert-classes": recipe(BERT.model_copy(update={"n_classes": 5}), "classification"),

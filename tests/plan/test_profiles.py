@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradus import models
 from gradus.models import gpt
 from gradus.plan.profiles import Part, block_kinds, representatives
-from gradus.recipe.schema import GPTConfig
+from gradus.recipe.schema import GPTConfig, LlamaConfig
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -74,6 +74,8 @@ EXPERTS = {"n_experts": 4}
 FROZEN = {"frozen": (0, 1, 2, 3)}
 PROBE = {"frozen": (0, 1, 2, 3, 4), "frozen_embeddings": True, "tie_output": False}  # no gradient goes back to its first blocks
 BETWEEN = {"frozen": (2, 3, 5)}
+NORMS = {"n_kv_heads": 2, "d_ff": 56, "qk_norm": True, "d_head": 12}
+SHARED = NORMS | {"n_experts": 4, "d_expert": 24, "d_shared": 40, "experts_every": 2, "dense_layers": [1]}
 SIX = {"n_layers": 6}  # of two kinds the first, the last and one of each between
 SEVERAL = {"samples": 8, "micro_batch": 2}
 CASES = {
@@ -91,6 +93,11 @@ CASES = {
     "frozen to the fifth block": (1, PROBE, SEVERAL),
     "frozen to the fifth block, shard": (2, PROBE, {"shard": 2, **SEVERAL}),
     "frozen between": (1, BETWEEN | {"n_layers": 7}, {"checkpointing": "selective", **SEVERAL}),
+    "norms of heads, tensor": (2, NORMS | SIX, {"tensor": 2, **SEVERAL}),
+    "norms of heads, tensor, shard": (4, NORMS | SIX, {"tensor": 2, "shard": 2, "sequence_parallel": False, **SEVERAL}),
+    "norms of heads, pipeline": (2, NORMS, {"pipeline": 2, **SEVERAL}),
+    "a shared expert in every second layer": (1, SHARED | SIX, {"checkpointing": "full", **SEVERAL}),
+    "a shared expert, split": (2, SHARED | SIX, {"expert": 2, **SEVERAL}),
     "all at once": (1, ALTERNATING | EXPERTS | BETWEEN | {"n_layers": 12}, SEVERAL),
 }  # fmt: skip
 QUICK = {"frozen to the fifth block", "all at once"}
@@ -104,7 +111,8 @@ def against_the_whole(world, names: list[str]) -> dict[str, list[tuple[str, floa
     out = {}
     for name in names:
         n, sizes, layout = CASES[name]
-        case = whole.Case(recipe(MixedConfig(**SMALL | sizes), **layout), n, "cpu", name)
+        config = LlamaConfig if "qk_norm" in sizes else MixedConfig
+        case = whole.Case(recipe(config(**SMALL | sizes), **layout), n, "cpu", name)
         bounds = {"memory": 0.001, "bytes": 0.01, "optimizer": 0.03, **({"memory": 0.006, "bytes": 0.06} if layout.get("param_dtype") else {})}
         bounds["memory"] = max(bounds["memory"], 0.002 * (layout.get("schedule") == "interleaved"))
         rows = whole.compared(case)

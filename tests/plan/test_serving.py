@@ -61,7 +61,9 @@ def layer(c: ModelConfig) -> int:
     h, experts = c.d_model, getattr(c, "n_experts", None) or 0
     matrices = 3 if c.family == "llama" or getattr(c, "gated", False) else 2
     attention = 2 * h * c.head_dim * (c.n_heads + (getattr(c, "n_kv_heads", None) or c.n_heads))
-    return attention + matrices * h * c.d_ff * (c.top_k if experts else 1) + h * experts
+    shared = getattr(c, "d_shared", None) or 0
+    width = (getattr(c, "d_expert", None) or c.d_ff) * (c.top_k if experts else 1) + shared
+    return attention + matrices * h * width + h * (experts + bool(shared))
 
 
 def classes(c: ModelConfig) -> int:
@@ -81,7 +83,7 @@ def vectors(c: ModelConfig) -> int:
     """Elements of norms and biases that a new token meets."""
     h, f = c.d_model, c.d_ff
     if c.family == "llama":
-        return 2 * h * c.n_layers + h
+        return (2 * h + 2 * c.head_dim * c.qk_norm) * c.n_layers + h
     if c.family == "t5":
         return 3 * h * deep(c) + h
     if c.family == "gpt":
@@ -134,6 +136,7 @@ def passes(c: ModelConfig, s: int, source: int = 0) -> list[Closed]:
 
 MORE = {
     "gpt-moe": GPTConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, seq_len=20, n_experts=3, top_k=1),
+    "qwen-moe": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, d_head=10, d_ff=40, seq_len=20, qk_norm=True, n_experts=4, d_expert=16, d_shared=12),
     "t5-gated": T5Config(vocab_size=31, n_layers=3, d_model=24, n_heads=4, d_head=5, d_ff=40, seq_len=20, gated=True, tie_output=False),
     "seq2seq-pre-norm": Seq2SeqConfig(
         vocab_size=31, target_vocab_size=37, share_embeddings=False, tie_output=False, output_bias=True, norm_first=True, n_layers=2,

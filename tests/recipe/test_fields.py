@@ -63,7 +63,7 @@ def test_nested_keys_have_their_path(write):
     assert problems(write(text)) == ["r.yaml: model.rope_scaling.fator: unknown key. Did you mean model.rope_scaling.factor?"]
     assert problems(write(text), ["model.rope_scaling={factor: -1}"])[-1] == "command line: model.rope_scaling.factor: expected a number > 0, got -1."
     assert problems(write(text.replace("{fator: 4}", "5"))) == [
-        "r.yaml: model.rope_scaling: expected keys (factor, low_freq_factor, high_freq_factor, original_seq_len), got 5."
+        "r.yaml: model.rope_scaling: expected keys (type, factor, original_seq_len, low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor), got 5."
     ]
 
 

@@ -40,9 +40,15 @@ class KVLayer:
     def __init__(self, past: tuple[Tensor, Tensor], cross: tuple[Tensor, Tensor] | None = None):
         self.past, self.cross = past, cross
 
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def update(
+        self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        seq = k.shape[2]
         self.past = torch.cat((self.past[0], k), dim=2), torch.cat((self.past[1], v), dim=2)
-        return self.past
+        if window is not None:
+            slots = torch.arange(self.past[0].shape[2], device=k.device)
+            mask = mask & (slots > slots[-seq:, None] - window)
+        return *self.past, mask, None
 
 
 class KVInputs:

@@ -14,6 +14,11 @@ from gradus.layers.positions import apply_rotary
 from gradus.patch import replaced
 
 
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """In the norm's type: autocast's products come in another."""
+    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2), with fewer key heads than query heads when n_kv_heads
     is given (Ainslie et al. 2023). `kernel` does the inner part and may be replaced from outside
@@ -21,24 +26,27 @@ class Attention(nn.Module):
 
     head_dim: None for d_model / n_heads. bias: in to_q, to_k, to_v; out_bias: in to_out, None for the same. dropout: on
     the weights.
-    scale: of the scores, None for head_dim ** -0.5.
+    scale: of the scores, None for head_dim ** -0.5. window: a query looks at no key so many or more places from it.
+    head_norm: head_dim → the norm of each head's queries and of its keys, before they are rotated.
     """
 
     def __init__(
         self, d_model: int, n_heads: int, n_kv_heads: int | None = None, head_dim: int | None = None,
         bias: bool = True, out_bias: bool | None = None, dropout: float = 0.0, scale: float | None = None,
+        window: int | None = None, head_norm: Callable[[int], nn.Module] | None = None,
     ):  # fmt: skip
         super().__init__()
         n_kv_heads = n_kv_heads or n_heads
         assert n_heads % n_kv_heads == 0, f"n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}"
         self.head_dim = head_dim or d_model // n_heads
         self.dropout = dropout
-        self.scale = scale
+        self.scale, self.window = scale, window
         self.kernel = sdpa
         self.to_q = nn.Linear(d_model, n_heads * self.head_dim, bias=bias)
         self.to_k = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
         self.to_v = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
         self.to_out = nn.Linear(n_heads * self.head_dim, d_model, bias=bias if out_bias is None else out_bias)
+        self.q_norm, self.k_norm = (None if head_norm is None else head_norm(self.head_dim) for _ in "qk")
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)  # (batch, heads, seq, head_dim)
@@ -65,16 +73,19 @@ class Attention(nn.Module):
             source = x if context is None else context
             # (batch, n_kv_heads, k_len, head_dim)
             k, v = self.split_heads(self.to_k(source)), self.split_heads(self.to_v(source))
+            k = _normed(self.k_norm, k)
+        q = _normed(self.q_norm, q)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        window = self.window
         if cache is not None:
             if context is None:
-                k, v = cache.update(k, v, positions)
+                k, v, mask, window = cache.update(k, v, positions, mask, window)
             else:
                 cache.cross = k, v
         out, _ = self.kernel(
             q, k, v, mask=mask, bias=bias, causal=causal, scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout if self.training else 0.0, window=window,
         )  # fmt: skip
         return self.to_out(out.transpose(1, 2).flatten(2))
 

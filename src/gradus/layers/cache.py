@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,9 @@ from gradus.layers.masks import attention_mask
 
 
 class LayerCache:
-    """One layer's share: `k` and `v` (batch, n_kv_heads, max_len, head_dim) with a slot a token, and `cross`, the keys
-    and values of the encoder's output (or None), which are projected once."""
+    """One layer's share: `k` and `v` (batch, n_kv_heads, slots, head_dim), and `cross`, the keys and values of the
+    encoder's output (or None), which are projected once. A slot a token; a layer with a window has as many slots as its
+    window has tokens, and position p goes into slot p % window."""
 
     def __init__(self, cache: Cache, shape: tuple[int, int, int, int], device, dtype):
         self.cache = cache
@@ -19,16 +22,40 @@ class LayerCache:
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.cross: tuple[Tensor, Tensor] | None = None
 
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k, v (batch, n_kv_heads, seq, head_dim) into the slots `positions` (batch, seq).
+    def update(
+        self, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, int | None]:
+        """Write k, v (batch, n_kv_heads, seq, head_dim), of the tokens at `positions` (batch, seq). mask: of
+        `cache.mask(positions)`, which must have been called before, once for all layers.
 
-        Returns all keys and values up to the last slot in use: (batch, n_kv_heads, cache.length, head_dim).
-        `cache.mask(positions)` must have been called before, once for all layers.
+        Returns the keys and values that the tokens may look at, (batch, n_kv_heads, keys, head_dim), and of these the
+        mask and the window that an attention kernel takes.
         """
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]  # (batch, 1)
-        for kept, new in ((self.k, k), (self.v, v)):
-            kept[rows, :, positions] = new.transpose(1, 2).to(kept.dtype)
-        return self.k[:, :, : self.cache.length], self.v[:, :, : self.cache.length]
+        rows, slots = (torch.arange(n, device=k.device) for n in (k.shape[0], self.k.shape[2]))
+        n, length = len(slots), self.cache.length
+        if n == self.cache.max_len or k.shape[2] == 1:
+            for kept, new in ((self.k, k), (self.v, v)):
+                kept[rows[:, None], :, positions % n] = new.transpose(1, 2).to(kept.dtype)
+            if n < self.cache.max_len:
+                return self.k, self.v, slots <= positions[:, None, :, None], None
+            return self.k[:, :, :length], self.v[:, :, :length], mask, None
+        seen, looks, window = (k, v), mask, n
+        first, end = positions[:, :1], self.cache.lengths
+        if length > k.shape[2]:  # there are earlier tokens
+            at = torch.cat((_held(first, slots), positions), dim=1)[:, None, None]
+            seen = tuple(torch.cat((kept, new.to(kept.dtype)), dim=2) for kept, new in ((self.k, k), (self.v, v)))
+            back, window = positions[:, None, :, None] - at, None
+            looks = (at >= 0) & (back >= 0) & (back < n)
+        held = _held(positions[:, -1:] + 1 if end is None else end[:, None], slots)  # (batch, slots)
+        new, place = (held >= first)[:, None, :, None], (held - first).clamp_min(0)
+        for kept, x in ((self.k, k), (self.v, v)):
+            kept.copy_(torch.where(new, x.transpose(1, 2)[rows[:, None], place].transpose(1, 2).to(kept.dtype), kept))
+        return *seen, looks, window
+
+
+def _held(end: Tensor, slots: Tensor) -> Tensor:
+    """The position in each slot, negative: none, of a window's slots after `end` (batch, 1) tokens: (batch, slots)."""
+    return end - 1 - (end - 1 - slots) % len(slots)
 
 
 class Cache:
@@ -38,14 +65,19 @@ class Cache:
     row i goes on at slot length_i, over the padding's keys, and no query looks at a slot behind its own. Every call
     adds as many slots as it has tokens a row, whatever their positions: where the longest row stands is known without
     asking the device. Once `fixed`, all slots are in use: the shapes of a decoding step never change again.
+
+    windows: of each layer, the tokens that its queries look at; None: all. lengths (batch,): of the tokens of each row
+    of a prompt those that are no padding, which a window would have no room for; None: all.
     """
 
     def __init__(
         self, n_layers: int, batch: int, n_kv_heads: int, head_dim: int, max_len: int, device=None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32, windows: Sequence[int | None] = (),
     ):  # fmt: skip
         self.batch, self.max_len, self.length, self.fixed = batch, max_len, 0, False
-        self.layers = [LayerCache(self, (batch, n_kv_heads, max_len, head_dim), device, dtype) for _ in range(n_layers)]
+        self.lengths: Tensor | None = None
+        slots = [min(max_len, window or max_len) for window in windows or [None] * n_layers]
+        self.layers = [LayerCache(self, (batch, n_kv_heads, n, head_dim), device, dtype) for n in slots]
 
     def fix(self) -> None:
         self.length, self.fixed = self.max_len, True

@@ -18,9 +18,11 @@ def _compiled():
     return torch.compile(flex_attention)  # as it is, it would make all scores
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float | None) -> Tensor:
-    """Attention block by block. q, k, v and the result as in layers.kernels."""
-    return _compiled()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Callable[[int | None], BlockMask], window: int | None, scale: float | None
+) -> Tensor:
+    """Attention block by block. blocks: window → which of them. All others and the result as in layers.kernels."""
+    return _compiled()(q, k, v, block_mask=blocks(window), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)

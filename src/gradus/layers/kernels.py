@@ -2,7 +2,8 @@
 
 All kernels have one signature:
 
-    kernel(q, k, v, *, mask=None, bias=None, causal=False, scale=None, dropout=0.0) -> (out, weights | None)
+    kernel(q, k, v, *, mask=None, bias=None, causal=False, scale=None, dropout=0.0, window=None)
+        -> (out, weights | None)
 
     q        (batch, n_heads, q_len, head_dim)
     k, v     (batch, n_kv_heads, k_len, head_dim); n_kv_heads divides n_heads:
@@ -13,6 +14,7 @@ All kernels have one signature:
     causal   a query looks at no later key; only where q_len == k_len (otherwise give a mask)
     scale    None: head_dim ** -0.5
     dropout  probability with which a weight is dropped now (0 when evaluating)
+    window   a query looks at no key `window` or more places from it; None: at all; only where q_len == k_len
     out      (batch, n_heads, q_len, head_dim). A query that may look nowhere gives zeros, and no gradient.
 """
 
@@ -20,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,18 +33,19 @@ from torch.autograd.function import once_differentiable
 
 from gradus import torch_private
 from gradus.layers.capabilities import capabilities
-from gradus.layers.masks import Documents
+from gradus.layers.masks import Documents, one_document
+from gradus.torch_private import FLASH_CPU, FLASH_CPU_BACKWARD
 
 
 def naive(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
-    causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+    causal: bool = False, scale: float | None = None, dropout: float = 0.0, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The textbook's way: all scores at once. Also returns the weights before dropout, (batch, n_heads, q_len,
     k_len)."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     mask = _dense(mask, causal)
-    allowed = _allowed(q, k, mask, causal)
+    allowed = _allowed(q, k, mask, causal, window)
     scores = (q * default_scale(q, scale)) @ k.transpose(-2, -1)  # (batch, n_heads, q_len, k_len)
     if bias is not None:
         scores = scores + bias
@@ -55,20 +60,32 @@ def naive(
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
-    causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+    causal: bool = False, scale: float | None = None, dropout: float = 0.0, window: int | None = None,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """PyTorch's fused attention. It picks the fastest of its own kernels that can do what is asked; where it has none
     that is fast on a CPU, this is `naive` (`naive_is_faster`)."""
     extra, blind, device = None, None, capabilities(q.device)
+    # an exported graph is of any length, and so has no loop over it
+    exporting = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    window = window if exporting or window is None or window < q.shape[2] else None
     # all that flex_attention can do
-    if isinstance(mask, Documents) and bias is None and not dropout and q.shape[-1] >= 16:
-        assert causal, "packed documents need causal=True"
-        return device.blocks(*autocast(q, k, v), mask.blocks, scale), None
+    if bias is None and not dropout and q.shape[-1] >= 16:
+        if isinstance(mask, Documents):
+            assert causal, "packed documents need causal=True"
+            return device.blocks(*autocast(q, k, v), mask.blocks, window, scale), None
+        if mask is None and causal and window is not None and device.skips_blocks:
+            blocks = functools.partial(one_document, len(q), q.shape[2], q.device)
+            return device.blocks(*autocast(q, k, v), blocks, window, scale), None
+    if device.plain_attention and window is not None and not exporting and q.shape[2] > max(2 * window, 256):
+        if mask is None and bias is None and not dropout:
+            return _banded(*autocast(q, k, v), causal, default_scale(q, scale), window), None
+        rest = {"causal": causal, "scale": scale, "dropout": dropout, "window": window}
+        return chunked()(q, k, v, mask=mask, bias=bias, **rest)
     if device.plain_attention and naive_is_faster(q, k, v, bias, dropout):
-        return naive(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)[0], None
+        return naive(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout, window=window)[0], None
     mask = _dense(mask, causal)
-    if mask is not None or bias is not None:
-        extra = _allowed(q, k, mask, causal)
+    if mask is not None or bias is not None or window is not None:
+        extra = _allowed(q, k, mask, causal, window)
         # fused kernels disagree about a row that may look nowhere: it looks everywhere, and is cleared below
         if mask is not None:
             blind = ~extra.any(dim=-1, keepdim=True)
@@ -77,7 +94,7 @@ def sdpa(
             extra = bias.to(q.dtype) if extra is None else bias.to(q.dtype).masked_fill(~extra, float("-inf"))
         extra = extra[(None,) * (4 - extra.dim())]
         causal = False
-    assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
+    _aligned(q, k, causal, None)
     grouped = q.device.type == "cpu" or (extra is None and q.dtype != torch.float32)  # elsewhere only flash shares keys
     if not grouped:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
@@ -109,15 +126,16 @@ def chunked(chunk: int = 256) -> Callable[..., tuple[Tensor, None]]:
     @torch_private.uncompiled  # a compiler would unroll the chunks and keep their buffers
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | Documents | None = None, bias: Tensor | None = None,
-        causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+        causal: bool = False, scale: float | None = None, dropout: float = 0.0, window: int | None = None,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        assert not causal or q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
+        _aligned(q, k, causal, window)
+        some = chunk if window is None else min(chunk, max(64, window // 4))  # the fewer, the fewer keys they see
         q, k, v = autocast(q, k, v)
         mask = _dense(mask, causal)
         n_kv_heads = k.shape[1]
         group = q.unflatten(1, (n_kv_heads, -1))  # (batch, n_kv_heads, group, q_len, head_dim)
         mask, bias = (x if x is None else _split_heads(x, n_kv_heads) for x in (mask, bias))
-        out = _Chunked.apply(group, k, v, mask, bias, (causal, default_scale(q, scale), dropout, chunk))
+        out = _Chunked.apply(group, k, v, mask, bias, (causal, default_scale(q, scale), dropout, some, window))
         return out.flatten(1, 2), None
 
     return attend
@@ -132,6 +150,7 @@ class Scores:
     causal: bool
     scale: float
     dropout: float
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +159,7 @@ class Chunk:
     scores."""
 
     rows: slice  # queries
-    cols: slice  # keys that any of them may look at, from the first on
+    cols: slice  # keys that any of them may look at
     dropped: Tensor | None = None
 
     @classmethod
@@ -148,14 +167,70 @@ class Chunk:
         """Draws what is dropped from the generator. q: (batch, n_kv_heads, group, q_len, head_dim)."""
         if not dropout:
             return cls(rows, cols)
-        shape = (*q.shape[:3], rows.stop - rows.start, cols.stop)
+        shape = (*q.shape[:3], rows.stop - rows.start, cols.stop - cols.start)
         return cls(rows, cols, torch.empty(shape, dtype=torch.bool, device=q.device).bernoulli_(dropout))
 
-    def halves(self, chunk: int, k_len: int, causal: bool) -> Iterator[Chunk]:
-        start = self.rows.start
-        for rows, cols in query_chunks(start, self.rows.stop, -(-chunk // 2), k_len, causal):
-            dropped = None if self.dropped is None else self.dropped[..., rows.start - start : rows.stop - start, cols]
+    def halves(self, chunk: int, k_len: int, how: Scores) -> Iterator[Chunk]:
+        top, left = self.rows.start, self.cols.start
+        for rows, cols in query_chunks(top, self.rows.stop, -(-chunk // 2), k_len, how.causal, how.window):
+            dropped = self.dropped
+            if dropped is not None:
+                dropped = dropped[..., rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
             yield Chunk(rows, cols, dropped)
+
+
+class _Banded(torch.autograd.Function):
+    """Attention with a window by PyTorch's flash kernel for CPUs, a band of queries at a time: it is given the keys
+    alone that lie in the window of one of them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, window):
+        ctx.settings = causal, scale, window
+        q = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, seq, head_dim)
+        out, sums = torch.empty_like(q), []
+        for rows, cols, mask in _bands(q, causal, window):
+            of_band = q[..., rows, :].flatten(2, 3), k[:, :, cols], v[:, :, cols]
+            part, lse = FLASH_CPU(*of_band, 0.0, False, attn_mask=mask, scale=scale)
+            out[..., rows, :] = part.unflatten(2, (q.shape[2], -1))
+            sums.append(lse)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out.flatten(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, *sums = ctx.saved_tensors
+        causal, scale, window = ctx.settings
+        grad = grad.unflatten(1, q.shape[1:3])
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (k, v))
+        for (rows, cols, mask), lse in zip(_bands(q, causal, window), sums):
+            got, of_q, kept = (x[..., rows, :].flatten(2, 3) for x in (grad, q, out))
+            args = got, of_q, k[:, :, cols], v[:, :, cols], kept, lse, 0.0, False
+            band, of_k, of_v = FLASH_CPU_BACKWARD(*args, attn_mask=mask, scale=scale)
+            dq[..., rows, :] = band.unflatten(2, (q.shape[2], -1))
+            dk[:, :, cols] += of_k
+            dv[:, :, cols] += of_v
+        return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+@torch_private.uncompiled
+def _banded(*args: Any) -> Tensor:
+    return _Banded.apply(*args)
+
+
+def _bands(q: Tensor, causal: bool, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, keys, and what is added to their scores: (group · queries, keys)."""
+    mask, before = None, None
+    band = max(64, min(192, window // 2) // q.shape[2])  # more are faster, and see more keys for nothing
+    for rows, cols in query_chunks(0, q.shape[3], band, q.shape[3], causal, window):
+        place = rows.start - cols.start, rows.stop - cols.start, cols.stop - cols.start
+        if place != before:
+            back = torch.arange(*place[:2], device=q.device)[:, None] - torch.arange(place[2], device=q.device)
+            looks = (back < window) & (back >= 0 if causal else back > -window)
+            mask = torch.zeros_like(looks, dtype=q.dtype).masked_fill_(~looks, float("-inf")).repeat(q.shape[2], 1)
+        before = place
+        yield rows, cols, mask
 
 
 class _Chunked(torch.autograd.Function):
@@ -172,13 +247,13 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask, bias, settings):
-        ctx.settings = causal, scale, dropout, chunk = settings
+        ctx.settings = causal, scale, dropout, chunk, window = settings
         ctx.rng_state = rng_state(q.device) if dropout else None
-        how = Scores(mask, bias, causal, scale, dropout)
+        how = Scores(mask, bias, causal, scale, dropout, window)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(*q.shape[:-1], 1, dtype=accumulator(q.dtype))
         with no_autocast(q.device):
-            for rows, cols in query_chunks(0, q.shape[3], chunk, k.shape[2], causal):
+            for rows, cols in query_chunks(0, q.shape[3], chunk, k.shape[2], causal, window):
                 part = Chunk.draw(q, rows, cols, dropout)
                 out[..., rows, :], lse[..., rows, :] = forward_chunk(q, k, v, how, part)
         ctx.save_for_backward(q, k, v, mask, bias, out, lse)
@@ -188,25 +263,28 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, mask, bias, out, lse = ctx.saved_tensors
-        causal, scale, dropout, chunk = ctx.settings
-        how, k_len = Scores(mask, bias, causal, scale, dropout), k.shape[2]
+        causal, scale, dropout, chunk, window = ctx.settings
+        how, k_len = Scores(mask, bias, causal, scale, dropout, window), k.shape[2]
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (k, v))
         dbias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[4] else None
         with no_autocast(q.device), rng_restored(q.device, ctx.rng_state):
-            for whole, width in query_chunks(0, q.shape[3], chunk, k_len, causal):
+            for whole, width in query_chunks(0, q.shape[3], chunk, k_len, causal, window):
                 drawn = Chunk.draw(q, whole, width, dropout)  # as in the forward pass
-                for part in drawn.halves(chunk, k_len, causal):  # P and dS live together
+                for part in drawn.halves(chunk, k_len, how):  # P and dS live together
                     saved = tuple(x[..., part.rows, :] for x in (out, lse, grad))
                     dq[..., part.rows, :] = backward_chunk(q, k, v, how, part, saved, (dk, dv, dbias))
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, dbias, None
 
 
-def query_chunks(first: int, last: int, chunk: int, k_len: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+def query_chunks(
+    first: int, last: int, chunk: int, k_len: int, causal: bool, window: int | None = None
+) -> Iterator[tuple[slice, slice]]:
     """Queries first .. last - 1 in chunks: the rows of each, and the columns that any of them may look at."""
+    beyond = max(last, k_len) if window is None else window - 1  # places to either side
     for start in range(first, last, chunk):
         stop = min(start + chunk, last)
-        yield slice(start, stop), slice(0, stop if causal else k_len)
+        yield slice(start, stop), slice(max(0, start - beyond), stop if causal else min(stop + beyond, k_len))
 
 
 def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
@@ -224,9 +302,14 @@ def _chunk_scores(q: Tensor, k: Tensor, how: Scores, part: Chunk) -> Tensor:
         scores += _window(how.bias, rows, cols)
     if how.mask is not None:
         scores.masked_fill_(~_window(how.mask, rows, cols), float("-inf"))
-    if how.causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(rows.start + 1)
-        scores.masked_fill_(later, float("-inf"))
+    ahead = 1 if how.causal else how.window
+    if ahead is not None:  # of the keys so many places later or more, a triangle
+        later = scores[..., rows.start + ahead - cols.start :]
+        later.masked_fill_(torch.ones_like(later[0, 0, 0], dtype=torch.bool).triu_(), float("-inf"))
+    if how.window is not None:
+        earlier = scores[..., : max(0, rows.stop - how.window - cols.start)]
+        far = torch.ones_like(earlier[0, 0, 0], dtype=torch.bool).tril_(rows.start - how.window - cols.start)
+        earlier.masked_fill_(far, float("-inf"))
     return scores
 
 
@@ -294,12 +377,26 @@ def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
-def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    if not causal:
-        return mask
-    assert q.shape[2] == k.shape[2], "causal needs as many queries as keys; give a mask"
-    earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-    return earlier if mask is None else mask & earlier
+def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
+    _aligned(q, k, causal, window)
+    if causal:
+        earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+        mask = earlier if mask is None else mask & earlier
+    if window is not None:
+        near = _near(slice(0, q.shape[2]), slice(0, k.shape[2]), window, q.device)
+        mask = near if mask is None else mask & near
+    return mask
+
+
+def _near(rows: slice, cols: slice, window: int, device: torch.device) -> Tensor:
+    """Whether these queries have these keys in their window: (rows, columns)."""
+    queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, cols))
+    return (queries[:, None] - keys).abs() < window
+
+
+def _aligned(q: Tensor, k: Tensor, causal: bool, window: int | None) -> None:
+    as_many = q.shape[2] == k.shape[2] or not (causal or window)
+    assert as_many, f"{'causal' if causal else 'a window'} needs as many queries as keys; give a mask"
 
 
 def _dense(mask: Tensor | Documents | None, causal: bool) -> Tensor | None:

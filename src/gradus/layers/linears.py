@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from gradus.layers.moe import MixtureOfExperts
+
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """All but routers, which compute in fp32 by a way of their own."""
+    routers = {module.router for module in model.modules() if isinstance(module, MixtureOfExperts)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in routers}
 
 
 def within(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ mask."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,8 +26,14 @@ class Documents:
 
     def __init__(self, segments: Tensor, keep: Tensor | None):
         self.segments, self.keep = segments, keep
-        self.blocks = _blocks(segments, keep)
+        self._made = {None: _blocks(segments, keep)}
         self._dense_mask: Tensor | None = None
+
+    def blocks(self, window: int | None = None) -> BlockMask:
+        """Of attention with this window."""
+        if window not in self._made:
+            self._made[window] = _blocks(self.segments, self.keep, window)
+        return self._made[window]
 
     @uncompiled
     def dense(self) -> Tensor:
@@ -58,10 +65,18 @@ def _dense(segments: Tensor | None, keep: Tensor | None) -> Tensor | None:
     return same if mask is None else mask & same
 
 
-def _blocks(segments: Tensor, keep: Tensor | None) -> BlockMask:
+@functools.lru_cache(16)
+def one_document(batch: int, seq: int, device: torch.device, window: int) -> BlockMask:
+    """Blocks of a window where every row is one document."""
+    return _blocks(torch.zeros(1, seq, dtype=torch.int32, device=device).expand(batch, seq), None, window)
+
+
+@uncompiled
+def _blocks(segments: Tensor, keep: Tensor | None, window: int | None = None) -> BlockMask:
     """Blocks of scores that may hold one which counts. Found by the first and last document of each block, so that
     nothing of seq × seq is ever made; `mask_mod` decides within a block, but not where one document fills both its
-    sides."""
+    sides and the window holds all of them."""
+    window = segments.shape[1] if window is None else window
     batch, seq = segments.shape
     n = -(-seq // BLOCK)
     tail = (batch, n * BLOCK - seq)
@@ -71,15 +86,17 @@ def _blocks(segments: Tensor, keep: Tensor | None) -> BlockMask:
     )
     low, high = low.amin(-1), high.amax(-1)  # (batch, n)
     i = torch.arange(n, device=segments.device)
-    backwards = i[:, None] >= i
+    back = (i[:, None] - i) * BLOCK
+    backwards = (back >= 0) & (back - BLOCK + 1 < window)
     meets = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None]) & backwards  # (batch, n, n)
     whole = torch.zeros_like(meets)
     if keep is None:
         one = (low == high) & ((i + 1) * BLOCK <= seq)
-        whole = one[:, :, None] & one[:, None, :] & (low[:, :, None] == low[:, None, :]) & (i[:, None] > i)
+        whole = one[:, :, None] & one[:, None, :] & (low[:, :, None] == low[:, None, :])
+        whole &= (back > 0) & (back + BLOCK - 1 < window)
 
     def looks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        may = (q >= k) & (segments[b, q] == segments[b, k])
+        may = (q >= k) & (q - k < window) & (segments[b, q] == segments[b, k])
         return may if keep is None else may & keep[b, k]
 
     return BlockMask.from_kv_blocks(*_listed(meets & ~whole), *_listed(whole), BLOCK, looks, (seq, seq))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.layers.feedforward import ACTIVATIONS
+from gradus.layers.feedforward import ACTIVATIONS, GatedFeedForward
 from gradus.layers.kernels import autocast, no_autocast
 
 # ---------------------------------------------------------------- matrix products of groups of rows
@@ -134,19 +134,24 @@ class MixtureOfExperts(nn.Module):
     alone). An expert is a FeedForward, or with `gated` a GatedFeedForward. No token is dropped: an expert takes as many
     as choose it. The router computes in fp32 (Fedus et al. 2021, section 2.4).
 
+    norm_top_k: False for the weights of a softmax over all experts. d_shared: the width of one more expert, gated, that
+    every token takes, times a sigmoid of the token (Yang et al. 2024, section 2.2.2).
+
     `dispatch(experts, rows, counts)` brings rows (tokens · top_k, d_model), sorted by expert, to their experts and
     back; it may be replaced from outside. `balance`: what the last forward pass left, see `keep_balance`.
     """
 
     def __init__(
         self, d_model: int, d_ff: int, n_experts: int, top_k: int, activation: str, gated: bool = False,
-        bias: bool = False,
+        bias: bool = False, norm_top_k: bool = True, d_shared: int | None = None,
     ):  # fmt: skip
         super().__init__()
         assert top_k <= n_experts, f"top_k={top_k} is more than n_experts={n_experts}"
-        self.n_experts, self.top_k = n_experts, top_k
+        self.n_experts, self.top_k, self.norm_top_k = n_experts, top_k, norm_top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
         self.experts = Experts(d_model, d_ff, n_experts, activation, gated, bias)
+        self.shared = GatedFeedForward(d_model, d_shared, activation) if d_shared else None
+        self.shared_gate = nn.Linear(d_model, 1, bias=False) if d_shared else None
         self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = Experts.__call__
         self.keeps_balance = False
         self.balance: Tensor | None = None
@@ -157,7 +162,8 @@ class MixtureOfExperts(nn.Module):
             scores = F.linear(x.float(), self.router.weight.float())  # (batch, seq, n_experts)
         probabilities = scores.softmax(-1)
         weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)
-        weights = weights / weights.sum(-1, keepdim=True)
+        if self.norm_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
         picks = chosen.flatten(1)  # (batch, seq · top_k)
         # (batch, n_experts)
         counts = picks.new_zeros(x.shape[0], self.n_experts).scatter_add(1, picks, torch.ones_like(picks))
@@ -168,7 +174,8 @@ class MixtureOfExperts(nn.Module):
         # (batch · seq · top_k, d_model)
         out = self.dispatch(self.experts, x.flatten(0, 1)[order // self.top_k], counts.sum(0))
         out = out[order.argsort()].unflatten(0, chosen.shape)  # (batch, seq, top_k, d_model)
-        return (out * weights.unsqueeze(-1)).sum(-2).to(out.dtype)
+        out = (out * weights.unsqueeze(-1)).sum(-2).to(out.dtype)  # (batch, seq, d_model)
+        return out if self.shared is None else out + self.shared_gate(x).sigmoid() * self.shared(x)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:

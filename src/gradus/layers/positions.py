@@ -32,17 +32,30 @@ def sinusoidal(
 def rotary_frequencies(head_dim: int, theta: float, scaling: Any = None, device=None) -> Tensor:
     """(head_dim / 2,) fp32: radians a position, theta^(-2i / head_dim) (Su et al. 2021, equation 15).
 
-    scaling: Llama 3.1's (recipe.schema.RopeScaling; Grattafiori et al. 2024): wavelengths longer than
-    original_seq_len / low_freq_factor are stretched by `factor`, those shorter than original_seq_len / high_freq_factor
-    stay, and between the two the stretch fades in.
+    scaling: a recipe.schema.RopeScaling. linear: all are divided by `factor` (Chen et al. 2023). llama3 (Grattafiori et
+    al. 2024): wavelengths longer than original_seq_len / low_freq_factor are stretched by `factor`, those shorter than
+    original_seq_len / high_freq_factor stay, and between the two the stretch fades in. yarn (Peng et al. 2023, section
+    3.2): it fades in between those that turn beta_fast and beta_slow times within original_seq_len, by their number.
     """
     if head_dim % 2:
         raise UserError(f"rotary positions need an even head size (d_model / n_heads), not {head_dim}")
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     if scaling is None:
         return frequency
-    turns = scaling.original_seq_len * frequency / (2 * math.pi)  # of this wave within the original length
-    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    if scaling.type == "linear":
+        return frequency / scaling.factor
+    if scaling.type == "llama3":
+        turns = scaling.original_seq_len * frequency / (2 * math.pi)  # of this wave within the original length
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:
+        fast, slow = (  # the waves, by number, that turn so often
+            head_dim * math.log(scaling.original_seq_len / (2 * math.pi * turns)) / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), head_dim - 1)
+        number = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+        keep = 1 - (number - first) / max(last - first, 1e-3)
+    keep = keep.clamp(0, 1)
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 
@@ -51,11 +64,13 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: Any = 
     negated.
 
     positions: integers (seq,) or (batch, seq); for q and k of shape (batch, n_heads, seq, head_dim) give (batch, 1,
-    seq).
+    seq). YaRN multiplies both by its attention_factor (Peng et al. 2023, section 3.4).
     """
     # (..., seq, head_dim / 2)
     angle = positions[..., None].float() * rotary_frequencies(head_dim, theta, scaling, positions.device)
     cos, sin = angle.cos(), angle.sin()
+    if factor := scaling and scaling.attention_factor:
+        cos, sin = cos * factor, sin * factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

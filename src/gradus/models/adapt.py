@@ -16,7 +16,7 @@ from torch import nn
 
 from gradus import limits
 from gradus.errors import UserError, did_you_mean
-from gradus.layers import Attention, Block, LoRALinear, MixtureOfExperts, SmallLinear, linears, small, use_linears
+from gradus.layers import Attention, Block, LoRALinear, SmallLinear, linears, small, use_linears
 from gradus.layers.linears import within
 from gradus.models.family import Family
 from gradus.models.weights import first_names, in_head
@@ -86,9 +86,8 @@ def trained_whole(config: ModelConfig, name: str) -> bool:
 
 def adaptable(model: nn.Module) -> list[str]:
     """The names of all Linears, but those that choose experts and those that are an adapter's."""
-    others = {m.router for m in model.modules() if isinstance(m, MixtureOfExperts)}
     inside = within(model, LoRALinear)
-    return [name for name, m in linears(model).items() if m not in others and not name.startswith(inside)]
+    return [name for name in linears(model) if not name.startswith(inside)]
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -63,10 +63,11 @@ class ModernBertBlock(Block):
     """Norm, attention, residual; norm, gated feed-forward, residual. The first attention needs no norm: the embeddings
     have one."""
 
-    def __init__(self, config: BertConfig, first: bool):
+    def __init__(self, config: BertConfig, number: int):
         super().__init__()
-        self.attention_norm = nn.Identity() if first else norm(config)
-        self.attention = Attention(config.d_model, config.n_heads, bias=False, dropout=config.dropout)
+        self.attention_norm = norm(config) if number else nn.Identity()
+        window = config.alternation.window + 1 if is_local(config, number) else None
+        self.attention = Attention(config.d_model, config.n_heads, bias=False, dropout=config.dropout, window=window)
         self.feedforward_norm = norm(config)
         self.feedforward = GatedFeedForward(config.d_model, config.d_ff, config.activation, config.dropout)
         self.dropout = nn.Dropout(config.dropout)
@@ -138,7 +139,7 @@ class Bert(nn.Module):
         self.embedding_norm = norm(config)
         self.dropout = nn.Dropout(config.dropout)
         if config.alternation:
-            self.blocks = nn.ModuleList(ModernBertBlock(config, first=i == 0) for i in range(config.n_layers))
+            self.blocks = nn.ModuleList(ModernBertBlock(config, i) for i in range(config.n_layers))
             self.final_norm = norm(config)
         else:
             self.position_embedding = nn.Embedding(config.first_position + config.seq_len, config.d_model)
@@ -182,14 +183,12 @@ class Bert(nn.Module):
         x = self.dropout(x)  # (batch, seq, d_model)
         # (batch, 1, 1, seq): the same keys for every head and query
         mask = None if keep is None else keep[:, None, None, :]
-        everywhere, local = {"mask": mask}, {}
+        everywhere, local = {}, {}
         if how := c.alternation:
-            near = ((places[:, :, None] - places[:, None]).abs() <= how.window)[:, None]  # (1, 1, seq, seq)
             everywhere["rotary"] = rotary_table(places[:, None], c.head_dim, how.theta)
-            local = {"mask": near if mask is None else near & mask}
             local["rotary"] = rotary_table(places[:, None], c.head_dim, how.local_theta)
         for i, block in enumerate(self.blocks):
-            x = block(x, **(local if is_local(c, i) else everywhere))
+            x = block(x, mask=mask, **(local if is_local(c, i) else everywhere))
         return self.final_norm(x) if c.alternation else x
 
     def pooled(self, hidden: Tensor) -> Tensor:

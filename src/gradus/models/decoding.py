@@ -138,6 +138,8 @@ class Steps:
         if sources is not None:
             keep = torch.arange(sources.shape[1], device=ids.device) < source_lengths[:, None]  # (batch, source)
             self.memory = self.model.encode(sources, keep), keep
+        if self.cache is not None:
+            self.cache.lengths = lengths
         positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
         return self._read(ids, positions, select=positions == lengths[:, None] - 1)
 

@@ -1,10 +1,12 @@
 """Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder,
 pre-norm with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the
 feed-forward network it is Mixtral (Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024,
-section 2.2.1)."""
+section 2.2.1), and with a shared expert Qwen2-MoE (section 2.2.2); with norms of each head's queries and keys in place
+of the biases Qwen3 (Yang et al. 2025, section 2)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -29,27 +31,34 @@ from gradus.recipe.schema import LlamaConfig
 class LlamaBlock(Block):
     """Norm, attention, residual; norm, feed-forward, residual."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, number: int):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(
             config.d_model, config.n_heads, config.n_kv_heads, config.head_dim,
-            bias=config.qkv_bias, out_bias=False, dropout=config.dropout,
+            bias=config.qkv_bias, out_bias=False, dropout=config.dropout, window=config.window_of(number),
+            head_norm=functools.partial(nn.RMSNorm, eps=config.norm_eps) if config.qk_norm else None,
         )
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        if config.n_experts is None:
-            self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
-        else:
+        if config.has_experts(number):
             self.feedforward = MixtureOfExperts(
-                config.d_model, config.d_ff, config.n_experts, config.top_k, "silu", gated=True
+                config.d_model, config.d_expert or config.d_ff, config.n_experts, config.top_k, "silu", gated=True,
+                norm_top_k=config.norm_top_k, d_shared=config.d_shared,
             )
+        else:
+            self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True,
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None, causal: bool = True,
                 cache=None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
         x = x + self.attention(
             self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions
         )
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
+
+
+def rotates(config: LlamaConfig, i: int) -> bool:
+    """Whether block i has rotary positions."""
+    return not config.no_rotation_every or (i + 1) % config.no_rotation_every != 0
 
 
 class Llama(Decoder):
@@ -59,7 +68,7 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(LlamaBlock(config, i) for i in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_output:
@@ -75,7 +84,8 @@ class Llama(Decoder):
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for the keys and values of `max_len` tokens a row."""
         c, weight = self.config, self.token_embedding.weight
-        return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype)
+        windows = [c.window_of(i) for i in range(c.n_layers)]
+        return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype, windows)
 
     def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
                keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
@@ -88,12 +98,14 @@ class Llama(Decoder):
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
-            x = block(x, rotary=rotary, mask=mask, causal=cache is None, cache=layer, positions=positions)
+            turn = rotary if rotates(c, i) else None
+            x = block(x, rotary=turn, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
 
 FAMILY = Family(
     config=LlamaConfig, model=Llama, weights=weights, attention="causal",
-    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",)),),
+    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",),
+                  kind=lambda config, i: (config.window_of(i), rotates(config, i))),),
     tokens=("token_embedding",), head="head", fine_tuning_rate=2e-5,
 )  # fmt: skip

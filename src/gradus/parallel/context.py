@@ -165,6 +165,7 @@ class Context:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | WholeSequence | None = None,
         bias: Tensor | None = None, causal: bool = False, scale: float | None = None, dropout: float = 0.0,
+        window: int | None = None,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """The kernel (gradus.layers.kernels) that replaces the model's own.
 
@@ -173,7 +174,8 @@ class Context:
         process has whole.
         """
         if not self.redundant and not causal:
-            return self.ordinary(q, k, v, mask=mask, bias=bias, causal=causal, scale=scale, dropout=dropout)
+            kwargs = {"bias": bias, "causal": causal, "scale": scale, "dropout": dropout, "window": window}
+            return self.ordinary(q, k, v, mask=mask, **kwargs)
         sequence, mask = (self.sequence, mask) if self.redundant else (mask, None)
         assert isinstance(sequence, WholeSequence), (
             "the batch was not prepared: call Context.prepare, and hand its segments to the model"
@@ -186,7 +188,9 @@ class Context:
             assert of_all_keys, f"mask {tuple(mask.shape)}: it must cover all keys"
             keep = mask[:, 0, 0]  # (batch, seq)
         if not self.ring:
-            return self._ulysses(q, k, v, WholeSequence(split, segments, keep), causal, scale, dropout), None
+            kwargs = {"causal": causal, "scale": scale, "dropout": dropout, "window": window}
+            return self._ulysses(q, k, v, WholeSequence(split, segments, keep), **kwargs), None
+        assert window is None, "the ring takes no window"
         q, k, v = kernels.autocast(q, k, v)
         if keep is None and not causal and split.padding:  # causal queries never attend to the padding at the end
             keep = torch.ones(1, split.length, dtype=torch.bool, device=q.device)
@@ -196,7 +200,7 @@ class Context:
         grouped = q.unflatten(1, (k.shape[1], -1))  # (batch, n_kv_heads, group, local, head_dim)
         return _RingAttention.apply(grouped, torch.stack((k, v)), ring).flatten(1, 2), None
 
-    def _ulysses(self, q, k, v, sequence: WholeSequence, causal: bool, scale: float | None, dropout: float) -> Tensor:
+    def _ulysses(self, q, k, v, sequence: WholeSequence, **kwargs: Any) -> Tensor:
         """All heads of `local` tokens → some heads of all tokens, the ordinary kernel, and back (Jacobs et al. 2023,
         section 3.1)."""
         n, (split, segments, keep) = self.n, sequence
@@ -207,7 +211,7 @@ class Context:
         q, k, v = (x.movedim(0, 2).flatten(2, 3)[:, :, : split.length] for x in mixed.split(heads, dim=2))
         mask = attention_mask(segments, keep)
         # out: (batch, n_heads / n, seq, head_dim)
-        out, _ = self.ordinary(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout)
+        out, _ = self.ordinary(q, k, v, mask=mask, **kwargs)
         out = split.pad(out, 2).unflatten(2, (n, -1)).movedim(2, 0)  # (n, batch, n_heads / n, local, head_dim)
         # (batch, n_heads, local, head_dim)
         return all_to_all(out.contiguous(), None, None, self.group).movedim(0, 1).flatten(1, 2)

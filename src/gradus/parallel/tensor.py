@@ -4,6 +4,7 @@ the models are not edited.
 
     token embedding          rows of the vocabulary                    gives the stream
     to_q, to_k, to_v         heads; their input is gathered once       give plain tensors: this process's heads
+    q_norm, k_norm           whole, of this process's heads: their gradients are parts of a sum
     up, gate                 rows of d_ff; their input gathered once   give DTensors split along d_ff
     to_out, down             columns: the processes' sums              give the stream
     output projection        rows of the vocabulary                    gives logits, see `loss_context`
@@ -110,6 +111,8 @@ def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replic
     for linear in (module.to_q, module.to_k, module.to_v):
         _split(linear, mesh, ColwiseParallel())
     _split(module.to_out, mesh, RowwiseParallel(output_layouts=stream, use_local_output=False))
+    for norm in filter(None, (module.q_norm, module.k_norm)):
+        distribute_module(norm, mesh, None, _of_local_heads, lambda norm, x, mesh: x.to_local())
     if module.dropout:
         plain, own = module.forward, _own_random_numbers(module.forward, mesh)
 
@@ -118,6 +121,10 @@ def _split_attention(module: Attention, mesh: DeviceMesh, stream: Shard | Replic
             return (own if module.training else plain)(*args, **kwargs)
 
         module.forward = forward
+
+
+def _of_local_heads(norm: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(*inputs, mesh, (Shard(1),))  # (batch, heads, seq, head_dim)
 
 
 def _split_feedforward(module: FeedForward | GatedFeedForward, mesh: DeviceMesh, stream: Shard | Replicate) -> None:

@@ -55,8 +55,9 @@ def active(config: ModelConfig) -> int:
 
 SYMBOLS = {
     "L": "n_layers", "L_d": "n_decoder_layers", "h": "d_model", "a": "n_heads", "k": "n_kv_heads", "f": "d_ff",
-    "V": "vocab_size", "s": "seq_len", "T": "n_token_types", "E": "n_experts", "top_k": "top_k", "P": "patch_size",
-    "c": "n_channels", "image": "image_size", "C": "n_classes", "buckets": "n_buckets",
+    "V": "vocab_size", "s": "seq_len", "T": "n_token_types", "E": "n_experts", "top_k": "top_k", "f_e": "d_expert",
+    "f_s": "d_shared", "P": "patch_size", "c": "n_channels", "image": "image_size", "C": "n_classes",
+    "buckets": "n_buckets",
 }  # fmt: skip
 
 

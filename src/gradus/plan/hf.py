@@ -18,11 +18,10 @@ from gradus import limits, models
 from gradus.errors import UserError
 from gradus.models import weights
 from gradus.models.weights import fields, others
+from gradus.models.weights import rope as rotary
 from gradus.plan.counts import active, tokens_a_sample
 from gradus.recipe import presets, resolve
 from gradus.recipe.schema import MODELS, TASKS, ModelConfig, Recipe
-
-ROTARY = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # besides the numbers of a way to rescale
 
 # ---------------------------------------------------------------- config.json → a configuration
 
@@ -73,7 +72,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
         hf["architectures"] = [_head(architecture, heads)]
     notes += [note for ending, note in entry.get("headless", {}).items() if architecture.endswith(ending)]
     if "rotary" in entry:
-        notes += _window_and_angles(hf, entry["rotary"], {*ROTARY, *table.SCALING.values()})
+        notes += _window_and_angles(hf, entry["rotary"])
     if "added_positions" in entry:
         usable = hf["max_position_embeddings"]
         hf["n_positions"] = stored = usable + entry["added_positions"]
@@ -125,9 +124,9 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
     return heads[ending]
 
 
-def _window_and_angles(hf: dict[str, Any], types: list[str], known: set[str]) -> Iterator[str]:
+def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
     """A window of attention limits the length; of rotary positions a way to rescale that is not among `types` is left
-    out, and so are fields that are not `known`."""
+    out, and so are fields that nobody knows."""
     window, hf["sliding_window"] = hf.get("sliding_window"), None
     used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
     if window and used and window < hf.get("max_position_embeddings", 2048):
@@ -140,6 +139,7 @@ def _window_and_angles(hf: dict[str, Any], types: list[str], known: set[str]) ->
     if how not in types or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
         yield f"rotary positions of type {how} planned as plain ones"
         rope = {}
+    known = rotary.known(how)
     if left := [name for name in rope if name not in known and rope[name] is not None]:
         yield f"rotary positions: {', '.join(left)}: unknown, planned as if it changed nothing"
     rope = {name: value for name, value in rope.items() if name in known}

@@ -114,8 +114,9 @@ def _summed(model: nn.Module, family: Family) -> Iterator[nn.Module]:
     """The modules whose outputs tensor parallelism sums (parallel.tensor)."""
     kinds = Attention, FeedForward, GatedFeedForward, MixtureOfExperts
     rows = tuple(end for end, way in family.tensor.items() if way == "row")
+    within = {m.shared for m in model.modules() if isinstance(m, MixtureOfExperts)}  # summed with the others
     for name, module in model.named_modules():
-        if isinstance(module, kinds) or name in family.tokens or name.endswith(rows):
+        if (isinstance(module, kinds) and module not in within) or name in family.tokens or name.endswith(rows):
             yield module
 
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from gradus import models, torch_private
 from gradus.errors import UserError
 from gradus.layers.capabilities import CUDA, pretending
+from gradus.layers.masks import BLOCK
 from gradus.models.values import materialise
 from gradus.parallel import check
 from gradus.parallel.apply import apply
@@ -655,8 +656,11 @@ def _cuda_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: boo
     return torch.native_dropout(x, p, True)[0]
 
 
-def _cuda_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float | None) -> Tensor:
-    """flex_attention keeps what flash attention keeps. Operations are counted as if a row were one causal document."""
+def _cuda_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any, window: int | None, scale: float | None) -> Tensor:
+    """flex_attention keeps what flash attention keeps. Operations are counted as if a row were one causal document, and
+    with a window as if every query had the same keys, as many as its blocks hold."""
+    if window is not None and (seen := window + BLOCK) < k.shape[2] // 2:
+        return _cuda_attention(q, k[:, :, :seen], v[:, :, :seen], scale=scale, enable_gqa=True)
     if q.dtype in (torch.bfloat16, torch.float16):
         return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
     return _cuda_attention(q, k, v, is_causal=True, scale=scale)

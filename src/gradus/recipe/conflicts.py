@@ -218,7 +218,8 @@ OTHER: tuple[Row, ...] = (
     *_of_kinds("tokenizer", stated=False),
     _stated("model.n_classes", "model.family=bert task.name=masked_lm", " with task {value}. It is for classification"),
     _stated("model.vocab_size", "model.family=vit", ": vit reads images. Leave it out"),
-    _stated("model.top_k, model.balance", "model.n_experts=null",
+    _stated("model.top_k, model.balance, model.d_expert, model.d_shared, model.norm_top_k, model.experts_every, "
+            "model.dense_layers", "model.n_experts=null",
             " without experts. Set model.n_experts=8, say, or leave it out"),
     _stated("tokenizer", "data.kind=synthetic|images", " with {value} data. Leave it out"),
     _stated("tokenizer.shared", "data.kind=text|labelled", " with {value} data. It is for pairs"),

@@ -185,7 +185,9 @@ class ModelConfig(Section):
         width = max(self.d_model, self.n_heads * self.head_dim)
         layers = self.n_layers + (getattr(self, "n_decoder_layers", None) or 0)
         networks = getattr(self, "n_experts", None) or 1
-        about = layers * self.d_model * (4 * width + 3 * networks * (getattr(self, "d_ff", None) or 4 * self.d_model))
+        inner = getattr(self, "d_ff", None) or 4 * self.d_model
+        expert, shared = getattr(self, "d_expert", None) or inner, getattr(self, "d_shared", None) or 0
+        about = layers * self.d_model * (4 * width + 3 * max(inner, networks * expert + shared))
         if about > limits.PARAMETERS:
             raise ValueError(f"these sizes are about {about:.1g} parameters; at most {limits.PARAMETERS:g} are planned")
         return self
@@ -202,6 +204,25 @@ class ExpertsConfig(ModelConfig):
     def _enough_experts(self):
         if self.n_experts is not None and self.top_k > self.n_experts:
             raise ValueError(f"top_k={self.top_k} is more than n_experts={self.n_experts}")
+        return self
+
+
+class WindowsConfig(ModelConfig):
+    """Attention in a window, in the families that have it."""
+
+    window: Length | None = None  # tokens that a query sees, itself among them, of layers with a window; None: all
+    full_first: Annotated[Whole, upto(limits.LAYERS, 0)] = 0  # the first so many layers see all
+    full_every: Layers | None = None  # of every so many layers the last sees all; None: no further one
+
+    def window_of(self, layer: int) -> int | None:
+        """The tokens that a query sees in this layer, from 0; None: all."""
+        full = layer < self.full_first or (self.full_every and (layer + 1) % self.full_every == 0)
+        return None if full else self.window
+
+    @model_validator(mode="after")
+    def _full_among_windows(self):
+        if self.window is None and (self.full_first or self.full_every):
+            raise ValueError("full_first and full_every are of models with a window; set window or leave them out")
         return self
 
 
@@ -349,17 +370,37 @@ class T5Config(ModelConfig):
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of rotary frequencies (Grattafiori et al. 2024)."""
+    """How rotary frequencies are stretched for longer texts: the low ones, as in Llama 3.1 (Grattafiori et al. 2024) or
+    by YaRN (Peng et al. 2023), or all alike (Chen et al. 2023)."""
 
-    factor: PositiveFloat = 8.0  # low frequencies are divided by it
-    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / it are stretched in full
-    high_freq_factor: PositiveFloat = 4.0  # wavelengths below original_seq_len / it stay
-    original_seq_len: Length = 8192  # tokens the model was first trained with
+    type: Literal["llama3", "yarn", "linear"] = "llama3"  # which of the three
+    factor: PositiveFloat = 8.0  # low frequencies are divided by it, or all
+    original_seq_len: Length | None = None  # llama3 (8,192), yarn (8,192): tokens the model was first trained with
+    low_freq_factor: PositiveFloat | None = None  # llama3 (1): wavelengths above original_seq_len / it: in full
+    high_freq_factor: PositiveFloat | None = None  # llama3 (4): wavelengths below original_seq_len / it stay
+    beta_fast: PositiveFloat | None = None  # yarn (32): what turns more often within original_seq_len stays
+    beta_slow: PositiveFloat | None = None  # yarn (1): what turns less often is stretched in full
+    attention_factor: PositiveFloat | None = None  # yarn (0.1 ln factor + 1): cos and sin are multiplied by it
+
+    @model_validator(mode="after")
+    def _of_the_type(self):
+        defaults = {
+            "llama3": {"original_seq_len": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "yarn": {"original_seq_len": 8192, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "attention_factor": 0.1 * math.log(max(self.factor, 1.0)) + 1.0},
+            "linear": {},
+        }[self.type]  # fmt: skip
+        for name in set(RopeScaling.model_fields) - {"type", "factor"}:
+            if getattr(self, name) is None:
+                setattr(self, name, defaults.get(name))
+            elif name not in defaults:
+                raise ValueError(f"{name}={getattr(self, name):g} is not of type={self.type}; leave it out")
+        return self
 
 
-class LlamaConfig(ExpertsConfig):
+class LlamaConfig(ExpertsConfig, WindowsConfig):
     """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024);
-    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024)."""
+    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024); with qk_norm, Qwen3 (Yang et al. 2025)."""
 
     learns = {"causal_lm": "text"}
     family: Literal["llama"] = "llama"
@@ -370,8 +411,15 @@ class LlamaConfig(ExpertsConfig):
     ffn_multiplier: PositiveFloat = 1.0  # of d_ff, where it is not given
     seq_len: Length = 4096  # longest sequence in tokens
     rope_theta: PositiveFloat = 10_000.0  # base of the rotary frequencies
-    rope_scaling: RopeScaling | None = None  # stretched frequencies, as in Llama 3.1; None: as they are
+    rope_scaling: RopeScaling | None = None  # stretched frequencies; None: as they are
+    no_rotation_every: Layers | None = None  # every so many layers one has no rotary positions (SmolLM3); None: none
     qkv_bias: bool = False  # in the projections to queries, keys and values, not in the output's
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, before their rotation
+    d_expert: Hidden | None = None  # width of an expert; None: d_ff
+    d_shared: Hidden | None = None  # width of an expert that every token takes, times a sigmoid gate; None: no such
+    norm_top_k: bool = True  # the weights of the experts that a token takes sum to 1
+    experts_every: Layers = 1  # every so many layers one has experts, the others a network of width d_ff
+    dense_layers: list[Annotated[Whole, upto(limits.LAYERS, 0)]] = []  # layers without experts too, counted from 0
     tie_output: bool = False  # output projection = token embedding
     norm_eps: Epsilon = 1e-5  # added to the mean square in norms
 
@@ -379,13 +427,20 @@ class LlamaConfig(ExpertsConfig):
     def head_dim(self) -> int:
         return self.d_head or self.d_model // self.n_heads
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer, from 0, has them."""
+        chosen = (layer + 1) % self.experts_every == 0 and layer not in self.dense_layers
+        return self.n_experts is not None and chosen
+
     @model_validator(mode="after")
     def _sizes(self):
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
-        if self.qkv_bias and self.n_experts is not None:
-            raise ValueError("qkv_bias=true with n_experts: no supported checkpoint format holds both; leave one out")
+        if beyond := [i for i in self.dense_layers if i >= self.n_layers]:
+            raise ValueError(f"dense_layers={beyond}: of n_layers={self.n_layers} the last is {self.n_layers - 1}")
+        if self.n_experts and not any(map(self.has_experts, range(self.n_layers))):
+            raise ValueError("experts_every and dense_layers leave no layer its experts; leave n_experts out")
         if self.d_ff is None:
             hidden = int(self.ffn_multiplier * int(2 * 4 * self.d_model / 3))
             self.d_ff = self.multiple_of * -(-hidden // self.multiple_of)
