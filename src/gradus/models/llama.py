@@ -1,7 +1,7 @@
 """Llama 2, 3.1, 3.2 (Touvron et al. 2023, section 2.2; Grattafiori et al. 2024, section 3.2): a causal decoder,
 pre-norm with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the
 feed-forward network it is Mixtral (Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024,
-section 2.2.1)."""
+section 2.2.1); with attention in a window Mistral (Jiang et al. 2023, section 2)."""
 
 from __future__ import annotations
 

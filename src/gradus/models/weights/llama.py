@@ -1,7 +1,7 @@
 """Llama's tensors and config.json as Hugging Face's LlamaForCausalLM has them, with a window in every layer
-MistralForCausalLM, in some MinistralForCausalLM, with experts MixtralForCausalLM and with biases of q, k and v Qwen2ForCausalLM, under the names in
-published files (for experts, transformers has other names in memory). Its q and k rows are in the half-split rotary
-layout, as ours are."""
+MistralForCausalLM, in some MinistralForCausalLM, with experts MixtralForCausalLM and with biases of q, k and v
+Qwen2ForCausalLM, under the names in published files (for experts, transformers has other names in memory). Its q and k
+rows are in the half-split rotary layout, as ours are."""
 
 from __future__ import annotations
 
