@@ -3,7 +3,7 @@
     python benchmarks/windows.py            a table: causal, 8 heads of 128 over 2 of keys, window 512, batch 1, fp32, one thread
     python benchmarks/windows.py --write    rows to benchmarks/results/windows-cpu-1-thread.jsonl
 
-A cell is a process of its own. Seconds are the processor's (other programs on the machine do not count), the median and the spread of 5 calls;
+A cell is a process of its own. Seconds are the processor's (other programs on the machine do not count), the median and the spread of 3 calls;
 memory is the process's peak above what it had before the first call, in MiB.
 """
 
@@ -23,7 +23,7 @@ from gradus.layers import get_kernel
 from gradus.measure.machine import conditions
 from gradus.rows import Row, as_lines
 
-HEADS, KEYS, WIDTH, WINDOW, CALLS = 8, 2, 128, 512, 5
+HEADS, KEYS, WIDTH, WINDOW, CALLS = 8, 2, 128, 512, 3
 LENGTHS, KERNELS = (2048, 4096, 8192), ("chunked", "sdpa")
 
 
