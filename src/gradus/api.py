@@ -407,8 +407,8 @@ def generate(
     prompts, a list.
 
     max_new: tokens. temperature: 0 is greedy; top_k, top_p and seed are of drawing. sliding_window: go on beyond the
-    model's positions, reading only the latest tokens. Raises UserError for a model that cannot generate, or a setting
-    out of range.
+    model's positions, forgetting the oldest tokens (attention in a window is the model's own: model.window). Raises
+    UserError for a model that cannot generate, or a setting out of range.
     """
     from gradus.infer.generate import Continuation
     from gradus.models.decoding import sampler

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from gradus import models
-from gradus.infer import engines, find
+from gradus.infer import engines, find, graphs
 from gradus.models.decoding import complete
+from gradus.recipe.schema import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_models import PROMPTS, exported, needs_onnx, saved
@@ -124,3 +125,15 @@ def test_a_model_that_is_compiled_for_a_gpu_is_checked_against_one_that_stays(vi
     (graph,) = graphs.graphs(model)
     assert export_pt2.Pt2.write(graph, tmp_path)["device"] == "meta"
     assert {p.device.type for p in model.parameters()} == {"cpu"} and (tmp_path / "model.pt2").read_bytes() == b"code"
+
+
+def test_a_decoder_with_windows_as_a_graph_past_their_edge():
+    """Which keeps all keys and values, with a mask: several tokens and one at a time, against the model."""
+    config = LlamaConfig(vocab_size=41, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, d_ff=56, seq_len=64, window=5, full_every=2)
+    model, ids, logits = models.build(config).eval().requires_grad_(False), torch.randint(0, 41, (2, 20)), []
+    (graph,), past, done = graphs.graphs(model), [torch.zeros(2, 2, 0, 8)] * 4, 0
+    for new in ids.split((9, 1, 1, 6, 3), dim=1):
+        done += new.shape[1]
+        one, *past = graph.module(new, torch.ones(2, done, dtype=torch.long), *past)
+        logits.append(one)
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids), atol=1e-5, rtol=1e-4)

@@ -175,7 +175,7 @@ WINDOWS = {  # transformers' configuration, its fields, ours
     "qwen2": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, {"window": 6, "full_first": 1, "qkv_bias": True}),
     "qwen2 by types": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
                        {"window": 6, "full_every": 2, "qkv_bias": True}),
-    "ministral": (transformers.MinistralConfig, {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]},
+    "ministral": (transformers.MinistralConfig, {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"], "head_dim": 8},
                   {"window": 6, "full_every": 3}),
     "smollm3": (transformers.SmolLM3Config, {"use_sliding_window": True, "sliding_window": 6, "no_rope_layer_interval": 3, "pad_token_id": VOCAB, "vocab_size": VOCAB + 1,
                                              "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, {"window": 6, "full_first": 1, "no_rotation_every": 3}),
@@ -222,7 +222,7 @@ def test_qwen2_has_a_window_where_transformers_has_one(stated):
 def test_a_window_that_is_not_ours_is_refused():
     assert config_from_hf({"model_type": "mistral"}).window == 4096, "which a config.json need not state"
     mixed = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": [f"{x}_attention" for x in ("sliding", "full", "full", "sliding")]}
-    with pytest.raises(UserError, match="layer_types=.* is not supported by family llama"):
+    with pytest.raises(UserError, match=r"layer_types=.* is not supported by family llama"):
         config_from_hf({**HF_TINY, "num_hidden_layers": 4, **mixed})
     for other in ({"model_type": "llama"}, {"model_type": "smollm3", "use_sliding_window": True}):
         with pytest.raises(UserError, match="sliding_window=8 is not supported by family llama in model_type="):

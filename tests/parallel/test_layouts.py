@@ -104,6 +104,24 @@ def test_variants_of_a_family(on_two, i):
             assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0), layout
 
 
+WINDOWED = {"n_layers": 4, "window": 3, "full_every": 2}
+WINDOWS = [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2, "context_method": "ulysses"}, {"checkpointing": "full", "attention": "chunked", "chunk": 4}]
+
+
+def windowed(world) -> list:
+    return [curve(world, "llama", layout, steps=3, **WINDOWED) for layout in WINDOWS]
+
+
+@pytest.mark.slow
+def test_a_window_in_every_other_layer():
+    """A stage's layers keep their windows, which follow their numbers in the model."""
+    expected = common.reference("llama", 3, **WINDOWED)
+    assert not torch.allclose(torch.tensor(expected), torch.tensor(common.reference("llama", 3, n_layers=4)), rtol=1e-4, atol=0)
+    for found in run(2, windowed):
+        for layout, one in zip(WINDOWS, found, strict=True):
+            assert torch.allclose(torch.tensor(one), torch.tensor(expected), rtol=1e-5, atol=0), layout
+
+
 @pytest.mark.slow
 def test_in_bf16_the_curve_is_near():
     told = run(2, curves, [("gpt", {"precision": "bf16"}), ("gpt", {"shard": 2, "param_dtype": "bf16"}), ("gpt", {"compress": "bf16"})])

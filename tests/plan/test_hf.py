@@ -118,7 +118,7 @@ def test_as_many_parameters_as_theirs(name, tmp_path):
     ours, note = from_hf(written(tmp_path, config, cls))
     assert models.count(ours)["total"] == count_of(cls, config)
     assert ("planned" in note or "left out" in note or "used" in note) == (
-        name in ("gpt2-dropouts", "opt", "mistral", "ministral", "gemma", "granite", "bert-masked-lm", "t5-gated")
+        name in ("gpt2-dropouts", "opt", "gemma", "granite", "bert-masked-lm", "t5-gated")
     ), note
 
 
@@ -207,6 +207,8 @@ def test_what_is_not_known_of_a_configuration_is_said(tmp_path):
 def test_a_window_limits_the_length(tmp_path):
     config, cls = THEIRS["mistral"]
     ours, note = from_hf(written(tmp_path, config, cls))
+    assert (ours.seq_len, ours.window, note) == (64, 32, ""), "ours is as theirs"
+    ours, note = from_hf(written(tmp_path, config, cls, model_type="granite"))
     assert ours.seq_len == 32 and "sliding_window=32" in note
     ours, note = from_hf(written(tmp_path, config, cls, sliding_window=None))
     assert ours.seq_len == 64 and note == ""
@@ -310,11 +312,11 @@ def test_qwen2_as_published(tmp_path, width, inner, layers, heads, keys, vocab, 
     ours, note = from_hf(name)
     assert (ours.qkv_bias, ours.seq_len, ours.tie_output, note) == (True, 32_768, tied, "")
     assert models.count(ours)["total"] == count_of(hf.Qwen2ForCausalLM, config) == published
-    window = {"use_sliding_window": True, "sliding_window": 4096}
+    window = {"use_sliding_window": True, "sliding_window": 4096, "layer_types": None}
     ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, **window))
     assert (ours.seq_len, note) == (32_768, ""), "only layers from max_window_layers=28 on have the window: none"
     ours, note = from_hf(written(tmp_path, config, hf.Qwen2ForCausalLM, **window, max_window_layers=4))
-    assert ours.seq_len == 4096 and "sliding_window=4096 can be planned, not trained: up to 4096 tokens" in note
+    assert (ours.seq_len, ours.window, ours.full_first, note) == (32_768, 4096, 4, "")
 
 
 def test_a_hub_name_without_internet(monkeypatch):

@@ -63,7 +63,7 @@ def predict(args) -> Iterable[str]:
         real(above=0, most=1),
     ),
     option("--seed SEED", "of sampling (default 0)", whole(least=0), default=0),
-    option("--sliding-window", "continue beyond the context length, reading only the latest tokens"),
+    option("--sliding-window", "continue beyond the context length, forgetting old tokens (not attention's window)"),
     option("--no-cache", "recompute everything for every token (slower, same text)"),
     option("--beams N", "beam width; 1 (default): no beam search", whole(1_000), default=1),
     ADAPTER, *ENGINE,

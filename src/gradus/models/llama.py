@@ -2,7 +2,7 @@
 pre-norm with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the
 feed-forward network it is Mixtral (Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024,
 section 2.2.1), and with a shared expert Qwen2-MoE (section 2.2.2); with norms of each head's queries and keys in place
-of the biases Qwen3 (Yang et al. 2025, section 2)."""
+of the biases Qwen3 (Yang et al. 2025, section 2); with attention in a window Mistral (Jiang et al. 2023, section 2)."""
 
 from __future__ import annotations
 

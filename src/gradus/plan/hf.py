@@ -62,7 +62,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
     table = weights.rules_of(entry["family"])
-    for field in ("layer_types", "dense_act_fn"):  # which repeat other fields
+    for field in ("dense_act_fn", *(() if entry.get("windows") else ("layer_types",))):  # which repeat other fields
         hf.pop(field, None)
     _check_fields(hf, entry)
     notes += _replaced(hf, entry)
@@ -72,7 +72,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
         hf["architectures"] = [_head(architecture, heads)]
     notes += [note for ending, note in entry.get("headless", {}).items() if architecture.endswith(ending)]
     if "rotary" in entry:
-        notes += _window_and_angles(hf, entry["rotary"])
+        notes += _window_and_angles(hf, entry)
     if "added_positions" in entry:
         usable = hf["max_position_embeddings"]
         hf["n_positions"] = stored = usable + entry["added_positions"]
@@ -124,19 +124,20 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
     return heads[ending]
 
 
-def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
-    """A window of attention limits the length; of rotary positions a way to rescale that is not among `types` is left
-    out, and so are fields that nobody knows."""
-    window, hf["sliding_window"] = hf.get("sliding_window"), None
-    used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
-    if window and used and window < hf.get("max_position_embeddings", 2048):
-        limit = f"up to {window} tokens, where the window changes nothing"
-        yield f"sliding_window={window} can be planned, not trained: {limit}"
-        hf["max_position_embeddings"] = window
+def _window_and_angles(hf: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:
+    """A window of attention that is not read limits the length; of rotary positions a way to rescale that is not ours
+    is left out, and so are fields that nobody knows."""
+    if not entry.get("windows"):
+        window, hf["sliding_window"] = hf.get("sliding_window"), None
+        used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
+        if window and used and window < hf.get("max_position_embeddings", 2048):
+            limit = f"up to {window} tokens, where the window changes nothing"
+            yield f"sliding_window={window} can be planned, not trained: {limit}"
+            hf["max_position_embeddings"] = window
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = rope.get("full_attention") or rope  # of each kind of layer its own
     how = rope.get("rope_type") or rope.get("type") or "default"
-    if how not in types or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
+    if how not in entry["rotary"] or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
         yield f"rotary positions of type {how} planned as plain ones"
         rope = {}
     known = rotary.known(how)
