@@ -21,12 +21,22 @@ from gradus.errors import UserError
 from gradus.models import weights
 from gradus.models.adapt import merged
 from gradus.models.decoding import generate
-from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import (
+    Adapter,
+    BertConfig,
+    GemmaConfig,
+    GPTConfig,
+    LlamaConfig,
+    Seq2SeqConfig,
+    T5Config,
+    ViTConfig,
+)
 
 SIZES = {"n_layers": 2, "d_model": 32, "n_heads": 4, "dropout": 0.0}
 CONFIGS = {
     "gpt": GPTConfig(**SIZES, vocab_size=48, seq_len=16),
     "llama": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16),
+    "gemma": GemmaConfig(**SIZES, vocab_size=48, n_kv_heads=2, d_head=12, d_ff=48, seq_len=16, window=5, full_every=2),
     "bert": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3),
     "t5": T5Config(**SIZES, vocab_size=48, d_head=8, d_ff=64, n_buckets=8, max_distance=16),
     "vit": ViTConfig(**SIZES, d_ff=64, image_size=8, patch_size=4, n_classes=5),
@@ -37,7 +47,7 @@ IDS = torch.randint(1, 48, (3, 9), generator=torch.Generator().manual_seed(5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 INPUTS = {
     "gpt": ((IDS,), {"input_ids": IDS, "use_cache": False}),
-    "llama": ((IDS,), {"input_ids": IDS, "use_cache": False}),
+    **dict.fromkeys(("llama", "gemma"), ((IDS,), {"input_ids": IDS, "use_cache": False})),
     "bert": ((IDS,), {"input_ids": IDS}),
     "roberta": ((IDS.clamp(2),), {"input_ids": IDS.clamp(2)}),  # 1 is its padding
     "distilbert": ((IDS,), {"input_ids": IDS}),
@@ -135,7 +145,7 @@ def test_peft_reads_ours(family, rslora, bases, tmp_path):
 
 
 THEIRS = {
-    "gpt": {"target_modules": ["c_attn"]}, "llama": {"target_modules": ["q_proj", "v_proj"]},
+    "gpt": {"target_modules": ["c_attn"]}, **{key: {"target_modules": ["q_proj", "v_proj"]} for key in ("llama", "gemma")},
     **{key: {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"} for key in ("bert", "roberta")},
     "distilbert": {"target_modules": ["q_lin", "v_lin"], "task_type": "SEQ_CLS", "modules_to_save": ["pre_classifier"]}, "t5": {"target_modules": ["q", "v"]},
     "vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},

@@ -31,12 +31,12 @@ def config_from_hf(hf: dict) -> GemmaConfig:
         raise fields.unsupported("gemma", f"rope_parameters of {LOCAL}", stretched.type, " (only default is)")
     same = fields.read(hf, NAMES["fields"])
     same |= {"rope_theta": theta or 1e6, "rope_scaling": scaling, "local_theta": local_theta or 1e4}
-    n, usual = same["n_layers"], hf.get("sliding_window_pattern", 6)
+    n, usual, window = same["n_layers"], hf.get("sliding_window_pattern", 6), hf.get("sliding_window", 4096)
     types = hf.get("layer_types") or [LOCAL if (i + 1) % usual else FULL for i in range(n)]
-    same["window"] = hf.get("sliding_window", 4096) if LOCAL in types else None
-    first, ways = (types.index(LOCAL), (usual, *range(2, n), None)) if same["window"] else (0, (None,))
+    window = window if LOCAL in types else None
+    first, ways = (types.index(LOCAL), (usual, *range(2, n), None)) if window else (0, (None,))
     for every in ways:
-        config = GemmaConfig(**same, full_first=first, full_every=every)
+        config = GemmaConfig(**same, window=window, full_first=first, full_every=every)
         if layer_types(config) == types:
             return config
     raise fields.unsupported("gemma", "layer_types", types, " (only all in the first and every n-th layer is)")
