@@ -17,6 +17,7 @@ from gradus.models.decoding import Steps, complete
 from gradus.models.gemma import RMSNorm
 from gradus.models.weights.gemma import config_from_hf, config_to_hf
 from gradus.plan.hf import read_hf
+from gradus.recipe import load
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import Adapter, GemmaConfig, RopeScaling
 
@@ -214,6 +215,12 @@ def test_an_angle_that_is_not_stated_is_the_models_own():
         theirs = transformers.Gemma3TextConfig(**HF, **json.loads(json.dumps(stated))).rope_parameters
         config = config_from_hf({**HF, **stated})
         assert (config.rope_theta, config.local_theta) == (theirs[F]["rope_theta"], theirs[S]["rope_theta"]) == (1e6, 1e4)
+
+
+def test_a_ring_is_refused_by_name():
+    with pytest.raises(UserError, match=r"model\.window: cannot be combined with layout\.context_method=ring.*Set layout\.context_method=ulysses"):
+        load("stdlib-gemma", ["layout.context=2"])
+    assert load("stdlib-gemma", ["layout.context=2", "layout.context_method=ulysses"]).model.window == 64
 
 
 def test_norms_start_at_1_and_are_the_identity_of_scale():

@@ -62,7 +62,8 @@ def _map(hf: fields.Fields, kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
     table = weights.rules_of(entry["family"])
-    hf.pop("dense_act_fn", None)  # which repeats another field
+    for field in ("layer_types", "dense_act_fn"):  # which repeat other fields
+        hf.pop(field, None)
     _check_fields(hf, entry)
     notes += _replaced(hf, entry)
     heads = entry.get("heads", {})
@@ -126,7 +127,6 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
 def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
     """A window of attention limits the length; of rotary positions a way to rescale that is not among `types` is left
     out, and so are fields that nobody knows."""
-    hf.pop("layer_types", None)
     window, hf["sliding_window"] = hf.get("sliding_window"), None
     used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
     if window and used and window < hf.get("max_position_embeddings", 2048):

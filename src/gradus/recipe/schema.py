@@ -222,7 +222,7 @@ class WindowsConfig(ModelConfig):
     @model_validator(mode="after")
     def _full_among_windows(self):
         if self.window is None and (self.full_first or self.full_every):
-            raise ValueError("full_first and full_every are of models with a window; set window, or full_every=null")
+            raise ValueError("full_first and full_every are of models with a window; set window or leave them out")
         return self
 
 
@@ -454,8 +454,6 @@ class GemmaConfig(WindowsConfig):
 
     learns = {"causal_lm": "text"}
     family: Literal["gemma"] = "gemma"
-    window: Length | None = 512  # tokens that a query sees, itself among them, of layers with a window; None: all
-    full_every: Layers | None = 6  # of every so many layers the last sees all; None: no further one
     n_kv_heads: Heads | None = None  # None: n_heads
     d_head: Width = 256  # numbers per head
     d_ff: Hidden  # width of the feed-forward network
