@@ -196,6 +196,8 @@ LIST = (
       "models/test_bert.py::test_old_names_of_published_checkpoints", of="bert masked_lm predict"),
     M("models/weights/gpt.py", 'DROPOUTS = ("embd_pdrop", "attn_pdrop")', 'DROPOUTS = ("embd_pdrop",)',
       "models/test_gpt.py::test_configuration_there_and_back", of="gpt export"),
+    M("models/gemma.py", "local if c.window_of(i) else everywhere", "everywhere", "models/test_gemma.py::test_there_and_back", of="gemma generate"),
+    M("models/weights/gemma.py", 'theta or 1e6', 'theta or 1e4', "models/test_gemma.py::test_an_angle_that_is_not_stated_is_the_models_own", of="gemma export"),
     M("models/weights/rope.py", 'theta = rope.get("rope_theta") or beside', "theta = beside",
       "models/test_llama.py::test_qwen2_there_and_back", of="llama generate"),
     M("models/weights/meta_llama.py", '"attention.wk.weight": config.n_kv_heads}', '"attention.wk.weight": config.n_heads}',

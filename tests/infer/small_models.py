@@ -19,6 +19,7 @@ SIX = {
     "seq2seq": {"vocab_size": 40, "seq_len": 32}, "t5": {"vocab_size": 40, "d_head": 6},
     "bert": {"vocab_size": 40, "seq_len": 32, "head": "classification", "n_classes": 3},
     "gpt": {"vocab_size": 40, "seq_len": 32}, "llama": {"vocab_size": 40, "seq_len": 32, "n_kv_heads": 2, "d_head": 6, "qk_norm": True},
+    "gemma": {"vocab_size": 40, "seq_len": 32, "n_kv_heads": 2, "d_head": 6, "window": 4, "full_every": 2},
     "vit": {"image_size": 8, "patch_size": 4, "n_classes": 3},
 }  # fmt: skip
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6]]

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from gradus import models
-from gradus.infer import compiled, engines
+from gradus.infer import compiled, engines, find
 from gradus.infer.checked import compare
 from gradus.models.decoding import complete
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_models import INPUTS
+from small_models import INPUTS, saved
 
 
 @pytest.mark.parametrize("precision, rounding", [("fp32", 1e-6), ("bf16", 2**-8), ("fp16", 2**-11), ("int8", 2**-6), ("int4", 0.15)])
@@ -58,3 +58,15 @@ def test_compiled_decodes_what_pytorch_decodes(source, precision):
     if precision == "fp32":
         for prompts, new in (([[1, 2]], 20), ([[3], [4, 5, 6], [7]], 9)):
             assert complete(engine, prompts, max_new=new) == complete(plain, prompts, max_new=new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_compiled_decodes_past_a_window(precision, tmp_path):
+    saved("gemma", tmp_path / "model", d_model=32, n_layers=3)
+    source = find(str(tmp_path / "model"))
+    engine, plain = engines.open(source, "compiled", precision), models.load(source.path).eval()
+    found = {row.name: row.value for row in compare(engine, engines.open(source), INPUTS, 12)}
+    assert found["check/max_abs_delta"] < (1e-4 if precision == "fp32" else 0.1 * found["check/largest"])
+    if precision == "fp32":
+        assert complete(engine, [[3], [4, 5, 6], [7]], max_new=20) == complete(plain, [[3], [4, 5, 6], [7]], max_new=20)

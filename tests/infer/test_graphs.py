@@ -22,7 +22,7 @@ slow = pytest.mark.slow
 EVERYTHING = (slow, pytest.mark.everything)  # what two other families of the same kind, or another format of this one, show too
 
 
-@pytest.mark.parametrize("family", ["gpt", "vit", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "t5")), pytest.param("seq2seq", marks=EVERYTHING)])
+@pytest.mark.parametrize("family", ["gpt", "vit", *(pytest.param(name, marks=slow) for name in ("bert", "llama", "gemma", "t5")), pytest.param("seq2seq", marks=EVERYTHING)])
 def test_onnx(family, tmp_path, capsys):
     """Every case within 1e-4, named axes, and where it writes the tokens that PyTorch writes."""
     needs_onnx()

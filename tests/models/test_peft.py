@@ -21,7 +21,16 @@ from gradus.errors import UserError
 from gradus.models import weights
 from gradus.models.adapt import merged
 from gradus.models.decoding import generate
-from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import (
+    Adapter,
+    BertConfig,
+    GemmaConfig,
+    GPTConfig,
+    LlamaConfig,
+    Seq2SeqConfig,
+    T5Config,
+    ViTConfig,
+)
 
 SIZES = {"n_layers": 2, "d_model": 32, "n_heads": 4, "dropout": 0.0}
 CONFIGS = {
@@ -29,6 +38,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16),
     "qwen3": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16, qk_norm=True, d_head=12, tie_output=True),
     "qwen2_moe": LlamaConfig(**SIZES, vocab_size=48, multiple_of=16, seq_len=16, qkv_bias=True, n_experts=4, d_expert=24, d_shared=40, dense_layers=[0]),
+    "gemma": GemmaConfig(**SIZES, vocab_size=48, n_kv_heads=2, d_head=12, d_ff=48, seq_len=16, window=5, full_every=2),
     "bert": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3),
     "t5": T5Config(**SIZES, vocab_size=48, d_head=8, d_ff=64, n_buckets=8, max_distance=16),
     "vit": ViTConfig(**SIZES, d_ff=64, image_size=8, patch_size=4, n_classes=5),
@@ -39,7 +49,7 @@ IDS = torch.randint(1, 48, (3, 9), generator=torch.Generator().manual_seed(5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 INPUTS = {
     "gpt": ((IDS,), {"input_ids": IDS, "use_cache": False}),
-    **{name: ((IDS,), {"input_ids": IDS, "use_cache": False}) for name in ("llama", "qwen3", "qwen2_moe")},
+    **{name: ((IDS,), {"input_ids": IDS, "use_cache": False}) for name in ("llama", "qwen3", "qwen2_moe", "gemma")},
     "bert": ((IDS,), {"input_ids": IDS}),
     "roberta": ((IDS.clamp(2),), {"input_ids": IDS.clamp(2)}),  # 1 is its padding
     "distilbert": ((IDS,), {"input_ids": IDS}),
@@ -137,7 +147,7 @@ def test_peft_reads_ours(family, rslora, bases, tmp_path):
 
 
 THEIRS = {
-    "gpt": {"target_modules": ["c_attn"]}, **{key: {"target_modules": ["q_proj", "v_proj"]} for key in ("llama", "qwen3", "qwen2_moe")},
+    "gpt": {"target_modules": ["c_attn"]}, **{key: {"target_modules": ["q_proj", "v_proj"]} for key in ("llama", "qwen3", "qwen2_moe", "gemma")},
     **{key: {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"} for key in ("bert", "roberta")},
     "distilbert": {"target_modules": ["q_lin", "v_lin"], "task_type": "SEQ_CLS", "modules_to_save": ["pre_classifier"]}, "t5": {"target_modules": ["q", "v"]},
     "vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},

@@ -15,8 +15,8 @@ from gradus.errors import UserError
 from gradus.infer.compiled import Int8
 from gradus.layers import MixtureOfExperts, use_linears
 from gradus.models.decoding import Steps, complete
-from gradus.models.weights import loads_in_transformers
-from gradus.models.weights.llama import config_from_hf, config_to_hf, rules
+from gradus.models.weights import loads_in_transformers, table_of
+from gradus.models.weights.llama import config_from_hf, config_to_hf
 from gradus.plan.counts import active
 from gradus.recipe.schema import Adapter, LlamaConfig
 
@@ -90,7 +90,7 @@ def differences(model, hf) -> dict[str, float]:
     (theirs * probe).sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     wanted, off = published({name: p.grad for name, p in hf.named_parameters()}), {"logits": far(ours, theirs)}
-    for rule in rules(model.config):
+    for rule in table_of(model.config):
         name = rule.theirs
         for old, new in MIXTRAL.items() if "block_sparse_moe" in name else ():
             name = name.replace(old, new)

@@ -11,7 +11,16 @@ from gradus import models
 from gradus.layers import Targets, summed_cross_entropy
 from gradus.models.values import Deferred
 from gradus.models.weights import Stored
-from gradus.recipe.schema import Adapter, BertConfig, GPTConfig, LlamaConfig, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import (
+    Adapter,
+    BertConfig,
+    GemmaConfig,
+    GPTConfig,
+    LlamaConfig,
+    Seq2SeqConfig,
+    T5Config,
+    ViTConfig,
+)
 
 VOCAB, PAD, IGNORE = 48, 0, -100
 SIZES = {"n_layers": 4, "d_model": 32, "n_heads": 4, "dropout": 0.0}
@@ -23,12 +32,14 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, vocab_size=VOCAB, n_kv_heads=2, multiple_of=16, seq_len=16),
     "vit": ViTConfig(**SIZES, d_ff=64, image_size=8, patch_size=2, n_classes=5),
 }
+MORE = {"gemma": GemmaConfig(**SIZES, vocab_size=VOCAB, n_kv_heads=2, d_head=12, d_ff=48, seq_len=16, window=5, full_every=3)}  # not with every layout
+DECODERS = ("gpt", "llama", "gemma")
 
 
 def deferred(family: str, adapter: Adapter | None = None, freeze: tuple[str, ...] = (), **changes) -> Deferred:
     """The same weights on every process, before they have memory. (ViT's classifier starts at 0; here it is drawn, so that gradients reach the
     blocks.)"""
-    start = models.deferred(CONFIGS[family].model_copy(update=changes).trained(adapter, freeze), seed=1)
+    start = models.deferred((CONFIGS | MORE)[family].model_copy(update=changes).trained(adapter, freeze), seed=1)
     if family == "vit":
         head = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)) * 0.02
         start.values["head.weight"] = Stored((5, 32), lambda: head)
@@ -49,7 +60,7 @@ def batch(family: str, step: int, rows: int = 8) -> dict:
     keep = torch.arange(16)[None] < lengths[:, None]  # (rows, 16)
     ids = torch.randint(1, VOCAB, (rows, 16), generator=g).masked_fill(~keep, PAD)
     n = int(lengths.sum())
-    if family in ("gpt", "llama"):
+    if family in DECODERS:
         labels = torch.randint(1, VOCAB, (rows, 16), generator=g).masked_fill(~keep, IGNORE)
         return {"ids": ids, "labels": labels, "counts": {"tokens": n}, "n_tokens": n}
     if family == "bert":
@@ -66,7 +77,7 @@ def losses(family: str, model: nn.Module, b: dict, label_smoothing: float = 0.0)
     """Kind of target → summed loss, called as the tasks call the models."""
     if family == "vit":
         return {"samples": summed_cross_entropy(model(b["images"]), b["labels"])}
-    if family in ("gpt", "llama"):
+    if family in DECODERS:
         arguments, more = (b["ids"],), {"segments": b.get("segments"), "positions": b.get("positions")}
     elif family == "bert":
         arguments, more = (b["ids"],), {"token_types": None, "keep": b.get("keep"), "select": b["select"]}

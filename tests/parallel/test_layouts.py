@@ -78,7 +78,8 @@ NORMS = {"qk_norm": True, "d_head": 12}  # of heads, of which a process of a ten
 HEADS = [{"tensor": 2}, {"tensor": 2, "sequence_parallel": False}, {"shard": 2}, {"pipeline": 2}, {"context": 2}]
 SHARED = {"qk_norm": True, "n_experts": 4, "d_expert": 24, "d_shared": 40, "norm_top_k": False, "experts_every": 2, "qkv_bias": True}
 MIXTURES = [{"shard": 2}, {"expert": 2}]
-VARIANTS = [("vit", STEM, STEMS), ("llama", NORMS, HEADS), ("llama", SHARED, MIXTURES)]
+BOTH = [{"tensor": 2}, {"tensor": 2, "sequence_parallel": False}, {"shard": 2}, {"pipeline": 2}, {"context": 2, "context_method": "ulysses"}]
+VARIANTS = [("vit", STEM, STEMS), ("llama", NORMS, HEADS), ("llama", SHARED, MIXTURES), ("gemma", {}, BOTH)]
 
 
 def quick(world) -> tuple[list, list]:
@@ -95,7 +96,7 @@ def test_one_layout_of_each_axis(on_two):
     check(2, QUICK, told=[curves for curves, _ in on_two])
 
 
-@pytest.mark.parametrize("i", range(len(VARIANTS)), ids=["a convolutional stem", "norms of heads", "a shared expert"])
+@pytest.mark.parametrize("i", range(len(VARIANTS)), ids=["a convolutional stem", "norms of heads", "a shared expert", "windows and four norms a block"])
 def test_variants_of_a_family(on_two, i):
     family, changes, layouts = VARIANTS[i]
     expected = common.reference(family, 3, **changes)

@@ -32,7 +32,7 @@ from recipe_texts import COPY, GPT, problems
         (("batch: {samples: 80}", ""), "batch: missing. It has the keys samples, tokens."),
         (("d_model: 64", "d_model: 66"), "model: d_model=66 is not a multiple of n_heads=4."),
         (("d_model: 64", "d_model: [64]"), "model.d_model: expected a whole number ≥ 1, got [64]."),
-        (("d_ff: 128", "d_ff: 128, n_kv_heads: 2"), "model.n_kv_heads: unknown key with model.family=seq2seq. It is for llama."),
+        (("d_ff: 128", "d_ff: 128, n_kv_heads: 2"), "model.n_kv_heads: unknown key with model.family=seq2seq. It is for llama, gemma."),
         (("d_ff: 128", "d_ff: 128, norm_frist: true"), "model.norm_frist: unknown key. Did you mean model.norm_first?"),
         (("d_ff: 128", "d_ff: 128, norm_first: maybe"), "model.norm_first: expected true or false, got 'maybe'."),
         (("d_ff: 128", "d_ff: 128, dropout: 1.0"), "model.dropout: expected a number ≥ 0 and < 1, got 1.0."),

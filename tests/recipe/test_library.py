@@ -10,7 +10,7 @@ from gradus.recipe import dump, header, load, names, resolve
 
 PACKAGED = """
 copy-task copy-task-s1 digits-vit stdlib-gpt shakespeare-char-gpt wikitext2-gpt wikitext2-bert bert-pretrain wikitext2-t5 multi30k-seq2seq
-imdb-bert sst2-bert stories-llama cifar10-vit-b16 cifar10-vit-l16 cifar10-vit-h14 cifar10-vit-g14 cifar10-vit-G14 cifar10-vit-small
+imdb-bert sst2-bert stories-llama stdlib-gemma cifar10-vit-b16 cifar10-vit-l16 cifar10-vit-h14 cifar10-vit-g14 cifar10-vit-G14 cifar10-vit-small
 cifar10-vit-cpu
 """.split()  # noqa: SIM905
 
@@ -96,4 +96,4 @@ def test_the_articles_vits(name, size):
 
 
 def test_every_family_has_a_recipe():
-    assert {load(name).model.family for name in PACKAGED} == {"seq2seq", "bert", "gpt", "t5", "llama", "vit"}
+    assert {load(name).model.family for name in PACKAGED} == {"seq2seq", "bert", "gpt", "t5", "llama", "gemma", "vit"}

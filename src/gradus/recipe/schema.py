@@ -449,6 +449,35 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
         return self
 
 
+class GemmaConfig(WindowsConfig):
+    """Gemma 3's text model (Gemma Team 2025). Layers with a window have rotary positions of their own."""
+
+    learns = {"causal_lm": "text"}
+    family: Literal["gemma"] = "gemma"
+    n_kv_heads: Heads | None = None  # None: n_heads
+    d_head: Width = 256  # numbers per head
+    d_ff: Hidden  # width of the feed-forward network
+    seq_len: Length = 32_768  # longest sequence in tokens
+    query_width: Width | None = None  # scores are divided by its root; None: d_head
+    rope_theta: PositiveFloat = 1_000_000.0  # base of the rotary frequencies of layers that see all
+    rope_scaling: RopeScaling | None = None  # stretched frequencies of these; None: as they are
+    local_theta: PositiveFloat = 10_000.0  # base of those of layers with a window
+    tie_output: bool = True  # output projection = token embedding
+    norm_eps: Epsilon = 1e-6  # added to the mean square in norms
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_head
+
+    @model_validator(mode="after")
+    def _sizes(self):
+        self.n_kv_heads = self.n_kv_heads or self.n_heads
+        self.query_width = self.query_width or self.d_head
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")
+        return self
+
+
 class ViTConfig(ModelConfig):
     """ViT (Dosovitskiy et al. 2021; sizes g and G of Zhai et al. 2022). No vocabulary."""
 
@@ -484,7 +513,7 @@ class ViTConfig(ModelConfig):
 
 
 Model = Annotated[
-    Seq2SeqConfig | BertConfig | GPTConfig | T5Config | LlamaConfig | ViTConfig,
+    Seq2SeqConfig | BertConfig | GPTConfig | T5Config | LlamaConfig | GemmaConfig | ViTConfig,
     Field(discriminator="family"),
 ]
 MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for c in get_args(get_args(Model)[0])}

@@ -8,6 +8,8 @@
     PREFIXES               optional: what keys of a body inside a model with a head begin with ("bert.", ...). It is
                            removed from the keys of the file and of the rules alike, so that a bare body matches too
     IGNORABLE              optional: ends of the names of buffers such as position_ids, which hold nothing learned
+    BESIDE                 optional: what names of tensors of a further model in the same file begin with; a note tells
+                           that they are not read
     WITHOUT_EFFECT         optional: fields of config.json that change nothing of what is computed. Those that
                            config_from_hf asks for are known too; any other is refused (`fields.refuse_unknown`)
     with_tensors(config, tensors)
@@ -307,7 +309,10 @@ def match(
     for name, tensor in tensors.items():
         rule = by_name.get(name.removeprefix(stored_prefix))
         if rule is None:
-            if not name.endswith(getattr(table, "IGNORABLE", ())):
+            if name.startswith(beside := getattr(table, "BESIDE", ())):
+                part = next(filter(name.startswith, beside))
+                note(f"{where}: {part}* is not read: family {model.config.family} has no such part")
+            elif not name.endswith(getattr(table, "IGNORABLE", ())):
                 report.unused.append(name)
             continue
         refuse_integers(name, tensor, where)

@@ -29,7 +29,9 @@ def read(family: str, hf: dict[str, Any], layers: str | None = None) -> tuple[fl
     if nested := [value for value in new.values() if isinstance(value, dict)]:
         if layers is None and any(value != nested[0] for value in nested):
             raise fields.unsupported(family, "rope_parameters", new, " (only the same for all layers is)")
-        new = dict(new.get(layers) or nested[0])
+        new = dict(nested[0] if layers is None else new.get(layers) or {})
+    elif layers and new:
+        raise fields.unsupported(family, "rope_parameters", new, f" (only for each type of layer, as {layers}, is)")
     for one in (old, new):
         if "type" in one:
             one.setdefault("rope_type", one.pop("type"))
