@@ -62,9 +62,10 @@ def _map(hf: fields.Fields, kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
     table = weights.rules_of(entry["family"])
+    _check_fields(hf, entry)
+    seen = _seen(hf) if kind not in weights.model_types() else {}
     for field in ("layer_types", "dense_act_fn"):  # which repeat other fields
         hf.pop(field, None)
-    _check_fields(hf, entry)
     notes += _replaced(hf, entry)
     heads = entry.get("heads", {})
     architecture = (hf.get("architectures") or list(heads.values()) or [""])[0]
@@ -81,6 +82,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
         hf |= dict.fromkeys([names] if isinstance(names, str) else names, hf[field])
     hf["model_type"] = entry.get("as", kind)
     config = table.config_from_hf(hf)
+    config = config.changed(**seen) if seen else config
     if unknown := fields.unknown(hf, (*table.WITHOUT_EFFECT, *entry.get("neither", ()))):
         notes.append(f"config.json: {unknown}: unknown for model_type={kind}, planned as if it changed nothing")
     return Read(config, [*notes, *([entry["note"]] if "note" in entry else [])], usable, kind)
@@ -122,6 +124,22 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
         known = ", ".join("..." + end for end in heads)
         raise UserError(f"architectures={architecture} is not supported: the head differs. Known: {known}")
     return heads[ending]
+
+
+def _seen(hf: dict[str, Any]) -> dict[str, Any]:
+    """Ours for what a layer's queries see, which is taken out of the fields: a window, in all layers but every so many.
+    {} where no layer has one, or they are mixed in another way."""
+    window, every = hf.get("sliding_window"), hf.get("sliding_window_pattern")
+    every = len(every) if isinstance(every, str) else every
+    if types := hf.get("layer_types"):
+        every = [*types, "full_attention"].index("full_attention") + 1
+        if types != ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(len(types))]:
+            return {}
+    if not window or window >= hf.get("max_position_embeddings", 2048):
+        return {}
+    hf["sliding_window"] = None
+    every = every if every and every <= hf["num_hidden_layers"] else None
+    return {} if every == 1 else {"window": window, "full_every": every}
 
 
 def _window_and_angles(hf: dict[str, Any], types: list[str]) -> Iterator[str]:
@@ -220,8 +238,8 @@ def recipe_for(
         length = min(length, most)
         if not adapter:  # as many tokens a step where the model has fewer positions
             samples = max(1, round(samples * run["seq_len"] / length))
-        if length < most:
-            notes.append(f"planned for samples of {length:,} tokens, of {most:,} that the model takes (data.max_len)")
+        of = f", of {most:,} that the model takes" if config.longest else ""
+        notes.append(f"planned for samples of {length:,} tokens{of} (data.max_len)")
     raw = {
         "name": name,
         "model": _model(config, notes),
