@@ -390,6 +390,10 @@ def test_every_preset_is_a_recipe(name):
         ("llama2-70b", 4e6, 4096, 2e12),
         ("llama3.1-405b", 16e6, 8192, 15.6e12),
         ("bert-base", 256 * 512, 512, 256 * 512 * 1e6),
+        ("roberta-large", 8192 * 512, 512, 8192 * 512 * 5e5),
+        ("qwen3-4b", 4e6, 4096, 36e12),
+        ("smollm2-1.7b", 2e6, 2048, 11e12),
+        ("smollm3-3b", 2.36e6, 4096, 11.2e12),
         ("gpt2-small", 512 * 1024, 1024, 20 * 124_439_808),
     ],
 )
@@ -398,6 +402,7 @@ def test_published_settings(name, tokens_a_step, seq_len, tokens):
     assert r.batch.samples * tokens_a_sample(r) == pytest.approx(tokens_a_step, rel=0.06)
     assert r.data.max_len == seq_len
     assert r.train.steps * r.batch.samples * tokens_a_sample(r) == pytest.approx(tokens, rel=1e-3)
+    assert models.count(r.model)["total"]  # it can be built
 
 
 def test_t5_and_vit_settings():

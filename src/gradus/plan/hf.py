@@ -281,14 +281,19 @@ def _model(config: ModelConfig, notes: list[str]) -> dict[str, Any]:
         section["n_classes"] = 1000
         notes.append("config.json has no classes: planned with ImageNet's 1,000 (model.n_classes)")
     if getattr(config, "head", None) == "none":
-        section |= {"head": "pretraining", "pooler": True}
+        section |= {"head": _learned_with(config), "pooler": True}
     return section
 
 
+def _learned_with(config: ModelConfig) -> str | None:
+    """The head; of a bare encoder the one that it was trained with: BERT alone tells next sentences too."""
+    head = getattr(config, "head", None)
+    return head if head != "none" else "pretraining" if config.variant == "bert" else "masked_lm"
+
+
 def _task_and_data(config: ModelConfig, task: dict[str, Any], length: int | None) -> dict[str, Any]:
-    name, head = task["name"], getattr(config, "head", None)
-    kind = config.learns[name]
-    task = {**task, **TASKS[name].heads.get("pretraining" if head == "none" else head, {})}
+    name, kind = task["name"], config.learns[task["name"]]
+    task = {**task, **TASKS[name].heads.get(_learned_with(config), {})}
     data = {"path": IMAGES} if kind == "images" else {"path": TEXT, "max_len": length}
     return {"task": task, "data": {"kind": kind, **data}}
 
