@@ -232,9 +232,10 @@ def test_windows_by_layer_are_planned_as_such(config, fields, seen, tmp_path):
     """Of what is planned alone; the length stays, and a prompt's keys and values are kept by the type of the layer."""
     ours, note = from_hf(written(tmp_path, config, **fields))
     assert (ours.window, ours.full_every) == seen and ours.seq_len == 64 and "sliding_window" not in note
-    kept = [row.value for row in serving(ours, batch=1, seq_len=64, bits=16, precision="bf16") if row.name == "serving/kv_cache"]
+    rows = {row.name: row.value for row in serving(ours, batch=1, seq_len=64, bits=16, precision="bf16")}
     tokens = sum(min(ours.window_of(i) or 64, 64) for i in range(ours.n_layers))
-    assert kept == [2 * 2 * ours.n_kv_heads * ours.head_dim * tokens]
+    assert rows["serving/kv_cache"] == 2 * 2 * ours.n_kv_heads * ours.head_dim * tokens
+    assert ("serving/rule_tokens" in rows) == (ours.window is None), "with a window a token takes no constant number of bytes"
 
 
 def test_layers_mixed_in_another_way_limit_the_length(tmp_path):
