@@ -30,14 +30,15 @@ THEIRS = {
 SIZES = {"vocab_size": 50, "num_labels": 3}
 DISTIL = {**SIZES, "n_layers": 2, "dim": 24, "n_heads": 3, "hidden_dim": 40, "max_position_embeddings": 12}
 MODERN = {**HF_TINY, "num_hidden_layers": 5, "pad_token_id": 3}
-ROBERTA = {**HF_TINY, "type_vocab_size": 1, "max_position_embeddings": 14}  # of which 12 are used
+ROBERTA = {**HF_TINY, "type_vocab_size": 1, "max_position_embeddings": 14, "layer_norm_eps": 1e-5}  # as published; 12 positions are used
+OUR_ROBERTA = {"variant": "roberta", "first_position": 2, "n_token_types": 1, "norm_eps": 1e-5}
 EVERY_MODERN = {"variant": "modernbert", "n_token_types": 0, "n_layers": 5, "dropout": 0.0, "norm_eps": 1e-5}
 VARIANTS = {  # model_type → (how its classes are called, configuration, fields of ours)
     "roberta": ("Roberta", transformers.RobertaConfig(**ROBERTA, classifier_dropout=0.3),
-                {"variant": "roberta", "first_position": 2, "n_token_types": 1, "classifier_dropout": 0.3}),
-    "xlm-roberta": ("XLMRoberta", transformers.XLMRobertaConfig(**ROBERTA), {"variant": "roberta", "first_position": 2, "n_token_types": 1}),
+                {**OUR_ROBERTA, "classifier_dropout": 0.3}),
+    "xlm-roberta": ("XLMRoberta", transformers.XLMRobertaConfig(**ROBERTA), OUR_ROBERTA),
     "camembert": ("Camembert", transformers.CamembertConfig(**{**ROBERTA, "max_position_embeddings": 16}, pad_token_id=3),
-                  {"variant": "roberta", "first_position": 4, "n_token_types": 1}),
+                  {**OUR_ROBERTA, "first_position": 4}),
     "distilbert": ("DistilBert", transformers.DistilBertConfig(**DISTIL), {"variant": "distilbert", "n_token_types": 0, "classifier_dropout": 0.2}),
     "modernbert": ("ModernBert", transformers.ModernBertConfig(**MODERN, local_attention=6, classifier_pooling="mean", classifier_dropout=0.3),
                    {"alternation": {"window": 3}, "pool": "mean", "classifier_dropout": 0.3, **EVERY_MODERN}),

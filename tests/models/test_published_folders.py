@@ -11,7 +11,7 @@ import pytest
 import tokenizers as package
 import torch
 
-from gradus import api
+from gradus import api, models
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.infer import find
@@ -252,6 +252,32 @@ def test_a_published_folder_answers_as_in_transformers(kind, tmp_path):
         inputs = {"input_ids": torch.tensor([theirs(prompt)["input_ids"]])}
         made = model.generate(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), max_new_tokens=8, do_sample=False, pad_token_id=config.pad_token_id or 0)
         assert api.generate(tmp_path, prompt, max_new=8) == theirs.decode(made[0], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["pieces", "bytes"])
+def test_a_roberta_and_its_tokenizer_go_there_and_back(kind, tmp_path):
+    """XLM-R's SentencePiece model as transformers writes it (`tokenizer.json`), RoBERTa's byte-level BPE; what Gradus saves of both, transformers reads."""
+    (folder := tmp_path / "theirs").mkdir()
+    if kind == "pieces":
+        sentencepiece = pytest.importorskip("sentencepiece")
+        prefix = str(tmp_path / "sentencepiece.bpe")
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_prefix=prefix, vocab_size=80, hard_vocab_limit=False, minloglevel=2)
+        tokenizer, name = transformers.XLMRobertaTokenizer.from_pretrained(tmp_path), "XLMRoberta"
+        tokenizer.save_pretrained(folder)
+    else:
+        twitter_roberta(folder)
+        tokenizer, name = transformers.RobertaTokenizer.from_pretrained(folder), "Roberta"
+    about = {"vocab_size": len(tokenizer), "pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    model = getattr(transformers, f"{name}ForMaskedLM")(getattr(transformers, f"{name}Config")(**BERT, **about)).eval()
+    model.save_pretrained(folder)
+    texts = [*TEXTS, "x  y", "ＡＢ ﬁne"]  # what SentencePiece normalises
+    ours, expected = find(str(folder)).tokenizers()[""], tokenizer(texts)["input_ids"]
+    assert [ours.with_special_tokens(ours.encode(text)) for text in texts] == expected
+    models.save(models.load(folder), tmp_path / "ours")
+    ours.save(tmp_path / "ours")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")(texts)["input_ids"] == expected
+    again, ids = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "ours").eval(), torch.tensor(expected[:1])
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [xlm_roberta, twitter_roberta], ids=lambda kind: kind.__name__)

@@ -19,6 +19,7 @@ from gradus.plan.batches import complete
 from gradus.plan.case import Case
 from gradus.plan.counts import active, flops, parameters, tokens_a_sample
 from gradus.plan.hf import read_hf, recipe_for
+from gradus.plan.serving import serving
 from gradus.recipe.presets import PRESETS, config_of
 
 SIZE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -92,6 +93,9 @@ NEAR = {  # name → (configuration, class, what it has more than ours)
     "gemma2": (hf.Gemma2Config(**WINDOW), hf.Gemma2ForCausalLM, lambda c: norms(c) - c.hidden_size),
     "cohere": (hf.CohereConfig(**KEYS), hf.CohereForCausalLM, lambda c: -c.hidden_size * c.num_hidden_layers),
     "cohere2": (hf.Cohere2Config(**WINDOW), hf.Cohere2ForCausalLM, lambda c: -c.hidden_size * c.num_hidden_layers),
+    "gpt_oss": (hf.GptOssConfig(**WINDOW, num_local_experts=4, num_experts_per_tok=2), hf.GptOssForCausalLM, lambda c: c.num_hidden_layers * (
+        c.num_attention_heads + c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) + c.hidden_size  # sinks, biases of q, k, v, out
+        + c.num_local_experts * (1 + 2 * c.intermediate_size + c.hidden_size))),  # of the router and the experts
     "stablelm": (hf.StableLmConfig(**KEYS), hf.StableLmForCausalLM, norms),
 }  # fmt: skip
 
@@ -214,6 +218,35 @@ def test_a_window_limits_the_length(tmp_path):
     assert ours.seq_len == 64 and note == ""
 
 
+@pytest.mark.parametrize(
+    ("config", "fields", "seen"),
+    [
+        (hf.GptOssConfig(**WINDOW), {}, (32, 2)),
+        (hf.Gemma2Config(**WINDOW), {"layer_types": None}, (32, 2)),
+        (hf.Cohere2Config(**{**WINDOW, "num_hidden_layers": 5}), {}, (32, 4)),
+        (hf.Exaone4Config(**{**WINDOW, "num_hidden_layers": 5}), {"layer_types": None, "sliding_window_pattern": "LLLG"}, (32, 4)),
+        (hf.Olmo3Config(**WINDOW), {"layer_types": ["sliding_attention"] * 3}, (32, None)),
+        (hf.Phi3Config(**LLAMA, pad_token_id=0, sliding_window=32), {}, (32, None)),
+        (hf.Phi3Config(**LLAMA, pad_token_id=0, sliding_window=64), {}, (None, None)),
+        (hf.Olmo3Config(**WINDOW), {"layer_types": ["full_attention"] * 3}, (None, None)),
+    ],
+)
+def test_windows_by_layer_are_planned_as_such(config, fields, seen, tmp_path):
+    """Of what is planned alone; the length stays, and a prompt's keys and values are kept by the type of the layer."""
+    ours, note = from_hf(written(tmp_path, config, **fields))
+    assert (ours.window, ours.full_every) == seen and ours.seq_len == 64 and "sliding_window" not in note
+    rows = {row.name: row.value for row in serving(ours, batch=1, seq_len=64, bits=16, precision="bf16")}
+    tokens = sum(min(ours.window_of(i) or 64, 64) for i in range(ours.n_layers))
+    assert rows["serving/kv_cache"] == 2 * 2 * ours.n_kv_heads * ours.head_dim * tokens
+    assert ("serving/rule_tokens" in rows) == (ours.window is None), "with a window a token takes no constant number of bytes"
+
+
+def test_layers_mixed_in_another_way_limit_the_length(tmp_path):
+    mixed = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    ours, note = from_hf(written(tmp_path, hf.Gemma2Config(**WINDOW), **mixed))
+    assert (ours.window, ours.seq_len) == (None, 32) and "up to 32 tokens, where the window changes nothing" in note
+
+
 def test_untied_mt5_has_a_head_of_its_own(tmp_path):
     config, cls = THEIRS["mt5"]
     tied = count_of(cls, config)
@@ -241,12 +274,16 @@ def test_what_lies_in_our_own_folders_is_read_as_it_is(tmp_path):
     assert from_hf(f"hf:{tmp_path}") == (ours, "")
 
 
-def test_another_length_than_the_models_is_said(tmp_path):
-    for positions, said in ((8192, True), (4096, False), (2048, False)):
+def test_a_length_that_nobody_stated_is_said(tmp_path):
+    for positions in (8192, 4096, 2048):
         config = hf.LlamaConfig(**{**LLAMA, "max_position_embeddings": positions})
-        recipe = recipe_for(written(tmp_path, config, hf.LlamaForCausalLM), notes=(notes := []))
-        assert recipe.data.max_len == min(4096, positions)
-        assert ("planned for samples of 4,096 tokens, of 8,192 that the model takes (data.max_len)" in notes) is said
+        folder = written(tmp_path, config, hf.LlamaForCausalLM)
+        recipe = recipe_for(folder, notes=(notes := []))
+        assert recipe.data.max_len == (length := min(4096, positions))
+        assert f"planned for samples of {length:,} tokens, of {positions:,} that the model takes (data.max_len)" in notes
+        for stated in ("data.max_len=512", "model.seq_len=512"):
+            recipe = open_recipe(Request(folder, (stated,)), notes := [])[0]
+            assert recipe.data.max_len == 512 and not any("planned for samples" in note for note in notes)
 
 
 def test_a_folder_is_planned_by_its_config_and_said_not_to_be_trained_where_it_is_not(tmp_path):
@@ -266,6 +303,9 @@ def test_refused_families_name_the_field_and_the_nearest(kind, tmp_path):
     with pytest.raises(UserError, match=f"model_type={kind} can be neither planned nor trained: ") as e:
         from_hf(f"hf:{tmp_path}")
     assert "\n" not in str(e.value)
+    with pytest.raises(UserError) as trained:
+        models.config_of(tmp_path)
+    assert str(trained.value).partition("model_type=")[2] == str(e.value).partition("model_type=")[2], "the same sentence"
     family, preset = others.table()["refused"][kind][2:]
     assert f"The nearest family is {family}: gradus plan {preset}" in str(e.value)
     assert config_of(preset).family == family
@@ -354,6 +394,10 @@ def test_every_preset_is_a_recipe(name):
         ("llama2-70b", 4e6, 4096, 2e12),
         ("llama3.1-405b", 16e6, 8192, 15.6e12),
         ("bert-base", 256 * 512, 512, 256 * 512 * 1e6),
+        ("roberta-large", 8192 * 512, 512, 8192 * 512 * 5e5),
+        ("qwen3-4b", 4e6, 4096, 36e12),
+        ("smollm2-1.7b", 2e6, 2048, 11e12),
+        ("smollm3-3b", 2.36e6, 4096, 11.2e12),
         ("gpt2-small", 512 * 1024, 1024, 20 * 124_439_808),
     ],
 )
@@ -362,6 +406,7 @@ def test_published_settings(name, tokens_a_step, seq_len, tokens):
     assert r.batch.samples * tokens_a_sample(r) == pytest.approx(tokens_a_step, rel=0.06)
     assert r.data.max_len == seq_len
     assert r.train.steps * r.batch.samples * tokens_a_sample(r) == pytest.approx(tokens, rel=1e-3)
+    assert models.count(r.model)["total"]  # it can be built
 
 
 def test_t5_and_vit_settings():
@@ -416,7 +461,7 @@ def test_another_model_is_trained_as_the_nearest_in_size_with_as_many_tokens_a_s
     notes: list[str] = []
     r = recipe_for(written(tmp_path, config, hf.LlamaForCausalLM), notes=notes)
     assert (r.optimizer.lr, r.batch.samples, r.data.max_len) == (3e-4, 2048, 2048)
-    assert "Llama 2" in notes[0] and "20 per active parameter" in notes[1]
+    assert "Llama 2" in notes[0] and "2,048 tokens" in notes[1] and "20 per active parameter" in notes[2]
     assert recipe_for("mixtral-8x7b").optimizer.lr == 1.5e-4
 
 

@@ -10,8 +10,8 @@ from gradus.recipe import dump, header, load, names, resolve
 
 PACKAGED = """
 copy-task copy-task-s1 digits-vit stdlib-gpt shakespeare-char-gpt wikitext2-gpt wikitext2-bert bert-pretrain wikitext2-t5 multi30k-seq2seq
-imdb-bert sst2-bert stories-llama stdlib-gemma cifar10-vit-b16 cifar10-vit-l16 cifar10-vit-h14 cifar10-vit-g14 cifar10-vit-G14 cifar10-vit-small
-cifar10-vit-cpu
+imdb-bert sst2-bert stories-llama stories-qwen3 stdlib-gemma cifar10-vit-b16 cifar10-vit-l16 cifar10-vit-h14 cifar10-vit-g14
+cifar10-vit-G14 cifar10-vit-small cifar10-vit-cpu
 """.split()  # noqa: SIM905
 
 
@@ -93,6 +93,14 @@ def test_the_articles_vits(name, size):
     assert (r.model.patch_size, r.model.image_size, r.model.n_classes, r.batch.samples) == (int(name[1:]), 224, 10, 32)
     assert (r.optimizer.name, r.optimizer.lr, r.optimizer.momentum, r.task.label_smoothing) == ("sgd", 1e-3, 0.9, 0.0)
     assert r.data.mean == [0.485, 0.456, 0.406] and r.data.std == [0.229, 0.224, 0.225]
+
+
+def test_a_small_qwen3():
+    from gradus.models import count
+
+    m = load("stories-qwen3").model
+    assert (m.qk_norm, m.tie_output, m.qkv_bias, m.rope_theta, m.norm_eps) == (True, True, False, 1e6, 1e-6)
+    assert m.n_heads * m.head_dim == 2 * m.d_model and count(m.changed(vocab_size=4096))["total"] <= 15e6
 
 
 def test_every_family_has_a_recipe():

@@ -187,6 +187,23 @@ def test_what_is_trained_further_stops_where_it_did_and_is_spoken_to_as_before(k
     assert len(theirs) < ids.shape[1] + 24 and (theirs[:-1], theirs[-1] % 2) == (ours.rows[0], 0)
 
 
+def test_the_small_qwen3_is_continued_by_transformers_with_the_same_tokens(tmp_path):
+    (tmp_path / "t.txt").write_text("def read(path, n=0):\n    return [path] * n\n" * 60)
+    text = ["data.source=null", f"data.path={tmp_path / 't.txt'}", "data.limit_valid=2", "data.valid_fraction=0.2", "tokenizer.vocab_size=300"]
+    size = ["model.n_layers=2", "model.d_model=32", "model.d_head=16", "model.n_heads=4", "model.n_kv_heads=2", "model.d_ff=48", "model.seq_len=48"]
+    quiet = ["evaluate.every=null", "evaluate.samples=0", "layout.device=cpu", f"log.dir={tmp_path / 'run'}"]
+    train(recipes.load("stories-qwen3", [*text, *size, *quiet, "train.steps=8", "schedule.warmup_steps=0", "batch.samples=4"]))
+    list(export(str(tmp_path / "run"), tmp_path / "out"))
+    ours = Continuation(find(str(tmp_path / "run")), ["def read("], max_new=24)
+    for _ in ours.steps(greedy):
+        pass
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("def read(", return_tensors="pt")
+    assert type(theirs) is transformers.Qwen3ForCausalLM and len(set(ours.rows[0])) > 3
+    assert theirs.generate(**inputs, do_sample=False, max_new_tokens=24, pad_token_id=0)[0].tolist() == ours.rows[0]
+
+
 def test_what_config_json_alone_says_of_the_end_goes_with_a_run(spoken):
     base, words = spoken("byte", "chat_template.jinja")
     (base / "generation_config.json").unlink()

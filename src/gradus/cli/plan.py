@@ -162,12 +162,15 @@ def _replied(args, request: Request) -> tuple[Iterable[str], Sequence[Row]]:
 def models(args) -> Iterable[str]:
     """list the model presets with their exact parameter counts"""
     from gradus.models import count
+    from gradus.plan.counts import active
     from gradus.recipe.presets import PRESETS, config_of
     from gradus.text import table
 
     if args.names:
         for name in args.names:
-            counts = count(config_of(name))
+            counts = count(config := config_of(name))
+            if getattr(config, "n_experts", None):
+                counts["active"] = active(config)
             yield name + "".join(f"\n  {part:14} {n:>19,}" for part, n in counts.items())
         return
     configs = {name: config_of(name) for name in PRESETS}

@@ -187,6 +187,8 @@ def _bare_recipe(request: Request, name: str, options: resolve.RunContext, notes
     base = hf.recipe_for(name, tokens=request.tokens, notes=notes, adapter=adapter)
     words, text = [*request.overrides, *_implied(request.overrides)], recipes.dump(base)
     recipe = options.load_with(lambda extra, notes: recipes.load(name, words, notes=notes, text=text, **extra), notes)
+    if getattr(recipe.data, "max_len", None) != getattr(base.data, "max_len", None):  # it is stated
+        notes[:] = [note for note in notes if not note.startswith("planned for samples")]
     if recipe.layout.precision == base.layout.precision:  # a default: where layout.param_dtype is given, that holds
         recipe.layout.model_fields_set.discard("precision")
     if adapter and recipe.layout.precision == "pure_bf16":
@@ -600,7 +602,8 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
 
 def of_model(notes: list[str]) -> list[str]:
     """Those that are not about training it."""
-    return [note for note in notes if not any(text in note for text in ("training settings", "20 per active"))]
+    texts = ("training settings", "20 per active", "planned for samples")
+    return [note for note in notes if not any(text in note for text in texts)]
 
 
 def optimal(request: Request) -> Reply:

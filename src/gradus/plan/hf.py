@@ -62,9 +62,11 @@ def _map(hf: fields.Fields, kind: str) -> Read:
     """hf: the fields, which are changed to those that the family's reader knows."""
     entry, notes, usable = others.planned()[kind], [], None
     table = weights.rules_of(entry["family"])
-    for field in ("dense_act_fn", *(() if entry.get("windows") else ("layer_types",))):  # which repeat other fields
-        hf.pop(field, None)
+    ours = kind in weights.model_types()
     _check_fields(hf, entry)
+    seen = {} if ours else _seen(hf)
+    for field in ("dense_act_fn", *(() if ours else ("layer_types",))):  # which repeat other fields
+        hf.pop(field, None)
     notes += _replaced(hf, entry)
     heads = entry.get("heads", {})
     architecture = (hf.get("architectures") or list(heads.values()) or [""])[0]
@@ -72,7 +74,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
         hf["architectures"] = [_head(architecture, heads)]
     notes += [note for ending, note in entry.get("headless", {}).items() if architecture.endswith(ending)]
     if "rotary" in entry:
-        notes += _window_and_angles(hf, entry)
+        notes += _window_and_angles(hf, entry["rotary"], ours)
     if "added_positions" in entry:
         usable = hf["max_position_embeddings"]
         hf["n_positions"] = stored = usable + entry["added_positions"]
@@ -81,6 +83,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
         hf |= dict.fromkeys([names] if isinstance(names, str) else names, hf[field])
     hf["model_type"] = entry.get("as", kind)
     config = table.config_from_hf(hf)
+    config = config.changed(**seen) if seen else config
     if unknown := fields.unknown(hf, (*table.WITHOUT_EFFECT, *entry.get("neither", ()))):
         notes.append(f"config.json: {unknown}: unknown for model_type={kind}, planned as if it changed nothing")
     return Read(config, [*notes, *([entry["note"]] if "note" in entry else [])], usable, kind)
@@ -124,10 +127,26 @@ def _head(architecture: str, heads: dict[str, str]) -> str:
     return heads[ending]
 
 
-def _window_and_angles(hf: dict[str, Any], entry: dict[str, Any]) -> Iterator[str]:
+def _seen(hf: dict[str, Any]) -> dict[str, Any]:
+    """Ours for what a layer's queries see, which is taken out of the fields: a window, in all layers but every so many.
+    {} where no layer has one, or they are mixed in another way."""
+    window, every = hf.get("sliding_window"), hf.get("sliding_window_pattern")
+    every = len(every) if isinstance(every, str) else every
+    if types := hf.get("layer_types"):
+        every = [*types, "full_attention"].index("full_attention") + 1
+        if types != ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(len(types))]:
+            return {}
+    if not window or window >= hf.get("max_position_embeddings", 2048):
+        return {}
+    hf["sliding_window"] = None
+    every = every if every and every <= hf["num_hidden_layers"] else None
+    return {} if every == 1 else {"window": window, "full_every": every}
+
+
+def _window_and_angles(hf: dict[str, Any], types: list[str], ours: bool) -> Iterator[str]:
     """A window of attention that is not read limits the length; of rotary positions a way to rescale that is not ours
     is left out, and so are fields that nobody knows."""
-    if not entry.get("windows"):
+    if not ours:
         window, hf["sliding_window"] = hf.get("sliding_window"), None
         used = hf.get("use_sliding_window", True) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 32)
         if window and used and window < hf.get("max_position_embeddings", 2048):
@@ -137,7 +156,7 @@ def _window_and_angles(hf: dict[str, Any], entry: dict[str, Any]) -> Iterator[st
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = rope.get("full_attention") or rope  # of each kind of layer its own
     how = rope.get("rope_type") or rope.get("type") or "default"
-    if how not in entry["rotary"] or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
+    if how not in types or any(x.get("partial_rotary_factor", 1.0) != 1.0 for x in (rope, hf)):
         yield f"rotary positions of type {how} planned as plain ones"
         rope = {}
     known = rotary.known(how)
@@ -221,8 +240,8 @@ def recipe_for(
         length = min(length, most)
         if not adapter:  # as many tokens a step where the model has fewer positions
             samples = max(1, round(samples * run["seq_len"] / length))
-        if length < most:
-            notes.append(f"planned for samples of {length:,} tokens, of {most:,} that the model takes (data.max_len)")
+        of = f", of {most:,} that the model takes" if config.longest else ""
+        notes.append(f"planned for samples of {length:,} tokens{of} (data.max_len)")
     raw = {
         "name": name,
         "model": _model(config, notes),
@@ -264,14 +283,19 @@ def _model(config: ModelConfig, notes: list[str]) -> dict[str, Any]:
         section["n_classes"] = 1000
         notes.append("config.json has no classes: planned with ImageNet's 1,000 (model.n_classes)")
     if getattr(config, "head", None) == "none":
-        section |= {"head": "pretraining", "pooler": True}
+        section |= {"head": _learned_with(config), "pooler": True}
     return section
 
 
+def _learned_with(config: ModelConfig) -> str | None:
+    """The head; of a bare encoder the one that it was trained with: BERT alone tells next sentences too."""
+    head = getattr(config, "head", None)
+    return head if head != "none" else "pretraining" if config.variant == "bert" else "masked_lm"
+
+
 def _task_and_data(config: ModelConfig, task: dict[str, Any], length: int | None) -> dict[str, Any]:
-    name, head = task["name"], getattr(config, "head", None)
-    kind = config.learns[name]
-    task = {**task, **TASKS[name].heads.get("pretraining" if head == "none" else head, {})}
+    name, kind = task["name"], config.learns[task["name"]]
+    task = {**task, **TASKS[name].heads.get(_learned_with(config), {})}
     data = {"path": IMAGES} if kind == "images" else {"path": TEXT, "max_len": length}
     return {"task": task, "data": {"kind": kind, **data}}
 

@@ -96,9 +96,10 @@ def serving(
     parts = {row.name.partition("/")[2]: row.value for row in rows if row.unit == "bytes"}
     need, weights = sum(parts.values()), total * use.bits / 8
     cache = (usage.own + usage.cross) * BYTES[precision]
+    limited = (getattr(config, "window", None) or length) < length  # some layers keep no more than their window
     rows += [
         known_figure("serving/total", need, parts, without=LEFT_OUT),
-        *_rule(total, use.bits, cache, usage.own * BYTES[precision] // (batch * length)),
+        *_rule(total, use.bits, cache, 0 if limited else usage.own * BYTES[precision] // (batch * length)),
         _device(weights + cache + parts["logits"], 1.2 * weights, precision),
     ]
     if on is not None and need <= on.device.capacity:
@@ -152,7 +153,7 @@ def _memory(use: Use, usage: Usage, total: int) -> list[Row]:
 
 
 def _rule(total: int, bits: int, cache: int, each: int) -> list[Row]:
-    """total: parameters. cache, each: bytes of keys and values, of all and of a token."""
+    """total: parameters. cache, each: bytes of keys and values, of all and of a token, 0 where that is no constant."""
     weights = total * bits / 8
     holds, part = cache <= 0.2 * weights, f"{cache / weights:.0%}"
     why = {} if holds else {"why": f"the cache alone is {part} of the weights: the rule knows neither batch nor length"}
@@ -248,7 +249,8 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
     ]
     if "kv_per_token" in by_name:
         each = f"each token of each sequence{' on each device' * ('devices' in c)}"
-        text.append(f"cache     {size(by_name['kv_per_token'].value)} of keys and values for {each}")
+        limit = "" if until else ", on average: layers with a window keep no more than it"
+        text.append(f"cache     {size(by_name['kv_per_token'].value)} of keys and values for {each}{limit}")
     text += [f"how fast  {line}" for line in _how_fast(by_name, c, on, images)]
     return [*text, f"excluded  {c['without']}"]
 

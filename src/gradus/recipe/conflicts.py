@@ -112,8 +112,8 @@ LAYOUT: tuple[Row, ...] = (
     _clash("model.patches=unfold", "layout.tensor",
            "DTensor does not support unfold. Set model.patches=rearrange or convolution: the same result"),
     _clash("layout.context", "model.alternation", "ModernBERT's windows need whole sequences. Leave it out"),
-    _clash("layout.context layout.context_method=ring", "model.window", "the ring attends to whole sequences. "
-           "Set layout.context_method=ulysses"),
+    _clash("model.window", "layout.context layout.context_method=ring",
+           "the ring takes no window of attention. Set layout.context_method=ulysses"),
     _clash("layout.pipeline", "layout.context", "stages pass on whole sequences. Use one of them"),
     _clash("layout.attention=naive", "layout.context layout.context_method=ring",
            "the ring has its own kernel. Leave layout.attention out, or set layout.context_method=ulysses"),
