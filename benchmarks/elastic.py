@@ -1,7 +1,8 @@
 """Kill replicas of one run again and again, and compare its curve with those of runs that nobody disturbed.
 
-    python benchmarks/elastic.py --kills 100 [--processes 4] [--steps 200] [--double] [--seed 0] [layout.precision=bf16 ...]
+    python benchmarks/elastic.py --kills 100 [--processes 4] [--steps 200] [--double] [--seed 0] [layout.precision=bf16 layout.shard=2 ...]
 
+With layout.shard a replica is several processes: where one of them ends, the others are killed, and all are started again.
 Kills come at random instants and at each of PLACES, which are named from inside the program; one in four is of rank 0, every fifth comes
 while the one before has not come back, one in ten is a SIGSTOP that ends after the others have given the process up. A replica
 that ended is started again 0.2 s later. Every second run writes no checkpoint. Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N processes differ by; no sample of a
@@ -93,7 +94,7 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
             yield
 
         def after_step(self, trainer, taken):
-            values = [p.detach().double() for p in trainer.model.parameters()]
+            values = [h.local.detach().double() for h in trainer.parallel.local_parameters]
             weights = [sum(v.sum().item() for v in values), sum(v.square().sum().item() for v in values)]
             with open(f"{folder}.samples", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": taken.step, "replica": replica, "pid": os.getpid(), "samples": self.indices, "weights": weights}) + "\n")
@@ -125,6 +126,7 @@ class Run:
         import torch.distributed as dist
 
         self.folder, self.n, self.overrides, self.double = folder, n, [*overrides, f"log.dir={folder}"], double
+        self.parts = parts_of(overrides)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store.set("armed", "{}")
         self.context = multiprocessing.get_context("forkserver")
@@ -141,15 +143,20 @@ class Run:
 
     def look(self) -> None:
         """What a launcher does."""
-        from gradus.parallel.quorum import tell_gone
+        from gradus.parallel.quorum import place_of, tell_gone
 
         now = time.monotonic()
         for r, p in self.processes.items():
             if p.exitcode == 0:
                 self.ended = True
             elif p.exitcode is not None and r not in self.again:
-                tell_gone(self.store, f"{r}.{self.store.add(f'started/{r}', 0)}", f"ended with exit code {p.exitcode}")
+                place = place_of(r, self.parts)
+                tell_gone(self.store, f"{place}.{self.store.add(f'started/{place}', 0)}", f"ended with exit code {p.exitcode}")
                 self.again[r] = now + AGAIN
+                first = r // self.parts * self.parts
+                for other in range(first, first + self.parts if not self.ended else first):
+                    self.processes[other].kill()
+                    self.processes[other].join()
             elif p.exitcode is not None and now >= self.again[r]:
                 del self.again[r]
                 self.processes[r] = self._start(r)
@@ -181,6 +188,11 @@ class Run:
             p.join(20 if self.ended else 0)
             if p.exitcode is None:
                 p.kill()
+
+
+def parts_of(overrides: list[str]) -> int:
+    """Processes of a replica."""
+    return int(next((o.partition("=")[2] for o in overrides if o.startswith("layout.shard=")), 1))
 
 
 def undisturbed(folder: Path, n: int, overrides: list[str], double: bool) -> float:
@@ -263,7 +275,7 @@ def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
 
 
 def _rank_zero(run: Run) -> int:
-    return json.loads(run.store.get(f"members/{run._epoch()}"))[0]["replica"] if run._epoch() else 0
+    return json.loads(run.store.get(f"members/{run._epoch()}"))[0]["replica"] * run.parts if run._epoch() else 0
 
 
 def fates_of(n_kills: int, seed: int) -> list[dict]:
@@ -298,12 +310,15 @@ def taken(folder: Path) -> dict[int, list[dict]]:
     return steps
 
 
-def curve_of(folder: Path, double: bool) -> dict[int, float]:
+def curve_of(folder: Path, double: bool, parts: int = 1) -> dict[int, float]:
     """Loss by step, which is a number of 32 bits; in double the sum of the weights and of their squares after it."""
-    return {step: sum(rows[0]["weights"]) for step, rows in taken(folder).items()} if double else losses(folder)
+    if not double:
+        return losses(folder)
+    by_part = {step: {row["replica"] % parts: row["weights"] for row in rows} for step, rows in taken(folder).items()}
+    return {step: sum(map(sum, of.values())) for step, of in by_part.items() if len(of) == parts}  # else a kill came before one wrote
 
 
-def check_samples(folder: Path, undisturbed: Path) -> int:
+def check_samples(folder: Path, undisturbed: Path, parts: int = 1) -> int:
     """Each step's samples are those of the undisturbed run, none twice, and the weights after it the same on every replica; where the
     process that took some was killed before it wrote them down, they are unknown. Returns the steps whose samples are known in whole."""
     right, whole = taken(undisturbed), 0
@@ -311,7 +326,8 @@ def check_samples(folder: Path, undisturbed: Path) -> int:
         ours = sorted(i for row in rows for i in row["samples"])
         known = sorted(i for row in right[step] for i in row["samples"])
         assert len(set(ours)) == len(ours) and set(ours) <= set(known), f"{folder}: step {step} took {ours} of {known}"
-        assert len({tuple(row["weights"]) for row in rows}) == 1, f"{folder}: step {step}: the replicas' weights differ"
+        there = {row["replica"] % parts for row in rows}
+        assert len({(row["replica"] % parts, *row["weights"]) for row in rows}) == len(there), f"{folder}: step {step}: the replicas' weights differ"
         whole += ours == known
     return whole
 
@@ -333,11 +349,12 @@ def main() -> int:
     base.mkdir(parents=True, exist_ok=True)
     whole = ["train.clip_norm=null"] if args.double else []  # the norm of several processes has 32 bits
     overrides = [*TINY, *RUN, f"train.steps={args.steps}", *whole, *args.overrides]
-    one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout"))]
+    one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "layout.shard"))]
+    parts = parts_of(overrides)
     micro = f"layout.micro_batch={16 // args.processes}"
     undisturbed(base / "one", 1, [*one, micro], args.double)
     seconds = undisturbed(base / "all", args.processes, overrides, args.double)
-    right, other = curve_of(base / "one", args.double), curve_of(base / "all", args.double)
+    right, other = curve_of(base / "one", args.double), curve_of(base / "all", args.double, parts)
     differ = max(abs(right[s] - other[s]) for s in right)
     limit = 1e-9 if args.double else 2 * differ
     print(f"undisturbed: {seconds:.1f} s; runs on 1 and on {args.processes} processes differ by {differ:.2e} at most")
@@ -353,9 +370,9 @@ def main() -> int:
         kills += done
         lost += costs(folder, done)
         losses(folder)
-        curve = curve_of(folder, args.double)
-        far = max(abs(curve[s] - other[s]) for s in other)
-        whole = check_samples(folder, base / "all")
+        curve = curve_of(folder, args.double, parts)
+        far = max(abs(curve[s] - other[s]) for s in other if s in curve)
+        whole = check_samples(folder, base / "all", parts)
         bad += far > limit
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         stalls = [row["seconds"] for row in rows if row["name"] == "elastic/epoch"]

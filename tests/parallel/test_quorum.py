@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -29,7 +30,7 @@ def several(store, n: int, step_timeout: float = 1.0, **keys) -> list[Quorum]:
     made = [Quorum(World(rank, n, rank, n, "test", "127.0.0.1", store.port), layout) for rank in range(n)]
     for q in made:
         q.epoch, q._of_group = 1, set()
-        q.members = [Member(other.name, other.replica, "here", 0) for other in made]
+        q.members = [Member(other.name, other.replica, "here", 0, other.world.rank % q.parts) for other in made]
     return made
 
 
@@ -164,6 +165,72 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
     assert [m.name for m in answers[0][1]] == [m.name for m in answers[1][1]] == ["0.1", "2.1"]
     with pytest.raises(EnvironmentFault, match="replica 1 was given up"):
         quorums[1]._agreed(5, True)
+
+
+def split_epoch(store, names: list[str]) -> None:
+    """The members of epoch 1, whose replicas are two processes each."""
+    places = [(name, *map(int, name.partition(".")[0].split("/"))) for name in names]
+    store.set("members/1", json.dumps([{"name": n, "replica": r, "host": "here", "step": 0, "part": part} for n, r, part in places]))
+
+
+def test_a_replica_of_several_processes_dies_as_a_whole(store, closing):
+    """The others do not wait for what is left of it, which ends at once."""
+    quorums = several(store, 6, shard=2)
+    closing += quorums
+    names = [q.name for q in quorums]
+    assert names == ["0/0.1", "0/1.1", "1/0.1", "1/1.1", "2/0.1", "2/1.1"] and [q.wanted for q in quorums] == [3] * 6
+    split_epoch(store, names)
+    tell_gone(store, "1/0.1", "ended with SIGKILL")
+    began = time.monotonic()
+    answers = at_once([q for q in quorums if q.name not in ("1/0.1", "1/1.1")], lambda q: q._agreed(5, True))
+    assert time.monotonic() - began < 1.4, "they have waited for the rest of replica 1"
+    assert [[m.name for m in members] for _, members in answers] == [["0/0.1", "0/1.1", "2/0.1", "2/1.1"]] * 4
+    with pytest.raises(EnvironmentFault, match="replica 1"):
+        quorums[3]._agreed(5, True)
+
+
+def test_a_newcomer_of_several_processes_comes_in_once_all_are_there(store, closing):
+    """Half of it is no member, nor does it make the members meet; together they come last, in their order."""
+    quorums = several(store, 4, shard=2)
+    closing += quorums
+    old, new = quorums[2:], quorums[:2]
+    split_epoch(store, [q.name for q in old])
+    for q in old:
+        q.members = q.members[2:]
+    for q in new:
+        q.epoch = 0
+    threads = [threading.Thread(target=new[1]._agreed, args=(-1, True), daemon=True)]
+    threads[0].start()
+    while not store.check(["wants/2/1"]):
+        time.sleep(0.01)
+    at_once(old, lambda q: q.commit("step 1"))
+    assert [q.asked for q in old] == [False, False]
+    answers = at_once(old, lambda q: q._agreed(1, True))
+    assert [[m.name for m in members] for _, members in answers] == [["1/0.1", "1/1.1"]] * 2
+    for q in old:
+        q.epoch = 2
+    threads.append(threading.Thread(target=new[0]._agreed, args=(-1, True), daemon=True))
+    threads[1].start()
+    while not store.check(["wants/3/2"]):
+        time.sleep(0.01)
+    at_once(old, lambda q: q.commit("step 2"))
+    assert [q.asked for q in old] == [True, True]
+    answers = at_once(old, lambda q: q._agreed(2, True))
+    assert [[m.name for m in members] for _, members in answers] == [["1/0.1", "1/1.1", "0/0.1", "0/1.1"]] * 2
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_replicas_that_each_lost_a_process_are_all_lost(store, closing):
+    quorums = several(store, 4, shard=2)
+    closing += quorums
+    split_epoch(store, [q.name for q in quorums])
+    tell_gone(store, "0/0.1", "ended with SIGKILL")
+    tell_gone(store, "1/1.1", "ended with SIGKILL")
+    answers = at_once(quorums[1:3], lambda q: q._agreed(5, True))
+    assert all("no replica is left that has the weights" in str(answer) for answer in answers)
+    assert store.check(["orphaned"])
 
 
 def test_a_newcomer_finds_that_nobody_is_left(store, closing):

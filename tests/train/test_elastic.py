@@ -205,7 +205,7 @@ def test_what_an_elastic_run_needs(world, keys, why):
 
 
 @pytest.mark.parametrize("other", [
-    "layout.shard=2", "layout.tensor=2", "layout.pipeline=2", "layout.context=2", "layout.replicate=manual", "layout.replicate=parameter_server",
+    "layout.expert=2", "layout.tensor=2", "layout.pipeline=2", "layout.context=2", "layout.replicate=manual", "layout.replicate=parameter_server",
     "layout.shard_optimizer=true", "layout.local_sgd={every: 2}", "layout.diloco={every: 2}", "layout.compress=powersgd",
 ])  # fmt: skip
 def test_what_is_not_built_is_refused_by_name(other):
@@ -246,11 +246,12 @@ def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypa
 
 
 @pytest.mark.slow
-def test_ten_kills_change_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("layout", [("3", "batch.samples=12"), ("4", "layout.shard=2")])
+def test_ten_kills_change_nothing(layout, tmp_path, monkeypatch, capsys):
     """Random instants and places named from inside; the curve, the samples and the weights of every replica."""
     import elastic as bench
 
-    words = ["--kills", "10", "--steps", "150", "--processes", "3", "--each", "10", "--seed", "1", "--folder", str(tmp_path), "batch.samples=12"]
+    words = ["--kills", "10", "--steps", "150", "--each", "10", "--seed", "1", "--folder", str(tmp_path), "--processes", *layout]
     monkeypatch.setattr(sys, "argv", ["elastic.py", *words])
     assert bench.main() == 0, capsys.readouterr().out
     assert "0 curves too far" in capsys.readouterr().out
@@ -275,16 +276,18 @@ def kill_at(step: int, record: Path, *processes: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_that_are_jobs_of_their_own(tmp_path):
-    """By the page's commands: a store, and a torchrun for each, which starts its replica again."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_replicas_that_are_jobs_of_their_own(parts, tmp_path):
+    """By the page's commands: a store, and a torchrun for each, which starts its replica again, with all its processes."""
     folder, port = tmp_path / "run", free_port()
     words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60"]
+    words += [f"layout.shard={parts}", "layout.micro_batch=4"]
     store = started(["-m", "gradus.parallel.quorum", str(port)], {}, tmp_path / "store")
     jobs = []
     try:
         for replica in range(2):
             place = {"GRADUS_REPLICA": str(replica), "GRADUS_REPLICAS": "2", "GRADUS_STORE": f"127.0.0.1:{port}"}
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "100", "-m", "gradus"]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(parts), "--max-restarts", "100", "-m", "gradus"]
             jobs.append(started([*torchrun, *words], place, tmp_path / f"job-{replica}"))
         kill_at(10, folder / "ranks" / "rank-0000.json", *jobs)
         codes = [job.wait(300) for job in jobs]
@@ -299,10 +302,12 @@ def test_replicas_that_are_jobs_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_launcher_starts_a_dead_rank_0_again(tmp_path):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_launcher_starts_a_dead_rank_0_again(parts, tmp_path):
     """By the command of the pages; with layout.min_replicas=2 the other waits for it."""
     folder = tmp_path / "run"
-    words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60", "--processes", "2"]
+    words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60"]
+    words += [f"layout.shard={parts}", "layout.micro_batch=4", "--processes", str(2 * parts)]
     process = started(["-m", "gradus", *words], {}, tmp_path / "out")
     try:
         kill_at(10, folder / "ranks" / "rank-0000.json", process)

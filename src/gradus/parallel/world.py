@@ -41,6 +41,7 @@ class World:
     address: str | None = None  # where rank 0 listens
     port: int | None = None
     newcomer: bool = False  # to a run of replicas that is under way; no member yet
+    groups: tuple[dist.ProcessGroup, ...] = ()  # of split replicas that come and go: across them, and within its own
 
     @property
     def first(self) -> bool:
@@ -95,6 +96,9 @@ def _described(environment: Mapping[str, str], launcher: Launcher) -> World:
         rank, size, local_rank = (int(environment[name]) for name in launcher[1:4])
         if not 0 <= rank < size:
             raise ValueError(f"{launcher.rank}={rank} is not below {launcher.size}={size}")
+        if launcher.name == "replicas":  # each of as many processes as its job has
+            parts = int(environment.get("WORLD_SIZE", 1))
+            rank, size = rank * parts + int(environment.get("RANK", 0)), size * parts
         local_size = _local_size(environment, launcher)
         address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
     except ValueError as e:

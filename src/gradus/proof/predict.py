@@ -32,7 +32,7 @@ from gradus.proof.memory_budget import (
     powered,
     suggested_fix,
 )
-from gradus.recipe.axes import data_parallel_size, evaluation_samples
+from gradus.recipe.axes import data_parallel_size, evaluation_samples, needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, size
@@ -136,7 +136,8 @@ def predict(case: Case) -> Predicted:
     notes = [f"evaluate.batch={chosen}: an evaluation of more samples would not fit"] if chosen else []
     notes += [*memory.notes, *decoding_note(case, largest)]
     if fewest:
-        n, shares = recipe.layout.min_replicas, -(-budget.processes // recipe.layout.min_replicas)
+        n = recipe.layout.min_replicas
+        shares = -(-budget.processes // (n * needed(recipe.layout)))
         left = f"{n} replica{'s are' if n > 1 else ' is'} left (layout.min_replicas)"
         notes.insert(0, f"where {left}, {whole.partition(' ')[0]} {size(fewest)}, and {shares} × as many micro-batches")
     return Predicted(rows, line, notes, need, least, refusal, fix, chosen)
@@ -146,10 +147,11 @@ def with_fewest(recipe: Recipe, budget: MemoryBudget) -> int | None:
     """Of replicas that come and go: bytes that each needs where layout.min_replicas are left, which take the batch in
     as large micro-batches, and more of them."""
     layout, n = recipe.layout, budget.processes
-    if not layout.elastic or layout.min_replicas >= n:
+    least = layout.min_replicas * needed(layout)
+    if not layout.elastic or least >= n:
         return None
     micro = layout.micro_batch or local_batch(recipe, n, budget.task)
-    fewest = dataclasses.replace(budget, processes=layout.min_replicas)
+    fewest = dataclasses.replace(budget, processes=least)
     return fewest.need(changed(recipe, layout={"micro_batch": micro}))
 
 

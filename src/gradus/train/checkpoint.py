@@ -122,8 +122,14 @@ class Checkpoints:
                 self.finish(parallel)
             return target
 
+        optimizers = state_tensors(parallel.trained(), optimizer)
+        if parallel.mesh.size("shard") > 1:
+            from gradus.train import sharded
+
+            optimizers = sharded.whole({h.name: h.parameter for h in parallel.trainable}, optimizers)
+
         def training(aside: Path) -> None:
-            tensors = {**state_tensors(parallel.trained(), optimizer), **rng_state(precision.device, 0)}
+            tensors = {**optimizers, **rng_state(precision.device, 0)}
             save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, aside / "training.safetensors")
             (aside / "training.json").write_text(json.dumps(state, indent=1))
 
