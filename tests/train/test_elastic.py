@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -20,12 +21,16 @@ from gradus import recipe as recipes
 from gradus.data.loader import Loader
 from gradus.errors import UserError
 from gradus.launch import replicas
-from gradus.parallel.quorum import Aborted, Member
+from gradus.parallel.fake import fake_world
+from gradus.parallel.mesh import Mesh
+from gradus.parallel.quorum import Aborted, Member, split_groups
 from gradus.parallel.world import World, free_port
 from gradus.rows import Row, read_rows
 from gradus.train import elastic, run
 from gradus.train.log import RunLog
 from gradus.train.loop import Hook
+from gradus.train.session import open_for
+from gradus.train.step import Stepper
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]  # also in the processes that a test starts
 
@@ -39,7 +44,7 @@ TINY = [
 class Alone:
     """The quorum of one replica, in which others are lost when the script says so: `losses` names the votes that come to nothing."""
 
-    epoch, wanted, least, asked, aborted, name, training = 1, 2, 1, False, None, "0.1", False
+    epoch, wanted, least, there, asked, aborted, name, training = 1, 2, 1, 1, False, None, "0.1", False
 
     def __init__(self, losses: tuple[str, ...] = ()):
         self.losses, self.votes, self.joined = list(losses), [], []
@@ -131,6 +136,35 @@ def test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_a
     assert best[0]["value"] == best[1]["value"]
     summary = json.loads((ours / "summary.json").read_text())
     assert summary["elastic"] == {"epochs": 3, "replicas": 1, "of": 2}
+
+
+def test_split_weights_are_laid_out_anew_with_each_process_s_own_part(tmp_path):
+    """Weights and optimizer bit for bit, over fewer replicas; a newcomer has neither memory nor groups before it is a member."""
+    keys = ["layout.elastic=true", "layout.shard=2", "layout.micro_batch=4", f"log.dir={tmp_path}"]
+    session = open_for(recipes.load("copy-task", [*TINY, *keys]), 4)
+    hook, layout, kept = elastic.Elastic(None, None, None), session.recipe.layout, []
+    own, axes, before = {}, {}, None
+    for n in (4, 2):
+        with fake_world(n, rank=1) as world:
+            world = dataclasses.replace(world, groups=split_groups(n, 2))
+            session.mesh = Mesh.make(layout, world)
+            assert session.mesh.sizes["replicate"] == n // 2 and session.mesh.rank("shard") == 1
+            if n == 4:
+                stepper = Stepper(session.recipe, session.task, session.lay_out(), session.device, session.precision)
+                stepper.session = session
+                for held in stepper.parallel.trainable:
+                    held.local.grad = torch.randn_like(held.local)
+                stepper.optimizer.step()
+            else:
+                hook._lay_out(stepper, own)
+                assert stepper.parallel is not before and {h.name: h.norm_axes for h in stepper.parallel.trainable} == axes
+            own, before = hook._own(stepper), stepper.parallel
+            axes = {h.name: h.norm_axes for h in before.trainable}
+            kept.append({key: tensor.clone() for key, tensor in own.items()})
+    assert kept[0].keys() == kept[1].keys() and any(key.startswith("exp_avg_sq.") for key in kept[0])
+    assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
+    session.mesh = Mesh.make(layout, World(3, 4, newcomer=True))
+    assert all(h.parameter.is_meta for h in session.lay_out(session.deferred(values=False)).local_parameters)
 
 
 def test_who_becomes_rank_0_after_a_step_calls_each_hook_once(tmp_path, monkeypatch):

@@ -119,6 +119,13 @@ def place_of(rank: int, parts: int) -> str:
     return f"{rank // parts}/{rank % parts}" if parts > 1 else str(rank)
 
 
+def split_groups(n: int, parts: int, limit: datetime.timedelta | None = None) -> tuple[dist.ProcessGroup, ...]:
+    """Of n processes: this one's with those that hold the same part of the weights, and with the others of its replica.
+    Collective."""
+    ranks = torch.arange(n).view(-1, parts)
+    return tuple(dist.new_subgroups_by_enumeration(r.tolist(), limit)[0] for r in (ranks.T, ranks))
+
+
 def tell_gone(store: dist.Store, name: str, why: str) -> None:
     """For who has seen a process end."""
     store.compare_set(f"gone/{name}", "", why)
@@ -322,15 +329,10 @@ class Quorum:
             dist.all_reduce(count)
             if count.item() != n:
                 raise RuntimeError("the first collective's sum is wrong")
-        self.groups = self._split(n, limit) if self.parts > 1 else ()
+        self.groups = split_groups(n, self.parts, limit) if self.parts > 1 else ()
         for group in (dist.group.WORLD, *self.groups):
             set_timeout(group, self.times.collective)
         self._of_group = _sockets() - self._before
-
-    def _split(self, n: int, limit: datetime.timedelta) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of this process: with its part of the weights in all replicas, and with the others of its own."""
-        ranks = torch.arange(n).view(-1, self.parts)
-        return tuple(dist.new_subgroups_by_enumeration(r.tolist(), limit)[0] for r in (ranks.T, ranks))
 
     def _leave(self) -> None:
         gc.collect()  # DDP, whose hooks on the parameters end with it
@@ -457,8 +459,8 @@ class Quorum:
         """Whoever waits in the group waits no more. gloo knows no abort: its connections are shut, but not the socket
         on which it listens, whose end would end the process."""
         if self.device == "cuda":
-            with contextlib.suppress(RuntimeError, AttributeError):
-                for group in (*self.groups, dist.group.WORLD):
+            for group in (*self.groups, dist.group.WORLD):
+                with contextlib.suppress(RuntimeError, AttributeError):
                     abort_nccl(group)
         for fd in _sockets() - self._before if self._of_group is None else self._of_group & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd.partition(" ")[0]))) as connection:

@@ -178,12 +178,17 @@ def first_host(nodes: str) -> str:
 
 
 def meet(world: World, layout: Layout) -> None:
-    """`join`, as the layout has it. Where weights are sharded on a CPU, PyTorch is asked for large pages: here, since
-    the processes meet before they make any tensor (`machine.tune_memory`)."""
+    """`join`, as the layout has it."""
+    join(world, open_kind(layout), layout.timeout)
+
+
+def open_kind(layout: Layout) -> str:
+    """The kind of device. Where weights are sharded on a CPU, PyTorch is asked for large pages: here, since the
+    processes have made no tensor yet (`machine.tune_memory`)."""
     device = pick_device(layout.device).type
     if device == "cpu" and layout.shard > 1:
         os.environ.setdefault(LARGE_PAGES, "1")
-    join(world, device, layout.timeout)
+    return device
 
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:

@@ -23,7 +23,6 @@ from gradus.data.loader import Step
 from gradus.errors import EnvironmentFault, UserError, either
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import use_replicas
-from gradus.parallel.device import pick_device
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh
 from gradus.parallel.quorum import Aborted, Ended, Member, Quorum
@@ -56,7 +55,7 @@ def enter(recipe: Recipe, world: World) -> tuple[Quorum, World]:
         raise UserError("layout.elastic=true: no other replica. Start several: --processes 2.")
     if recipe.log.dir is None:
         raise UserError("layout.elastic=true: all replicas write one run. Set log.dir=FOLDER, which all hosts share.")
-    device = pick_device(layout.device).type
+    device = worlds.open_kind(layout)
     if device == "cuda":
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     quorum = Quorum(world, layout, device)

@@ -67,18 +67,6 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def whole(parameters: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An optimizer's state of all processes, by the keys of `state`, which is this one's part: on the first process's
-    host, elsewhere nothing. Collective."""
-    gathered = {}
-    for key in sorted(state):
-        tensor = like(parameters[key.split(".", 1)[1]], state[key])
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if _first(None):
-            gathered[key] = tensor.cpu()
-    return gathered
-
-
 # ---------------------------------------------------------------- between processes
 
 
