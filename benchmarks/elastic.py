@@ -131,12 +131,14 @@ class Run:
         self.store.set("armed", "{}")
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([*PRELOAD, "gradus.train.elastic"])
+        self.starts = dict.fromkeys(range(n), 0)
         self.processes = {r: self._start(r) for r in range(n)}
         self.again: dict[int, float] = {}
         self.stopped: dict[int, tuple[int, float]] = {}  # replica → (process, when it may go on)
         self.ended, self.epoch = False, 0
 
     def _start(self, replica: int):
+        self.starts[replica] += 1
         p = self.context.Process(target=_worker, args=(replica, self.n, self.store.port, str(self.folder), self.overrides, self.double))
         p.start()
         return p
@@ -166,10 +168,25 @@ class Run:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def members(self) -> int:
-        """How many replicas the newest epoch has."""
+    def members(self) -> list[dict]:
+        """Of the newest epoch."""
         epoch = self._epoch()
-        return len(json.loads(self.store.get(f"members/{epoch}"))) if epoch else 0
+        return json.loads(self.store.get(f"members/{epoch}")) if epoch else []
+
+    def whole(self) -> int:
+        """How many replicas of the newest epoch have all their processes."""
+        lives = collections.Counter()
+        for member in self.members():
+            rank = member["replica"] * self.parts + member["part"]
+            same = member["name"].endswith(f".{self.starts[rank]}") and rank not in self.stopped
+            lives[member["replica"]] += same and self.processes[rank].exitcode is None
+        return sum(n == self.parts for n in lives.values())
+
+    def may_lose(self, soon: bool) -> bool:
+        """Whether one more may die now. soon: although not all are there; of split replicas another must be whole."""
+        if soon and (self.parts == 1 or self.whole() > 1):
+            return True
+        return len(self.members()) == self.n and not self.again
 
     def _epoch(self) -> int:
         while self.store.check([f"members/{self.epoch + 1}"]):
@@ -219,7 +236,7 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
             last, moved = steps, now
         if now - moved > HANG:
             raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]}:\n{Path(f'{folder}.log').read_text()[-3000:]}")
-        if armed is None and fates and steps > 1 and now > waits and (fates[0]["soon"] or (run.members() == n and not run.again)):
+        if armed is None and fates and steps > 1 and now > waits and run.may_lose(fates[0]["soon"]):
             armed = fates.pop(0)
             if armed["place"] is None:
                 victim = 0 if armed["first"] else draw.randrange(n)
@@ -275,7 +292,8 @@ def costs(folder: Path, kills: list[dict]) -> list[tuple[float, float]]:
 
 
 def _rank_zero(run: Run) -> int:
-    return json.loads(run.store.get(f"members/{run._epoch()}"))[0]["replica"] * run.parts if run._epoch() else 0
+    members = run.members()
+    return members[0]["replica"] * run.parts if members else 0
 
 
 def fates_of(n_kills: int, seed: int) -> list[dict]:

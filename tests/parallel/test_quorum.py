@@ -167,16 +167,23 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
         quorums[1]._agreed(5, True)
 
 
+def split(store, n: int) -> list[Quorum]:
+    """Of replicas that are two processes each, none of which looks for the end of others: who is given up ends its process."""
+    quorums = several(store, n, step_timeout=10.0, shard=2)
+    for q in quorums:
+        q._ended.set()
+    return quorums
+
+
 def split_epoch(store, names: list[str]) -> None:
     """The members of epoch 1, whose replicas are two processes each."""
     places = [(name, *map(int, name.partition(".")[0].split("/"))) for name in names]
     store.set("members/1", json.dumps([{"name": n, "replica": r, "host": "here", "step": 0, "part": part} for n, r, part in places]))
 
 
-def test_a_replica_of_several_processes_dies_as_a_whole(store, closing):
+def test_a_replica_of_several_processes_dies_as_a_whole(store):
     """The others do not wait for what is left of it, which ends at once."""
-    quorums = several(store, 6, step_timeout=10.0, shard=2)
-    closing += quorums
+    quorums = split(store, 6)
     names = [q.name for q in quorums]
     assert names == ["0/0.1", "0/1.1", "1/0.1", "1/1.1", "2/0.1", "2/1.1"] and [q.wanted for q in quorums] == [3] * 6
     split_epoch(store, names)
@@ -189,10 +196,9 @@ def test_a_replica_of_several_processes_dies_as_a_whole(store, closing):
         quorums[3]._agreed(5, True)
 
 
-def test_a_newcomer_of_several_processes_comes_in_once_all_are_there(store, closing):
+def test_a_newcomer_of_several_processes_comes_in_once_all_are_there(store):
     """Half of it is no member, nor does it make the members meet; together they come last, in their order."""
-    quorums = several(store, 4, step_timeout=10.0, shard=2)
-    closing += quorums
+    quorums = split(store, 4)
     old, new = quorums[2:], quorums[:2]
     split_epoch(store, [q.name for q in old])
     for q in old:
@@ -222,15 +228,30 @@ def test_a_newcomer_of_several_processes_comes_in_once_all_are_there(store, clos
         assert not thread.is_alive()
 
 
-def test_replicas_that_each_lost_a_process_are_all_lost(store, closing):
-    quorums = several(store, 4, step_timeout=10.0, shard=2)
-    closing += quorums
+def test_replicas_that_each_lost_a_process_are_all_lost(store):
+    quorums = split(store, 4)
     split_epoch(store, [q.name for q in quorums])
     tell_gone(store, "0/0.1", "ended with SIGKILL")
     tell_gone(store, "1/1.1", "ended with SIGKILL")
     answers = at_once(quorums[1:3], lambda q: q._agreed(5, True))
     assert all("no replica is left that has the weights" in str(answer) for answer in answers)
     assert store.check(["orphaned"])
+
+
+def test_a_replica_that_got_half_of_the_weights_is_lost_with_those_who_sent_them(store):
+    quorums = split(store, 4)
+    split_epoch(store, [q.name for q in quorums])
+    for q in quorums[:2]:
+        tell_gone(store, q.name, "ended with SIGKILL")
+
+    def ask(q: Quorum):
+        try:
+            return q._agreed(5 if q is quorums[2] else -1, True)
+        finally:
+            tell_gone(store, q.name, "ended with exit code 3")
+
+    answers = at_once(quorums[2:], ask)
+    assert all("no replica is left that has the weights" in str(answer) for answer in answers)
 
 
 def test_a_newcomer_finds_that_nobody_is_left(store, closing):

@@ -280,7 +280,7 @@ def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("3", "batch.samples=12"), ("4", "layout.shard=2")])
+@pytest.mark.parametrize("layout", [("3", "batch.samples=12"), ("6", "batch.samples=24", "layout.shard=2")])
 def test_ten_kills_change_nothing(layout, tmp_path, monkeypatch, capsys):
     """Random instants and places named from inside; the curve, the samples and the weights of every replica."""
     import elastic as bench

@@ -54,9 +54,8 @@ class Mesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         if world.groups:
-            ranks = torch.arange(world.size).view(-1, layout.shard)
-            return cls(world, shape, DeviceMesh.from_group([*world.groups], device, ranks, mesh_dim_names=AXES[1:3]))
-
+            ranks, names = torch.arange(world.size).view(-1, layout.shard), ("replicate", "shard")
+            return cls(world, shape, DeviceMesh.from_group([*world.groups], device, ranks, mesh_dim_names=names))
         return cls(world, shape, init_device_mesh(device, tuple(shape.values()), mesh_dim_names=AXES))
 
     def size(self, *axes: str) -> int:

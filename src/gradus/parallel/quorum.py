@@ -263,10 +263,11 @@ class Quorum:
         torn = {m.replica for m in members if m.name in gone}
         gone |= {m.name: "its replica is not whole" for m in members if m.replica in torn and m.name not in gone}
         there = self._whole([m for name, m in came.items() if name not in gone and (admit or not m.new)])
+        settled = epoch > 1 and all(name in came or name in gone for name in before)
         if epoch > 1:
             # between two steps another may be writing a checkpoint, and comes when it is done
             patience = self.times.gather if admit else self.times.collective / 2
-            complete = all(name in came or name in gone for name in before) or waited > patience
+            complete = settled or waited > patience
         else:
             missing = sorted(set(range(self.wanted)) - {m.replica for m in there})
             complete = not missing
@@ -275,10 +276,10 @@ class Quorum:
                 raise EnvironmentFault(f"{text} (layout.timeout). Were all started?")
         if not complete:
             return
-        if self.replica in torn:
-            if all(name in gone for name in before):
+        if epoch > 1 and all(m.new for m in there):
+            if settled:
                 self._lost_all()
-            raise EnvironmentFault(f"replica {self.replica} has lost one of its processes, and ends as a whole")
+            return
         if admit and (n := len(there) // self.parts) < self.least:
             if waited > self.times.collective:
                 left = f"{n} of {self.wanted} replicas are left, and layout.min_replicas={self.least}"
@@ -311,8 +312,8 @@ class Quorum:
         raise EnvironmentFault(f"no replica is left that has the weights. {RESUME}")
 
     def _meet(self, rank: int) -> None:
-        """Make the epoch's group, never lazily: a first collective runs in it. What gloo waits for while it connects,
-        nothing can end: so all are here before, and it waits for no longer than the step time-out."""
+        """Make the epoch's groups, never lazily: a first collective runs in each. What gloo waits for while it
+        connects, nothing can end: so all are here before, and it waits for no longer than the step time-out."""
         n, ready = len(self.members), f"ready/{self.epoch}"
         self.store.add(ready, 1)
         while self.store.add(ready, 0) < n:
@@ -324,18 +325,19 @@ class Quorum:
         store = dist.PrefixStore(f"group/{self.epoch}", self._connect())
         dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=limit)
         self.observer("before the first collective")
-        for kind in {"cpu", self.device}:
-            count = torch.ones((), device=kind)
-            dist.all_reduce(count)
-            if count.item() != n:
-                raise RuntimeError("the first collective's sum is wrong")
         self.groups = split_groups(n, self.parts, limit) if self.parts > 1 else ()
         for group in (dist.group.WORLD, *self.groups):
+            for kind in {"cpu", self.device}:
+                count = torch.ones((), device=kind)
+                dist.all_reduce(count, group=group)
+                if count.item() != dist.get_world_size(group):
+                    raise RuntimeError("the first collective's sum is wrong")
             set_timeout(group, self.times.collective)
         self._of_group = _sockets() - self._before
 
     def _leave(self) -> None:
         gc.collect()  # DDP, whose hooks on the parameters end with it
+        self.groups = ()
         leave_group()
 
     # ------------------------------------------------------------ what counts

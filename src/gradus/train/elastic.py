@@ -223,10 +223,13 @@ class Elastic(Hook):
         session = trainer.session
         forget_meshes()
         trainer.hold(session.lay_out(session.deferred(values=trainer.recipe.adapter is not None)))
-        for held in trainer.parallel.local_parameters if own else ():
-            held.local.data.copy_(own[f"model.{held.name}"])
-        state = {key: value for key, value in own.items() if not key.startswith("model.")}
-        load_state_tensors(trainer.parallel.trained(), trainer.optimizer, state)
+        parameters = {h.name: h.local for h in trainer.parallel.local_parameters}
+        for key, tensor in own.items():
+            kind, _, name = key.partition(".")
+            if kind == "model":
+                parameters[name].data.copy_(tensor)
+            else:
+                trainer.optimizer.state[parameters[name]][kind] = tensor
 
     def _share(self, trainer: Trainer) -> None:
         """New members get weights, optimizer, position and scale from the first, and of split weights each process from
