@@ -136,6 +136,7 @@ class Run:
         self.again: dict[int, float] = {}
         self.stopped: dict[int, tuple[int, float]] = {}  # replica → (process, when it may go on)
         self.ended, self.epoch = False, 0
+        self.deaths: list[tuple[float, int, int]] = []  # second, process, exit code
 
     def _start(self, replica: int):
         self.starts[replica] += 1
@@ -152,6 +153,7 @@ class Run:
             if p.exitcode == 0:
                 self.ended = True
             elif p.exitcode is not None and r not in self.again:
+                self.deaths.append((round(time.time() % 1000, 2), r, p.exitcode))
                 place = place_of(r, self.parts)
                 tell_gone(self.store, f"{place}.{self.store.add(f'started/{place}', 0)}", f"ended with exit code {p.exitcode}")
                 self.again[r] = now + AGAIN
@@ -174,11 +176,11 @@ class Run:
         return json.loads(self.store.get(f"members/{epoch}")) if epoch else []
 
     def whole(self) -> int:
-        """How many replicas of the newest epoch have all their processes."""
+        """How many replicas of the newest epoch had the weights when it was formed, and have all their processes."""
         lives = collections.Counter()
         for member in self.members():
             rank = member["replica"] * self.parts + member["part"]
-            same = member["name"].endswith(f".{self.starts[rank]}") and rank not in self.stopped
+            same = member["name"].endswith(f".{self.starts[rank]}") and member["step"] >= 0 and rank not in self.stopped
             lives[member["replica"]] += same and self.processes[rank].exitcode is None
         return sum(n == self.parts for n in lives.values())
 
@@ -235,7 +237,7 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
         if (steps := run.steps()) != last or run.stopped:
             last, moved = steps, now
         if now - moved > HANG:
-            raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]}:\n{Path(f'{folder}.log').read_text()[-3000:]}")
+            raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]} (deaths: {run.deaths[-12:]}):\n{Path(f'{folder}.log').read_text()[-3000:]}")
         if armed is None and fates and steps > 1 and now > waits and run.may_lose(fates[0]["soon"]):
             armed = fates.pop(0)
             if armed["place"] is None:

@@ -220,11 +220,11 @@ class Quorum:
                 continue
             now, there = time.monotonic(), {m.replica for m in members}
             self._without = {r: self._without.get(r, now) for r in range(self.wanted) if r not in there}
-            of_host = [m.name for m in members if m.host == members[rank].host]
-            near = {"local_rank": of_host.index(self.name), "local_size": len(of_host)}
+            world = dataclasses.replace(self.world, rank=rank, size=len(members), groups=self.groups)
             if self.device == "cuda":  # which GPU is this process's does not change
-                near = {}
-            return dataclasses.replace(self.world, rank=rank, size=len(members), groups=self.groups, **near)
+                return world
+            of_host = [m.name for m in members if m.host == members[rank].host]
+            return dataclasses.replace(world, local_rank=of_host.index(self.name), local_size=len(of_host))
 
     def _agreed(self, step: int, admit: bool) -> tuple[int, list[Member]]:
         """(the next epoch that this process is in, its members)."""
