@@ -193,7 +193,7 @@ LIST = (
     M("models/weights/bert.py", '".gamma").replace(".bias", ".beta")', '".beta").replace(".bias", ".gamma")',
       "models/test_bert.py::test_old_names_of_published_checkpoints", of="bert masked_lm predict"),
     M("models/weights/gpt.py", 'DROPOUTS = ("embd_pdrop", "attn_pdrop")', 'DROPOUTS = ("embd_pdrop",)',
-      "models/test_gpt.py::test_unsupported_features_are_named", of="gpt export"),
+      "models/test_gpt.py::test_configuration_there_and_back", of="gpt export"),
     M("models/weights/llama.py", 'rope_theta=rope.get("rope_theta") or theta', "rope_theta=theta",
       "models/test_llama.py::test_qwen2_there_and_back", of="llama generate"),
     M("models/weights/meta_llama.py", '"attention.wk.weight": config.n_kv_heads}', '"attention.wk.weight": config.n_heads}',

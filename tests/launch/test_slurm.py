@@ -153,6 +153,9 @@ def test_the_environment_of_the_command_is_that_of_the_job(tmp_path, capsys):
         (["copy-task", "--setup", "a\nb"], "--setup='a\\nb': must be one line."),
         (["copy-task", "train.stepz=5"], "train.stepz: unknown key. Did you mean train.steps?"),
         (["copy-task", "--nodes", "3"], "batch.samples=128 does not divide among 3 processes"),
+        (["copy-task", "layout.elastic=true"], "layout.elastic=true: one replica. Give --nodes and --ntasks-per-node, two or more in all."),
+        (["copy-task", "layout.elastic=true", "-N", "2", "-n", "2"], "layout.elastic=true: --ntasks=2 leaves open where each replica runs."),
+        (["copy-task", "layout.elastic=true", "layout.shard=2", "-N", "4"], "layout.shard=2 with layout.elastic: each replica gets one process here."),
         (["copy-task", "--partitoin", "P"], "--partitoin: unknown option. Did you mean --partition?"),
         (["copy-task", "--status", "7"], "--status 7: it starts nothing. Leave copy-task out."),
     ],
@@ -212,6 +215,73 @@ def test_what_the_script_does(tmp_path, capsys, code, restarts, ends_with, log):
         "module purge", "module load a/1", "module load b", "setup 1",
         "srun --kill-on-bad-exit=1 apptainer exec an image gradus train copy-task log.dir=RUN --auto-resume",
     ]  # fmt: skip
+
+
+def test_the_script_of_replicas(tmp_path, capsys):
+    """A store, a step per replica on its node, and all of its node's share to each: Slurm gives the same processors to steps that overlap."""
+    words = ["layout.elastic=true", "layout.max_deaths=3", "--nodes", "2", "--gpus", "a100:4", "-c", "10", "--container", "an image", "--signal", "TERM@90"]
+    text = dry(tmp_path, capsys, *words)
+    assert "\n#SBATCH --ntasks-per-node=4\n#SBATCH --cpus-per-task=10\n#SBATCH --gres=gpu:a100:4\n#SBATCH --signal=TERM@90\n#SBATCH --requeue\n#SBATCH --no-kill\n\n" in text
+    inside = "apptainer exec --nv 'an image'"
+    for line in (
+        f"coproc store {{ exec {inside} python3 -m gradus.parallel.quorum 0; }}  # in which the replicas agree; it prints where it listens",
+        'export GRADUS_STORE="${nodes[0]}:${line##*:}" GRADUS_REPLICAS=8 LOCAL_WORLD_SIZE=4',
+        "    export GRADUS_REPLICA=$1 LOCAL_RANK=$(($1 % 4))",
+        '    exec srun --nodelist="${nodes[$1 / 4]}" --nodes=1 --ntasks=1 --overlap --kill-on-bad-exit=0 --cpus-per-task=40 '
+        f"{inside} gradus train copy-task layout.elastic=true layout.max_deaths=3 log.dir=RUN --auto-resume",
+        "            2 | 143) break 2 ;;",
+        '        if [ "${deaths[i]}" -ge 3 ]; then',
+        "for ((s = 0; s < 90; s++)); do  # the others end by themselves",
+    ):
+        assert f"\n{line}\n" in text, line
+    assert "<" not in re.sub(r"i < 8|s < 90|\[i\] < 6|1 << |2> /dev", "", text.replace("<&", "")), "every value is filled in"
+    assert "            2) break 2 ;;\n" in dry(tmp_path, capsys, *words[:4], "--signal", "none")
+
+
+@pytest.mark.parametrize(
+    ("sruns", "store", "ends_with", "log"),
+    [
+        (["137 0+", "wait"], "", 0, ["replica 0 ended with exit code 137; starting it again in 1 s", "job 7 finished"]),
+        (["0 0 0+", "wait"], "", 0, [*(f"replica 0 ended with exit code 74; starting it again in {s} s" for s in (1, 2)), "job 7 finished"]),
+        (["1+", "wait"], "", 1, []),
+        (["2", "wait"], "", 2, []),
+        (["138", "138"], "", 0, ["job 7 got USR1 and saved; requeued, to resume from there"]),
+        (["74 1 1", "1 1 1"], "", 1, [
+            *(f"replica {i} ended with exit code {c}; starting it again in {s} s" for i, c, s in ((0, 74, 1), (1, 1, 1), (0, 1, 2), (1, 1, 2))),
+            *(f"replica {i} ended with exit code 1; it died 3 times in a row (layout.max_deaths), and stays away" for i in (0, 1)),
+        ]),
+        (["137 wait", "wait"], "75", 137, ["replica 0 ended with exit code 137; starting it again in 1 s"]),
+        (["137 wait", "wait"], "9", 0, [
+            "replica 0 ended with exit code 137; starting it again in 1 s", "job 7 hit a fault of the machine; requeued, to resume from the last checkpoint",
+        ]),
+    ],
+)  # fmt: skip
+def test_what_the_script_does_about_replicas(tmp_path, capsys, monkeypatch, sruns, store, ends_with, log):
+    """Run by bash, with stand-ins: srun ends with the next of its replica's codes (+: and leaves a summary of the run), the store once it has heard
+    of a death, where it has a code."""
+    programs = {
+        "srun": 'echo "$LOCAL_RANK of $LOCAL_WORLD_SIZE, $GRADUS_REPLICAS: $*" >> steps-$GRADUS_REPLICA; set -- $(cat codes-$GRADUS_REPLICA)\n'
+        'echo "${*:2}" > codes-$GRADUS_REPLICA; [ "$1" = wait ] && exec /bin/sleep 2; [[ $1 == *+ ]] && touch RUN/summary.json; exit ${1%+}',
+        "python3": f'echo "a store of replicas at host:4321"; while read -r line; do echo "$line" >> heard; [ "{store}" ] && exit {store}; done',
+        "scontrol": '[ "$1" = show ] && printf "n1\\nn2\\n"; exit 0',
+        "sleep": "exec /bin/sleep 0.05",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    for i, codes in enumerate(sruns):
+        (tmp_path / f"codes-{i}").write_text(codes)
+    monkeypatch.setattr(slurm, "preview", lambda *args: [])  # takes longer than all the rest
+    dry(tmp_path, capsys, "layout.elastic=true", "layout.max_deaths=3", "--nodes", "2")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(["bash", "RUN/job.sbatch"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    lines = [f"gradus: {line}" for line in ("job 7 on n[1-2], start 1", *log)]
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (ends_with, sorted(lines), "")
+    deaths = [line.removeprefix("gradus: replica ").partition(";")[0] for line in lines if "replica" in line]
+    assert sorted((tmp_path / "heard").read_text().splitlines() if deaths else []) == sorted(deaths)
+    for i in (0, 1):
+        step = f"0 of 1, 2: --nodelist=n{i + 1} --nodes=1 --ntasks=1 --overlap --kill-on-bad-exit=0 gradus train copy-task layout.elastic=true layout.max_deaths=3 "
+        assert set((tmp_path / f"steps-{i}").read_text().splitlines()) == {step + "log.dir=RUN --auto-resume"}
 
 
 # ---------------------------------------------------------------- a real Slurm
@@ -387,6 +457,83 @@ def test_signalled_requeued_resumed_finished(cluster, tmp_path, capsys, monkeypa
     assert re.search(rf"stopped; saved limited/checkpoints/step-\d+(.|\n)*gradus: job {limited} got USR1 and saved; requeued", text)
     assert list((tmp_path / "limited" / "checkpoints").iterdir())
     _ask("scancel", limited)
+
+
+ELASTIC = ["copy-task", *TINY, "model.dropout=0", "log.every=1", "layout.threads=1"]
+
+
+def _replica(job: str, number: int) -> int:
+    """The process of a replica that trains."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environment, command = ((place / name).read_bytes().split(b"\0") for name in ("environ", "cmdline"))
+            if {f"SLURM_JOB_ID={job}".encode(), f"GRADUS_REPLICA={number}".encode()} <= {*environment} and command[2:3] == [b"train"]:
+                return int(place.name)
+    raise AssertionError(f"job {job} has no replica {number}")
+
+
+def _told_in_turn(capsys, log: Path, *story: str) -> None:
+    lines = log.read_text().splitlines()
+    with capsys.disabled():
+        print("", *(line for line in lines if any(part in line for part in story)), sep="\n")
+    told = iter(lines)
+    assert all(any(part in line for line in told) for part in story), log.read_text()
+
+
+def _same_curve(folder: Path, alone: Path, steps: int) -> None:
+    """Every step stands once, with the loss of one undisturbed process."""
+    ours, right = ([row for row in map(json.loads, (f / "metrics.jsonl").read_text().splitlines()) if row["name"] == "train/loss"] for f in (folder, alone))
+    assert [row["step"] for row in ours] == [row["step"] for row in right] == [*range(1, steps + 1)]
+    assert [row["value"] for row in ours] == pytest.approx([row["value"] for row in right], rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_comes_back_and_the_signal_still_saves(cluster, tmp_path, capsys, monkeypatch):
+    """On 2 nodes: rank 0 gets kill -9 and comes back in a step of its own, for which the other waits here (layout.min_replicas); then a signal to
+    all, a requeue, and the end."""
+    monkeypatch.chdir(tmp_path)
+    recipe = [*ELASTIC, "train.steps=400"]
+    job = _submit(capsys, *recipe, "layout.elastic=true", "layout.min_replicas=2", "log.dir=run", "--nodes", "2", "--time", "20")
+    log = tmp_path / "run" / f"slurm-{job}.out"
+    _until(lambda: log.is_file() and "step 20/" in log.read_text(), 240)
+    os.kill(_replica(job, 0), signal.SIGKILL)
+    _until(lambda: "replica 0 came" in log.read_text(), 120)
+    _ask("scancel", "--signal=USR1", job)
+    _until(lambda: slurm.Job(job).restarts == 1, 120)
+    _until(lambda: "COMPLETING" not in _ask("scontrol", "show", "nodes") + _ask("scontrol", "show", "job", job), 120)
+    assert main(["train", *recipe, "log.dir=alone"]) == 0
+    _ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert main(["launch", "slurm", "--status", job, "--follow"]) == 0
+    assert f"job {job}: COMPLETED" in capsys.readouterr().out
+    _told_in_turn(
+        capsys, log, f"gradus: job {job} on 127.0.0.[1-2], start 1", "gradus: replica 0 ended with exit code 137; starting it again in 1 s",
+        "replica 0 ended with exit code 137; replica 0 came, with the weights of replica 1: step ", "stopped; saved run/checkpoints/step-",
+        f"gradus: job {job} got USR1 and saved; requeued", f"gradus: job {job} on 127.0.0.[1-2], start 2", "resumed from run/checkpoints/step-",
+        "step 400/400", f"gradus: job {job} finished",
+    )  # fmt: skip
+    assert int(re.search(r"resumed from run/checkpoints/step-(\d+)", log.read_text())[1]) < 400
+    _same_curve(tmp_path / "run", tmp_path / "alone", 400)
+
+
+@pytest.mark.slow
+def test_the_others_train_on_where_a_node_dies(cluster, tmp_path, capsys, monkeypatch):
+    """Slurm takes the node out of the job, and ends srun there with 0: the run goes on, and the job ends well."""
+    monkeypatch.chdir(tmp_path)
+    recipe = [*ELASTIC, "train.steps=300"]
+    job = _submit(capsys, *recipe, "layout.elastic=true", "layout.max_deaths=2", "log.dir=run", "--nodes", "2", "--time", "20")
+    log = tmp_path / "run" / f"slurm-{job}.out"
+    _until(lambda: log.is_file() and "step 20/" in log.read_text(), 240)
+    _ask("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=test")
+    try:
+        assert main(["launch", "slurm", "--status", job, "--follow"]) == 0
+    finally:
+        _ask("scontrol", "update", "NodeName=127.0.0.2", "State=RESUME")
+    _until(lambda: _ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], 60)
+    assert f"job {job}: COMPLETED, on 127.0.0.1," in capsys.readouterr().out
+    _told_in_turn(capsys, log, "gradus: replica 1 ended with exit code 74; starting it again in 1 s", "step 300/300", f"gradus: job {job} finished")
+    assert "Node failure on 127.0.0.2" in log.read_text() and re.search(r"replica 1 .*: step \d+ with 1 of 2 replicas", log.read_text())
+    assert main(["train", *recipe, "log.dir=alone"]) == 0
+    _same_curve(tmp_path / "run", tmp_path / "alone", 300)
 
 
 @pytest.mark.slow

@@ -120,7 +120,9 @@ def test_a_checkpoint_of_nanogpt(tmp_path, bias, wrapper):
 
 def test_configuration_there_and_back():
     config = GPTConfig(**GPT_TINY, activation="relu", d_ff=70, dropout=0.3, norm_eps=1e-6, tie_output=False)
-    assert config_from_hf(config_to_hf(config)) == config
+    theirs = config_to_hf(config)
+    assert config_from_hf(theirs) == config
+    assert {theirs[f"{where}_pdrop"] for where in ("resid", "embd", "attn")} == {0.3}
     published = transformers.GPT2Config().to_dict()
     assert config_from_hf(published) == GPTConfig(vocab_size=50257, n_layers=12, d_model=768, n_heads=12, dropout=0.1)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 from gradus.errors import EnvironmentFault, UserError
 from gradus.parallel import quorum
 from gradus.parallel.quorum import Member, Quorum, Timeouts, tell_gone
+from gradus.parallel.status import LOST
 from gradus.parallel.world import World
 from gradus.recipe.schema import Layout
 
@@ -254,6 +259,41 @@ def test_a_replica_that_got_half_of_the_weights_is_lost_with_those_who_sent_them
     assert all("no replica is left that has the weights" in str(answer) for answer in answers)
 
 
+@pytest.mark.parametrize(("stepped", "ends"), [(True, True), (False, False)])
+def test_who_has_stepped_in_an_epoch_that_it_came_new_to_is_fenced_too(stepped, ends, store, closing, monkeypatch, capsys):
+    """As all did to the first. One that has no weights yet asks again."""
+    codes = []
+    monkeypatch.setattr(quorum.os, "_exit", lambda code: (codes.append(code), q._ended.set()))
+    (q,) = several(store, 1)
+    closing.append(q)
+    q.members, q._stepped = [Member(q.name, 0, "here"), Member("1.1", 1, "here")], stepped
+    store.add("beat/1.1", 1)
+    store.set("members/2", '[{"name": "1.1", "replica": 1, "host": "here", "step": 5}]')
+    q.abort("it was stopped")
+    end = time.monotonic() + (10.0 if ends else 1.0)
+    while not codes and time.monotonic() < end:
+        time.sleep(0.01)
+    assert bool(codes) == ends == ("replica 0 was given up (it was stopped)" in capsys.readouterr().err)
+    assert q.aborted == "it was stopped"
+
+
+def test_a_collective_of_a_step_waits_little_longer_than_the_longest_step(store, closing):
+    """gloo forgets who sends into a connection that was just shut: only its time-out ends that wait."""
+    (q,) = several(store, 1, step_timeout=1.0)
+    closing.append(q)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        seen = []
+        for longest in (0.0, 0.5):  # of the first step nothing is known
+            q.longest = longest
+            for what, in_step in (("the all-reduce of counts", True), ("the gradient norm", True), ("the evaluation", False)):
+                q.at(what, in_step)
+                seen.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    finally:
+        dist.destroy_process_group()
+    assert seen == [60.0, 60.0, 60.0, 2.5, 2.5, 60.0]
+
+
 def test_a_newcomer_finds_that_nobody_is_left(store, closing):
     quorums = several(store, 1)
     closing += quorums
@@ -288,6 +328,19 @@ def test_too_few_replicas_wait_and_say_so_at_last(store, closing):
     assert q._agreed(5, admit=False)[0] == 2  # what is no step waits for nobody
 
 
+def test_who_is_asked_to_stop_waits_for_no_replica(store, closing):
+    """But takes the step in which all agree to stop, and saves; not where one alone was asked."""
+    quorums = several(store, 2, step_timeout=1.0, min_replicas=3)
+    closing += quorums
+    store.set("members/1", '[{"name": "0.1", "replica": 0, "host": "here", "step": 0}, {"name": "1.1", "replica": 1, "host": "here", "step": 0}]')
+    quorums[0].stopping = lambda: True
+    threading.Timer(1.0, lambda: setattr(quorums[1], "stopping", lambda: True)).start()
+    began = time.monotonic()
+    answers = at_once(quorums, lambda q: q._agreed(5, True))
+    assert [epoch for epoch, _ in answers] == [2, 2] and [m.name for m in answers[0][1]] == ["0.1", "1.1"]
+    assert 0.9 < time.monotonic() - began < 20
+
+
 def test_shut_connections_end_a_wait_and_listeners_stay(store, closing):
     (q,) = several(store, 1)
     closing.append(q)
@@ -306,3 +359,22 @@ def test_a_store_that_is_not_there_is_said():
     layout = Layout(elastic=True, step_timeout=1.0, timeout=2.0)
     with pytest.raises(EnvironmentFault, match=r"store was not reached at 127\.0\.0\.1:9"):
         Quorum(World(0, 2, 0, 2, "test", "127.0.0.1", 9), layout)
+
+
+@pytest.mark.slow  # starts a program
+def test_the_store_of_a_script_hears_of_deaths_and_ends_with_the_run_or_the_script():
+    """At a free port: who has read it writes who died, and sees by the exit code that nobody is left who has the weights."""
+    command = [sys.executable, "-m", "gradus.parallel.quorum", "0"]
+    for orphaned, code in ((True, LOST), (False, 0)):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            port = int(program.stdout.readline().rpartition(":")[2])
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+            assert store.add("started/1", 2) == 2
+            print("1 ended with exit code 137", file=program.stdin, flush=True)
+            store.wait(["gone/1.2"])
+            assert store.get("gone/1.2") == b"ended with exit code 137"
+            if orphaned:
+                store.set("orphaned", "")
+            else:
+                program.stdin.close()
+            assert program.wait(60) == code

@@ -13,7 +13,7 @@ from gradus.errors import UserError
 from gradus.plan.answer import Answer, Request, _advice, answer, devices, optimal, search, serve
 from gradus.plan.figures import figure
 from gradus.plan.show import _between, explain
-from gradus.text import duration, in_unit, money, rate
+from gradus.text import duration, in_unit, money, rate, size
 
 TINY = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "data.max_len=256")
 
@@ -35,6 +35,17 @@ def test_the_first_lines_answer(tiny):
     said = {line[:10].strip(): line for line in tiny.headline[1:]}
     assert list(said) == ["fits", "how long", "deadline", "how much"]
     assert "met by 1 × A100" in said["deadline"] and "$" in said["how much"] and "CO2" in said["how much"]
+
+
+@pytest.mark.parametrize(("least", "shard"), [(1, 1), (3, 1), (1, 2)])
+def test_replicas_that_come_and_go_are_planned_where_the_fewest_are_left(least, shard):
+    """They take as large micro-batches as all did. Also where the batch does not divide among them, and where each splits its weights."""
+    small = (*TINY, "model.n_layers=1", "model.d_model=64", "model.d_ff=256", f"layout.shard={shard}", f"layout.micro_batch={8 // shard}")
+    elastic = ("batch.samples=32", "layout.elastic=true", f"layout.min_replicas={least}")
+    (note,) = (n for n in answer(Request("gpt2-small", (*small, *elastic), f"{4 * shard}xA100", 1e9)).notes if "min_replicas" in n)
+    few = answer(Request("gpt2-small", (*small, f"batch.samples={33 if least == 3 else 32}"), f"{least * shard}xA100", 1e9))
+    left = "1 replica is" if least == 1 else "3 replicas are"
+    assert note == f"where {left} left (layout.min_replicas), device {size(few.value('memory/device'))}, and {4 if least == 1 else 2} × as many micro-batches"
 
 
 def test_a_missed_deadline_says_how_many():

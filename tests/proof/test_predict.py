@@ -117,6 +117,17 @@ def test_what_writes_weights_whole_needs_no_less_without_activations(case):
         assert any("writes the best weights whole" in note for note in found.notes) == (found.least == found.needed) == writes
 
 
+@pytest.mark.parametrize(("least", "samples"), [(1, 6), (2, 6), (4, 8)])
+def test_the_fewest_replicas_take_as_large_micro_batches(case, least, samples):
+    """Also where the batch does not divide among them, as it need not."""
+    layout = {"elastic": True, "min_replicas": least}
+    recipe = changed(case.recipe, layout=layout, batch={"samples": 6})
+    all_of_them = dataclasses.replace(case.budget, processes=6)
+    few = dataclasses.replace(case.budget, processes=least).need(changed(recipe, layout={"elastic": False, "min_replicas": 1, "micro_batch": 1}, batch={"samples": samples}))
+    assert predict.with_fewest(recipe, all_of_them) == few
+    assert predict.with_fewest(recipe, dataclasses.replace(all_of_them, processes=least)) is None
+
+
 @pytest.fixture
 def planner():
     with Planner() as planner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ from gradus.data.loader import Plan as Order
 from gradus.errors import UserError
 from gradus.launch import local
 from gradus.parallel import status
+from gradus.parallel.world import World
 from gradus.plan import batches
 from gradus.proof import memory_budget, predict, prove
 from gradus.proof.predict import Planner
@@ -478,6 +480,25 @@ def test_who_else_uses_the_processors_is_told_before_step_0_and_kept(tmp_path, c
 )
 def test_a_batch_is_said_by_its_shape(batch, words):
     assert batches.describe_largest([{k: v[:1] for k, v in batch.items()}, batch]) == words
+
+
+def test_a_replica_that_comes_to_a_run_keeps_no_planner(monkeypatch):
+    """It plans nothing, and the planner is a process."""
+    open_planners: list[int] = []
+
+    @contextlib.contextmanager
+    def planner():
+        open_planners.append(1)
+        yield
+        open_planners.clear()
+
+    monkeypatch.setattr(prove, "Planner", planner)
+    trainer = types.SimpleNamespace(clock=types.SimpleNamespace(seconds={"train": 1.0, "data": 0.0}), progress=types.SimpleNamespace(step=7, tokens=0), synced=True)
+    trainer.device, trainer.parallel = torch.device("cpu"), types.SimpleNamespace(mesh=types.SimpleNamespace(world=World(1, 2, 1, 2)))
+    with Proof() as proof:
+        assert open_planners
+        proof.start(trainer)
+        assert not open_planners
 
 
 def test_energy_counts_stretches_of_training_alone():

@@ -94,9 +94,11 @@ def test_a_host_has_one_set_of_processors_and_each_process_a_gpu(kind, devices):
 
 
 def test_joules_of_the_part_that_was_metered_stand_for_the_whole():
-    rows = {row.name: row for row in energy_rows([Energy(20.0, 10, "RAPL", 30.0), Energy(40.0, 10, "RAPL", 60.0)], 0.25)}
+    rows = {row.name: row for row in energy_rows([Energy(20.0, 10, "RAPL", 30.0, 0.25), Energy(40.0, 10, "RAPL", 60.0, 0.25)])}
     assert rows["energy/step"].value == 6.0 and rows["energy/run"].value == 360.0 and rows["energy/run"].conditions["share"] == 0.25
-    assert not list(energy_rows([Energy(20.0, 10, "RAPL", 30.0), Energy(0.0, 0)], 1.0)), "one of two is silent"
+    assert not list(energy_rows([Energy(20.0, 10, "RAPL", 30.0), Energy(0.0, 0)])), "one of two is silent"
+    replicas = {row.name: row for row in energy_rows([Energy(20.0, 10, "NVML", 100.0), Energy(4.0, 2, "NVML", 10.0, 0.1)])}
+    assert replicas["energy/run"].value == pytest.approx(200.0) and replicas["energy/run"].conditions["share"] == 0.1, "one came back for the last tenth"
 
 
 # ------------------------------------------------------------ whole runs

@@ -91,7 +91,7 @@ def test_the_hands_ons_file(read):
         ({"eval_strategy": "steps", "eval_steps": 50}, {"evaluate.every": 50}),
         ({"eval_strategy": "steps", "logging_steps": 20}, {"evaluate.every": 20, "log.every": 20}),
         ({"eval_strategy": "steps"}, {"evaluate.every": 500}),
-        ({"evaluation_strategy": "steps", "eval_steps": 0.25, "max_steps": 100}, {"train.steps": 100, "evaluate.every": 25}),
+        ({"evaluation_strategy": "steps", "eval_steps": 0.25, "max_steps": 101}, {"train.steps": 101, "evaluate.every": 26}),
         ({"eval_strategy": "no"}, {}),
         ({"eval_strategy": False}, {}),
         ({"eval_on_start": True}, {"evaluate.at_start": True}),

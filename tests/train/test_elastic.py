@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,16 +21,22 @@ from safetensors.torch import load_file
 
 from gradus import recipe as recipes
 from gradus.data.loader import Loader
-from gradus.errors import UserError
+from gradus.data.tokenizers import CharTokenizer
+from gradus.errors import EnvironmentFault, UserError
 from gradus.launch import replicas
 from gradus.parallel.fake import fake_world
 from gradus.parallel.mesh import Mesh
+from gradus.parallel.precision import Precision
 from gradus.parallel.quorum import Aborted, Member, split_groups
 from gradus.parallel.world import World, free_port
 from gradus.rows import Row, read_rows
+from gradus.tasks import save_tokenizers
 from gradus.train import elastic, run
+from gradus.train.clock import Clock
 from gradus.train.log import RunLog
 from gradus.train.loop import Hook
+from gradus.train.metrics import Metrics
+from gradus.train.resume import start_of
 from gradus.train.session import open_for
 from gradus.train.step import Stepper
 
@@ -195,6 +203,20 @@ def test_the_line_says_who_is_missing_since_when(tmp_path, monkeypatch, capsys):
     assert f"  1 of 2 replicas, without 1 since {since}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("why", "said"), [
+    ("replica 1 has given no sign of life for 3 s", "replica 1 has given no sign of life for 3 s: step 4 with 1 of 2"),
+    ("a connection of 0.1 broke", "replica 1 is lost (a connection of 0.1 broke): step 4 with 1 of 2"),
+])  # fmt: skip
+def test_the_line_says_once_why_a_replica_is_lost(why, said):
+    class Trainer:
+        progress, lines = SimpleNamespace(step=3), []
+        log, say = staticmethod(lambda rows: None), staticmethod(lines.append)
+
+    quorum = Alone()
+    elastic.Elastic(quorum, None, None)._tell(Trainer(), [*quorum.members, Member("1.1", 1, "here", 3)], why, quorum.members[0], 0.5)
+    assert Trainer.lines[0].startswith(said)
+
+
 def test_who_becomes_rank_0_goes_on_in_a_new_file_and_writes_no_row_twice(tmp_path):
     """What the one before, should it wake up, still writes is lost."""
     config = recipes.load("copy-task", [f"log.dir={tmp_path}"]).log
@@ -238,6 +260,39 @@ def test_what_an_elastic_run_needs(world, keys, why):
         elastic.enter(recipes.load("copy-task", ["layout.elastic=true", *keys]), world)
 
 
+def test_a_newcomer_reads_with_the_tokenizer_of_the_runs_latest_checkpoint(tmp_path):
+    """Not one made from data that changed, as --resume --data-changed allows."""
+    recipe, newcomer = recipes.load("shakespeare-char-gpt"), World(1, 2, 1, 2, "test", newcomer=True)
+    assert start_of(recipe, tmp_path, False, newcomer).tokenizers is None, "no checkpoint yet: as the others made it"
+    for step, text in ((4, "old"), (8, "to be")):
+        (folder := tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        save_tokenizers(folder, {"": CharTokenizer.from_texts([text])})
+    (tmp_path / "metrics.jsonl").write_text("")
+    start = start_of(recipe, tmp_path, False, newcomer)
+    assert start.tokenizers[""].encode("to be") == CharTokenizer.from_texts(["to be"]).encode("to be")
+    assert start.before is start.checkpoint is None, "the rest comes from a member"
+
+
+@pytest.mark.parametrize(("base", "ends"), [("new", True), ("old", False)])
+def test_a_newcomer_that_has_read_another_base_of_the_adapter_is_refused(base, ends, monkeypatch):
+    """The frozen weights come from a file, which may have changed since the run began."""
+    quorum = Alone()
+    quorum.members = [Member("0.1", 0, "here", 7), Member("1.2", 1, "here")]
+    quorum.name = "1.2"
+    ours = elastic.Elastic(quorum, Metrics(), lambda: None)
+    ours.base = base
+    told = {"tensors": {}, "base": "old", "progress": {"step": 7}, "last_step": 9, "scaler": {}, "seconds": {}, "evaluate_batch": None, "losses": []}
+    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda values, group, group_src: values.__setitem__(0, told))
+    trainer = SimpleNamespace(optimizer=None, precision=Precision("fp32", torch.device("cpu")), clock=Clock(torch.device("cpu")))
+    mesh = SimpleNamespace(rank=lambda axis: 1, group=lambda axis: None)
+    trainer.parallel = SimpleNamespace(mesh=mesh, stored=[], trained=list)
+    trainer.recipe = SimpleNamespace(model=SimpleNamespace(init="base.safetensors"), evaluate=SimpleNamespace(batch=None))
+    monkeypatch.setattr(ours.metrics, "take_over", lambda trainer, losses: None)
+    with pytest.raises(EnvironmentFault, match=r"model\.init=base\.safetensors: other weights") if ends else contextlib.nullcontext():
+        ours._share(trainer)
+    assert (getattr(trainer, "progress", None) is None) == ends
+
+
 @pytest.mark.parametrize("other", [
     "layout.expert=2", "layout.tensor=2", "layout.pipeline=2", "layout.context=2", "layout.replicate=manual", "layout.replicate=parameter_server",
     "layout.shard_optimizer=true", "layout.local_sgd={every: 2}", "layout.diloco={every: 2}", "layout.compress=powersgd",
@@ -271,9 +326,11 @@ def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypa
         signals, processes, seconds, deadline = [], [Dead(), Lives()], 60.0, float("inf")
 
     started: list[int] = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     replicas.watch(Programs(), lambda number: (started.append(number), Dead())[1], tmp_path, store, most=3)
     assert started == [0, 0]
     said = capsys.readouterr().err
+    assert said.startswith("\r\x1b[Kreplica 0 ended"), "on a terminal the line goes that rank 0 draws in place"
     assert said.count("replica 0 ended with SIGKILL before its first step; starting it again in") == 2 and "in 1 s" in said and "in 2 s" in said
     assert "it died 3 times without a step (layout.max_deaths), and stays away" in said.replace("\n", " ")
     assert store.get("gone/0.0") == b"ended with SIGKILL"
@@ -351,6 +408,8 @@ def test_the_launcher_starts_a_dead_rank_0_again(parts, tmp_path):
     said = (tmp_path / "out").read_text()
     assert code == 0, said
     text = " ".join(said.split())
-    assert "replica 0 ended with SIGKILL at step" in text and "starting it again in 1 s" in text
-    assert "replica 0 came, with the weights of replica 1" in text
+    page = (Path(__file__).parents[2] / "docs/elastic.md").read_text(encoding="utf-8")
+    came = r"replica 0 came, with the weights of replica \d: step \d+ with \d of \d replicas, after"
+    for line in (r"replica 0 ended with SIGKILL at step \d+; starting it again in 1 s", came):
+        assert re.search(line, text) and re.search(line, page), line
     assert sorted(losses(folder)) == list(range(1, 61)) and "run folder:" in said

@@ -60,6 +60,8 @@ def watch(
                 what = f"starting it again in {wait:g} s"
                 if r.deaths >= most:
                     what = f"it died {r.deaths} times without a step (layout.max_deaths), and stays away"
+                if sys.stderr.isatty():  # the line that rank 0 draws in place
+                    sys.stderr.write("\r\x1b[K")
                 say(f"{_death(folder, r.number, rank, codes[rank])}; {what}", sys.stderr)
             elif time.monotonic() >= r.again:
                 r.again = None

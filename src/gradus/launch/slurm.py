@@ -21,6 +21,7 @@ from gradus.errors import FAULT, UserError, reason
 from gradus.launch import one_line, preview, read, train_options, train_words
 from gradus.limits import AXIS
 from gradus.options import option, whole
+from gradus.parallel.status import LOST
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 ENDED = {
@@ -93,7 +94,14 @@ def launch(args: Namespace) -> int:
         while True:
             with contextlib.chdir(folder):
                 recipe, run = read(args, tasks)
-            text = script(args, recipe.name, run, folder)
+            deaths = recipe.layout.max_deaths if recipe.layout.elastic else None
+            if deaths and recipe.layout.shard > 1:
+                text = f"layout.shard={recipe.layout.shard} with layout.elastic: each replica gets one process here"
+                raise UserError(f"{text}. Leave one of the two out, or start each replica by itself (docs/elastic.md).")
+            if deaths and (args.ntasks or tasks == 1):
+                why = f"--ntasks={args.ntasks} leaves open where each replica runs" if args.ntasks else "one replica"
+                raise UserError(f"layout.elastic=true: {why}. Give --nodes and --ntasks-per-node, two or more in all.")
+            text = script(args, recipe.name, run, folder, deaths)
             file = files.writable(folder / (args.to or f"{run}/job.sbatch"))
             if own(recipe.log, folder / run):  # Slurm makes no folders for its files
                 break
@@ -159,10 +167,62 @@ DIRECTIVES = (
 )  # fmt: skip
 
 
-def script(args: Namespace, name: str, run: str, folder: Path) -> str:
-    """The batch script: directives, set-up, one srun, and what to do with its exit code."""
+# What `script` does about replicas that come and go. On a node they share all that the job has there (--overlap): NCCL
+# has to see the others' GPUs, and the first step would take the memory of all.
+REPLICAS = r"""
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+coproc store { exec <store>; }  # in which the replicas agree; it prints where it listens
+store_pid=$store_PID
+read -ru "${store[0]}" line || exit 1
+export GRADUS_STORE="${nodes[0]}:${line##*:}" GRADUS_REPLICAS=<tasks> LOCAL_WORLD_SIZE=<per_node>
+
+start() {  # replica $1 after $2 seconds, as a job step on its node
+    sleep "$2"
+    export GRADUS_REPLICA=$1 LOCAL_RANK=$(($1 % <per_node>))
+    exec srun --nodelist="${nodes[$1 / <per_node>]}" --nodes=1 --ntasks=1 --overlap --kill-on-bad-exit=0 <command>
+}
+
+for ((i = 0; i < <tasks>; i++)); do
+    start $i 0 &
+    pids[i]=$! since[i]=$SECONDS deaths[i]=0
+done
+while sleep 1 && kill -0 "$store_pid" 2> /dev/null && [ ${#pids[@]} -gt 0 ]; do
+    for i in "${!pids[@]}"; do
+        kill -0 "${pids[i]}" 2> /dev/null && continue
+        wait "${pids[i]}"
+        code=$?
+        case $code in
+            <ends>) break 2 ;;
+            0 | 1) [ -e <summary> ] && break 2 ;;  # the run is complete, or diverged
+        esac
+        [ "$code" -eq 0 ] && code=<fault>  # srun's, where the node died
+        how="ended with exit code $code"
+        echo "$i $how" >&"${store[1]}"  # so that the others do not wait for it
+        deaths[i]=$((SECONDS - since[i] > 600 ? 1 : deaths[i] + 1))
+        if [ "${deaths[i]}" -ge <max_deaths> ]; then
+            echo "gradus: replica $i $how; it died <max_deaths> times in a row (layout.max_deaths), and stays away"
+            unset "pids[i]"
+            continue
+        fi
+        delay=$((deaths[i] < 6 ? 1 << deaths[i] - 1 : 30))
+        echo "gradus: replica $i $how; starting it again in $delay s"
+        start $i $delay &
+        pids[i]=$! since[i]=$SECONDS
+    done
+done
+# the store ends with <lost> where no replica is left that has the weights: the last one's code counts
+kill -0 "$store_pid" 2> /dev/null || wait "$store_pid" || [ $? -eq <lost> ] || code=<fault>
+for ((s = 0; s < <patience>; s++)); do  # the others end by themselves
+    kill -0 "${pids[@]}" 2> /dev/null || break
+    sleep 1
+done"""
+
+
+def script(args: Namespace, name: str, run: str, folder: Path, deaths: int | None = None) -> str:
+    """The batch script: directives, set-up, one srun, and what to do with its exit code. deaths (layout.max_deaths):
+    the processes are replicas that come and go, each with an srun of its own."""
     gpus = _gpus(args)
-    lines = ["#!/bin/bash", *_directives(args, name, run, folder), ""]
+    lines = ["#!/bin/bash", *_directives(args, name, run, folder, bool(deaths)), ""]
     if args.module:
         lines += ["module purge", *(f"module load {_quoted('--module', m)}" for m in args.module)]
     venv = args.venv or (sys.prefix if sys.prefix != sys.base_prefix and not args.container else "none")
@@ -173,18 +233,17 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
     if args.cpus_per_task:
         lines.append(f"export OMP_NUM_THREADS={args.cpus_per_task}")
     lines += [one_line("--setup", line) for line in args.setup]
-    step = ["srun", "--kill-on-bad-exit=1"]
+    step, inside = ["srun", "--kill-on-bad-exit=1"], []
     if args.cpus_per_task:
         step.append(f"--cpus-per-task={args.cpus_per_task}")  # since 22.05 a step does not take it over from its job
     if args.container:
-        step += shlex.split(args.container_command or "apptainer exec" + (" --nv" if gpus else ""))
-        step.append(one_line("--container", args.container))
-    step += ["gradus", *train_words(args, run)]
+        inside = shlex.split(args.container_command or "apptainer exec" + (" --nv" if gpus else ""))
+        inside.append(one_line("--container", args.container))
+    train = [*inside, "gradus", *train_words(args, run)]
     lines += [
         "",
         'echo "gradus: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))"',
-        shlex.join(step),
-        "code=$?",
+        *([_replicas(args, run, inside, train, deaths)] if deaths else [shlex.join([*step, *train]), "code=$?"]),
     ]
     if args.signal != "none":
         saved = f"got {args.signal.split('@')[0]} and saved; requeued, to resume from there"
@@ -200,7 +259,21 @@ def script(args: Namespace, name: str, run: str, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _directives(args: Namespace, name: str, run: str, folder: Path) -> list[str]:
+def _replicas(args: Namespace, run: str, inside: list[str], train: list[str], deaths: int) -> str:
+    per_node = args.ntasks_per_node or _gpus(args) or 1
+    number, seconds = _signal(args) if args.signal != "none" else (0, 120)
+    # what a step has of its job is all processors of its node: with fewer, Slurm gives all steps there the same ones
+    processors = [f"--cpus-per-task={args.cpus_per_task * per_node}"] if args.cpus_per_task else []
+    values = {
+        "store": shlex.join([*inside, "python3", "-m", "gradus.parallel.quorum", "0"]),
+        "tasks": args.nodes * per_node, "per_node": per_node, "command": shlex.join([*processors, *train]),
+        "ends": f"2 | {128 + number}" if number else "2", "summary": shlex.quote(f"{run}/summary.json"),
+        "max_deaths": deaths, "fault": FAULT, "lost": LOST, "patience": seconds,
+    }  # fmt: skip
+    return re.sub(r"<(\w+)>", lambda name: str(values[name[1]]), REPLICAS)
+
+
+def _directives(args: Namespace, name: str, run: str, folder: Path, elastic: bool) -> list[str]:
     """The lines by which sbatch learns what the job needs."""
     gpus = _gpus(args)
     ours = {
@@ -217,6 +290,8 @@ def _directives(args: Namespace, name: str, run: str, folder: Path) -> list[str]
     lines = [f"#SBATCH {option}={_directive(option, value)}" for option, value in options.items()]
     if args.signal != "none":
         lines.append("#SBATCH --requeue")
+    if elastic:
+        lines.append("#SBATCH --no-kill")  # the job, where a node dies
     return lines + [f"#SBATCH --{one_line('--directive', text.lstrip('-'))}" for text in args.directive]
 
 

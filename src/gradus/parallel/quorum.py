@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from gradus.errors import FAULT, EnvironmentFault, UserError, either
-from gradus.parallel.status import from_collective
+from gradus.parallel.status import LOST, from_collective
 from gradus.parallel.world import World
 from gradus.recipe.axes import needed
 from gradus.recipe.schema import Layout
@@ -139,6 +139,7 @@ class Quorum:
     store cannot be reached.
     """
 
+    stopping: Callable[[], bool] = staticmethod(lambda: False)  # this process was asked to stop, and to save the run
     observer: Callable[[str], None] = staticmethod(lambda place: None)  # is told where this process is: for tests
 
     def __init__(self, world: World, layout: Layout, device: str = "cpu"):
@@ -248,6 +249,8 @@ class Quorum:
                 store.set(f"wants/{epoch}/{store.add(f'wants/{epoch}', 1)}", json.dumps(dataclasses.asdict(me)))
                 asked = epoch
                 self.observer("asked to be a member")
+            if self.stopping():
+                store.set(f"stops/{self.name}", "")
             if not me.new or epoch == 1:
                 self._close(epoch, pulse, time.monotonic() - began, admit)
             else:
@@ -280,7 +283,8 @@ class Quorum:
             if settled:
                 self._lost_all()
             return
-        if admit and (n := len(there) // self.parts) < self.least:
+        n, stops = len(there) // self.parts, self.store.check([f"stops/{m.name}" for m in there])
+        if admit and n < self.least and not stops:
             if waited > self.times.collective:
                 left = f"{n} of {self.wanted} replicas are left, and layout.min_replicas={self.least}"
                 raise EnvironmentFault(f"{left}: none came back within {waited:.0f} s (layout.timeout).")
@@ -412,9 +416,14 @@ class Quorum:
 
     def at(self, what: str, in_step: bool) -> None:
         """What the main thread does from now on. in_step: it is in a step, which may take as long as the longest so far
-        and the step time-out."""
+        and the step time-out. So may a collective of gloo, whose time-out alone ends the wait of who sends into a
+        connection that was just shut, as one does who was stopped meanwhile."""
         if not (in_step and self.in_step):
             self.since = time.monotonic()
+        if in_step != self.in_step and self.device == "cpu" and dist.is_initialized():
+            known = in_step and self.longest
+            for group in (dist.group.WORLD, *self.groups):
+                set_timeout(group, self.longest + 2 * self.times.silent if known else self.times.collective)
         self.doing, self.in_step = what, in_step
         self.observer(what)
 
@@ -440,7 +449,7 @@ class Quorum:
             self._gone = pulse.gone(others, self.times.silent if self.training else math.inf)
         if pulse and self.aborted is None:
             for name, why in self._gone.items():
-                own.compare_set(f"abort/{epoch}", "", f"replica {name.partition('.')[0]} {why}")
+                own.compare_set(f"abort/{epoch}", "", f"replica {name.replace('/', '.').partition('.')[0]} {why}")
             waited = time.monotonic() - self.since
             if self.longest and self.in_step and waited > self.longest + self.times.silent:
                 why = f"replica {self.replica} has waited {waited:.0f} s in {self.doing}"
@@ -452,8 +461,8 @@ class Quorum:
                 self.aborted = own.get(f"abort/{epoch}").decode()
                 self._disconnect()
             following = _members(own, epoch + 1) if own.check([f"members/{epoch + 1}"]) else self.members
-            had_weights = any(m.name == self.name and not m.new for m in self.members)
-            if had_weights and self.name not in (m.name for m in following):
+            has_weights = self._stepped or any(m.name == self.name and not m.new for m in self.members)
+            if has_weights and self.name not in (m.name for m in following):
                 print(f"error: replica {self.replica} was given up ({self.aborted})", file=sys.stderr, flush=True)
                 os._exit(FAULT)  # whatever it is doing: it may be of no step any more
 
@@ -471,13 +480,26 @@ class Quorum:
 
 
 def main() -> None:
-    """The store, for replicas that no one program of Gradus starts: python -m gradus.parallel.quorum PORT."""
+    """The store, for replicas that no one program of Gradus starts: python -m gradus.parallel.quorum PORT. It ends with
+    status.LOST where none is left that has the weights. PORT 0: a free one, for a program that reads which, writes a
+    line for each replica that has ended (REPLICA HOW), and ends the store by closing its input."""
     port = sys.argv[1] if len(sys.argv) == 2 else ""
     if not port.isdigit():
         raise SystemExit("usage: python -m gradus.parallel.quorum PORT")
     store = dist.TCPStore("0.0.0.0", int(port), is_master=True, wait_for_workers=False)
     print(f"a store of replicas at {socket.gethostname()}:{store.port}", flush=True)
-    threading.Event().wait()
+    if port == "0":
+        threading.Thread(target=_hear, args=(store,), daemon=True).start()
+    while not store.check(["orphaned"]):
+        time.sleep(POLL)
+    os._exit(LOST)
+
+
+def _hear(store: dist.Store) -> None:
+    for line in sys.stdin:
+        replica, _, how = line.strip().partition(" ")
+        tell_gone(store, f"{replica}.{store.add(f'started/{replica}', 0)}", how)
+    os._exit(0)
 
 
 def _members(store: dist.Store, epoch: int) -> list[Member]:

@@ -327,14 +327,17 @@ def _rows(
     request: Request, plan: Plan, cluster: Cluster | None, notes: list[str]
 ) -> tuple[list[Row], bool | None]:
     """(every row, whether it fits)."""
-    from gradus.plan import counts
-    from gradus.plan.engine import EVALUATION
+    from gradus.plan import counts, engine
+    from gradus.plan.case import where_fewest
 
     case, memory, device = plan.case, plan.memory, cluster.device if cluster else None
     recipe, rows = case.recipe, [*counts.parameters(case.recipe.model), *counts.flops(case)]
-    if memory.at == EVALUATION:
+    if memory.at == engine.EVALUATION:
         notes.append("an evaluation needs more memory than a step; a smaller evaluate.batch needs less")
     notes += [note for note in memory.notes if note not in notes]
+    if fewest := case.fewest():
+        few = engine.plan(fewest, plan.resident).memory.device_total
+        notes.append(where_fewest(case.layout, case.n, "process" if case.target == "cpu" else "device", few))
     rows += _memory_rows(recipe, memory, cluster, case.target)
     fits = memory.device_total <= cluster.capacity if cluster else None
     rows += _traffic_rows(plan.work, case.n)

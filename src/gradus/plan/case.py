@@ -13,9 +13,10 @@ from gradus.plan import batches as making
 from gradus.plan.batches import Batch
 from gradus.plan.profiles import block_kinds
 from gradus.plan.work import Target
-from gradus.recipe.axes import data_parallel_size, sizes, strides
+from gradus.recipe.axes import data_parallel_size, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
+from gradus.text import size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,13 @@ class MicroBatches:
             tokens=sum(map(_tokens_in, batches)),
             nbytes=sum(value.nbytes for of_batch in tensors for value in of_batch),
         )
+
+
+def where_fewest(layout: Layout, n: int, each: str, need: int) -> str:
+    """What a plan of n processes says of those that are left where layout.min_replicas are: each needs `need` bytes."""
+    least, n = layout.min_replicas, n // needed(layout)
+    left = f"{least} replica{'s are' if least > 1 else ' is'} left (layout.min_replicas)"
+    return f"where {left}, {each} {size(need)}, and {-(-n // least)} × as many micro-batches"
 
 
 def _tokens_in(batch: Batch) -> int:
@@ -77,6 +85,17 @@ class Case:
         if samples:
             update["batch"] = self.recipe.batch.model_copy(update={"samples": samples, "tokens": None})
         return dataclasses.replace(self, recipe=self.recipe.model_copy(update=update), n=n or self.n)
+
+    def fewest(self) -> Case | None:
+        """Of replicas that come and go: where layout.min_replicas are left, which take the step in as large
+        micro-batches, and more of them. None where none may be missing."""
+        layout, samples = self.layout, self.recipe.batch.samples
+        least = layout.min_replicas * needed(layout)
+        if not layout.elastic or least >= self.n:
+            return None
+        micro = layout.micro_batch or -(-self.samples // self.data_parallel)
+        even = samples and -(-samples // least) * least  # a plan is of equal shares
+        return self.at(layout.model_copy(update={"micro_batch": micro}), n=least, samples=even)
 
     @property
     def layout(self) -> Layout:

@@ -18,6 +18,7 @@ from gradus.hardware import Cluster
 from gradus.parallel.processes import Fault, Worker
 from gradus.plan import batches, engine
 from gradus.plan.budget import power_of
+from gradus.plan.case import where_fewest
 from gradus.plan.figures import figure
 from gradus.plan.process import Memory
 from gradus.plan.step import step_time
@@ -136,10 +137,8 @@ def predict(case: Case) -> Predicted:
     notes = [f"evaluate.batch={chosen}: an evaluation of more samples would not fit"] if chosen else []
     notes += [*memory.notes, *decoding_note(case, largest)]
     if fewest:
-        n = recipe.layout.min_replicas
-        shares = -(-budget.processes // (n * needed(recipe.layout)))
-        left = f"{n} replica{'s are' if n > 1 else ' is'} left (layout.min_replicas)"
-        notes.insert(0, f"where {left}, {whole.partition(' ')[0]} {size(fewest)}, and {shares} × as many micro-batches")
+        each = "device" if budget.target == "cuda" else "process"
+        notes.insert(0, where_fewest(recipe.layout, budget.processes, each, fewest))
     return Predicted(rows, line, notes, need, least, refusal, fix, chosen)
 
 
@@ -151,8 +150,10 @@ def with_fewest(recipe: Recipe, budget: MemoryBudget) -> int | None:
     if not layout.elastic or least >= n:
         return None
     micro = layout.micro_batch or local_batch(recipe, n, budget.task)
+    samples = recipe.batch.samples
+    even = {"samples": samples and -(-samples // least) * least}  # a plan is of equal shares
     fewest = dataclasses.replace(budget, processes=least)
-    return fewest.need(changed(recipe, layout={"micro_batch": micro}))
+    return fewest.need(changed(recipe, layout={"micro_batch": micro}, batch=even))
 
 
 def rows_of_largest(memory: Memory, budget: MemoryBudget, batch: str) -> list[Row]:

@@ -79,12 +79,14 @@ class MeterMark(NamedTuple):
 
 
 class Energy(NamedTuple):
-    """Energy by one process's meter, of the stretches of a run with training alone; in_all: of all since this start."""
+    """Energy by one process's meter, of the stretches of a run with training alone; in_all: of all since this start,
+    which is `share` of the run's seconds: of a replica that came later a smaller one."""
 
     joules: float
     steps: int
     source: str | None = None
     in_all: float | None = None
+    share: float = 1.0
 
 
 class Proof(Plan):
@@ -187,6 +189,7 @@ class Proof(Plan):
 
     def start(self, trainer: Trainer) -> None:
         """Each GPU has a meter of its own; the processors of a host have one together."""
+        self.opened.close()  # a replica that comes to a run has planned nothing, and its planner still waits
         self._watch_others()
         self._mark_time(trainer)
         self.seconds_before = sum(trainer.clock.seconds.values())
@@ -264,7 +267,9 @@ class Proof(Plan):
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
         self.opened.close()
         meter = self.meter
-        own_energy = self.energy._replace(source=meter.source, in_all=meter.joules) if meter else None
+        seconds = sum(trainer.clock.seconds.values())
+        share = 1 - self.seconds_before / seconds if seconds else 0.0
+        own_energy = self.energy._replace(source=meter.source, in_all=meter.joules, share=share) if meter else None
         energies = [energy for energy in worlds.gathered(own_energy) if energy]
         if not trainer.parallel.mesh.world.first:
             return []
@@ -274,8 +279,7 @@ class Proof(Plan):
         if trainer.progress.step == trainer.start_step:  # of a run that had ended before
             predicted, measured = self._as_it_was(trainer.folder)
         else:
-            seconds = sum(trainer.clock.seconds.values())
-            rows = [*self._measured_rows(trainer), *energy_rows(energies, 1 - self.seconds_before / seconds)]
+            rows = [*self._measured_rows(trainer), *energy_rows(energies)]
             with contextlib.suppress(OSError):
                 write(trainer.folder / "proof.jsonl", rows)
             planned = self.predicted  # of a replica that became rank 0 later: what another has planned
@@ -315,16 +319,17 @@ def train_and_prove(
         return start(name, overrides, context, plan=proof, flops=for_run, **options)
 
 
-def energy_rows(energies: Sequence[Energy], share: float) -> Iterator[Row]:
-    """The joules of a step, and of the run, by all processes' meters; nothing where one has none to tell. share: of the
-    run's seconds, that were metered; the others count as many joules."""
+def energy_rows(energies: Sequence[Energy]) -> Iterator[Row]:
+    """The joules of a step, and of the run, by all processes' meters; nothing where one has none to tell. Seconds that
+    a meter did not see count as many joules as those that it saw."""
     if not energies or not all(energy.source for energy in energies):
         return
     conditions = MEASURED | {"meter": energies[0].source, "meters": len(energies)}
     if all(energy.steps for energy in energies):
         yield Row("energy/step", total(e.joules / e.steps for e in energies), "J", None, conditions)
-    if (joules := total(energy.in_all for energy in energies)) and share:
-        yield Row("energy/run", joules / share, "J", None, conditions | {"share": share})
+    share = min(energy.share for energy in energies)
+    if share and (joules := total(energy.in_all and energy.in_all / energy.share for energy in energies)):
+        yield Row("energy/run", joules, "J", None, conditions | {"share": share})
 
 
 def times_of(marks: Iterable[TimeMark]) -> Iterator[StepTime]:

@@ -787,7 +787,7 @@ class Layout(Section):
     elastic: bool = False  # of ddp or HSDP: where a replica dies, the others take the same step without it
     min_replicas: Axis = 1  # of elastic: with fewer, the others wait for one to come
     step_timeout: Annotated[float, Field(ge=1.0, le=1e6)] = 10.0  # of elastic: seconds without a sign of life
-    max_deaths: Steps = 10  # of elastic, with --processes: of a replica in a row, without a step, before it stays away
+    max_deaths: Steps = 10  # of elastic, with --processes or on Slurm: of a replica in a row, before it stays away
     timeout: Annotated[float, Field(ge=1.0, le=1e7)] = 600.0  # seconds a collective waits before the run fails
 
     @property

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradus import models
 from gradus.data.loader import Step
 from gradus.errors import EnvironmentFault, UserError, either
 from gradus.parallel import world as worlds
@@ -74,6 +75,7 @@ class Elastic(Hook):
         self.log: RunLog | None = None  # where it was handed over to this process
         self.recut = False  # whether the members have changed since a step was taken
         self.turn = 0  # of what all do together after a step
+        self.base: str | None = None  # digest of the frozen weights beside an adapter, which no member sends
 
     # ------------------------------------------------------------ as a hook
 
@@ -98,7 +100,10 @@ class Elastic(Hook):
     def begin(self, trainer: Trainer) -> None:
         """The trainer is made, and has its weights, or is a newcomer. Collective."""
         self.trainer, trainer.elastic, self.quorum.training = trainer, self, True
+        self.quorum.stopping = lambda: bool(trainer.signals.asked)
         self.metrics.beside, at = self.missing, trainer.at
+        if trainer.recipe.adapter:
+            self.base = models.digest(models.base_of(trainer.recipe.model))
 
         def tell(what: str, step: int | None = None) -> None:
             at(what, step)
@@ -245,12 +250,15 @@ class Elastic(Hook):
             told = [{
                 "progress": dataclasses.asdict(trainer.progress), "last_step": trainer.last_step,
                 "scaler": precision.state(), "seconds": trainer.clock.seconds, "losses": self.metrics.unread(),
-                "evaluate_batch": trainer.recipe.evaluate.batch,
+                "evaluate_batch": trainer.recipe.evaluate.batch, "base": self.base,
                 "tensors": {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()},
             }]  # fmt: skip
         dist.broadcast_object_list(told, group=group, group_src=0)
         self.quorum.observer("weights are sent" if first else "weights arrive" if mine.new else "weights pass by")
         got, state = told[0], {}
+        if mine.new and got["base"] != self.base:
+            what = "other weights than the run began with, beside which its adapter means nothing"
+            raise EnvironmentFault(f"model.init={trainer.recipe.model.init}: {what}. Put those back.")
         for key, (shape, dtype) in got["tensors"].items():
             sent = tensors[key] if first else torch.empty(shape, dtype=dtype, device=_place(tensors, key, trainer))
             dist.broadcast(sent, group=group, group_src=0)
@@ -299,13 +307,16 @@ class Elastic(Hook):
         """What changed: who of the members before (`before`) is lost, who came, and with whose weights."""
         members, step = self.quorum.members, trainer.progress.step
         there, came = {m.name for m in members}, [m for m in members if m.new]
-        lost = [m for m in before if m.name not in there]
-        ends = {m.replica: self.quorum.end_of(m) or f"is lost ({why})" for m in reversed(lost)}
-        texts = [f"replica {replica} {ends[replica]}" for replica in sorted(ends)]
+        ends = dict[str, str | None]()
+        for m in before:
+            if m.name not in there:
+                name = f"replica {m.replica} "
+                ends[name] = ends.get(name) or self.quorum.end_of(m)
+        texts = [why if name in why else name + (end or f"is lost ({why})") for name, end in ends.items()]
         texts += [f"replica {m.replica} came, with the weights of replica {giver.replica}" for m in came if not m.part]
         rest = f"step {step + 1} with {self.quorum.there} of {self.quorum.wanted} replicas, after {duration(seconds)}"
-        conditions = {"why": "; ".join(texts) or why, "replicas": [m.name for m in members]}
-        conditions["seconds"] = round(seconds, 3)
+        conditions = {"why": "; ".join(texts) or why or "who asked to come in is gone again"}
+        conditions |= {"replicas": [m.name for m in members], "seconds": round(seconds, 3)}
         trainer.log([Row("elastic/epoch", self.quorum.epoch, "", step, conditions)])
         trainer.say(f"{conditions['why']}: {rest}")
 

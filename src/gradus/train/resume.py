@@ -29,7 +29,14 @@ class Start:
 
 
 def start_of(recipe: Recipe, folder: Path, resume: bool, world: World) -> Start:
-    """Raises UserError where there is a run already, none to resume, or one that would become another. Collective."""
+    """Raises UserError where there is a run already, none to resume, or one that would become another. Collective.
+
+    A newcomer to a run's replicas has its weights from them, and its tokenizers from its latest checkpoint: those of a
+    run that was resumed need not be what the data would make (--data-changed).
+    """
+    if world.newcomer:
+        latest = Checkpoints(folder / "checkpoints", recipe.train.keep).latest()
+        return Start(tokenizers=latest and tasks.load_tokenizers(latest))
     if not resume:
         if world.first and (folder / "metrics.jsonl").exists():
             raise UserError(
