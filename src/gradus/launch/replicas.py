@@ -43,6 +43,8 @@ def watch(
             codes = {rank: code for rank in r.ranks if (code := processes[rank].poll()) is not None}
             if not codes:
                 continue
+            if 2 in codes.values() and all(_step(folder, rank) is None for rank in range(len(processes))):
+                return None  # the others may wait for it, and are ended as those of any run
             if any(code in (0, 2) or diverged(folder, rank, code) for rank, code in codes.items()):
                 return _let_end(programs)
             if r.again is None:
@@ -86,11 +88,17 @@ def diverged(folder: Path, rank: int, code: int | None) -> bool:
     return code == 1 and record is not None and record.what == "done"
 
 
+def _step(folder: Path, rank: int) -> int | None:
+    """Which it was in; None: it had not begun one."""
+    record = status.read(folder, rank)
+    return record and record.step
+
+
 def _how(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _death(folder: Path, number: int, rank: int, code: int) -> str:
-    record = status.read(folder, rank)
-    at = "before its first step" if record is None or record.step is None else f"at step {record.step:,}"
+    step = _step(folder, rank)
+    at = "before its first step" if step is None else f"at step {step:,}"
     return f"replica {number} ended with {_how(code)} {at}"

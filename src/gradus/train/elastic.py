@@ -289,6 +289,8 @@ class Elastic(Hook):
             parallel.joined, parallel.summed_by_engine = True, ()
             if mesh.world.size > 1:
                 use_replicas(parallel, parallel.bare)
+        else:
+            dist.all_reduce(torch.ones((), device=trainer.device))  # who came is there with all its processes
         trainer.loader.cut(mesh.rank(*DATA), mesh.size(*DATA))
         self.recut = True
 
