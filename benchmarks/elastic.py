@@ -465,7 +465,7 @@ def fates_of(n_kills: int, seed: int) -> list[dict]:
             break
         fates.append({
             "id": i, "place": place, "before": before, "soon": not before and i % 5 == 1,
-            "first": i % 4 == 0 and place not in ("weights arrive", "the log handed over"),
+            "first": i % 4 == 0 and place not in ("weights arrive", "the log handed over", "the members named"),
             "signal": signal.SIGSTOP if i % 6 == 3 else signal.SIGKILL,
         })  # fmt: skip
     return fates
