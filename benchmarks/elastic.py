@@ -1,11 +1,12 @@
 """Kill replicas of one run again and again, and compare its curve with those of runs that nobody disturbed.
 
-    python benchmarks/elastic.py --kills 100 [--processes 4] [--steps 200] [--double] [--seed 0] [layout.precision=bf16 ...]
+    python benchmarks/elastic.py --kills 100 [--processes 4] [--steps 200] [--double] [--seed 0] [layout.precision=bf16 layout.shard=2 ...]
 
 Kills come at random instants and three times at each of PLACES, which are named from inside the program; one in four at least is of rank 0,
 one in six a SIGSTOP that ends after the others have given the process up. A place that is reached only after a death is armed before another
 replica is killed, so the second kill comes while the first victim is still away, as every fifth of the others does. A kill that does
 not come to pass is tried again in the next run. A replica that ended is started again 0.2 s later. Every second run writes no checkpoint.
+With layout.shard a replica is several of the N processes: where one of them ends, the others are killed, and all are started again.
 Every step's loss must stand once in metrics.jsonl, no further from the undisturbed run's than twice what undisturbed runs on 1 and on N
 processes differ by; no sample of a step may be taken twice, and after every step all replicas have the same weights.
 
@@ -54,8 +55,8 @@ AGAIN = 0.2  # seconds after which a dead replica is started again
 HANG = 90.0  # seconds without a step after which a run hangs
 
 
-def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], double: bool) -> None:
-    out = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _worker(process: int, n: int, port: int, folder: str, overrides: list[str], double: bool) -> None:
+    out = os.open(f"{folder}.{process}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     import torch
@@ -71,6 +72,7 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
     torch.set_num_threads(1)
     if double:
         torch.set_default_dtype(torch.float64)
+    replica, part = divmod(process, parts_of(overrides))
     own, here = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), {"step": 0, "trainer": None}
 
     def observe(place: str) -> None:
@@ -83,10 +85,10 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
                 file.write(json.dumps({"time": time.time(), "replica": replica, "thrown_away": here["lost"]}) + "\n")
         if os.environ.get("TRACE"):
             with open(f"{folder}.trace", "a", encoding="utf-8") as file:
-                file.write(f"{time.time():.3f} {replica}.{os.getpid()} rank {rank} step {here['step']} {place}\n")
+                file.write(f"{time.time():.3f} {replica}/{part}.{os.getpid()} rank {rank} step {here['step']} {place}\n")
         fate = json.loads(own.get("armed"))
         wanted = fate.get("place") == place and (rank == 0 or not fate["first"])
-        if wanted and own.compare_set(f"claim/{fate['id']}", "", str(replica)) == str(replica).encode():
+        if wanted and own.compare_set(f"claim/{fate['id']}", "", str(process)) == str(process).encode():
             record = {"replica": replica, "pid": os.getpid(), "time": time.time(), "step": here["step"], "zero": rank == 0}
             own.set(f"done/{fate['id']}", json.dumps(record))
             os.kill(os.getpid(), fate["signal"])
@@ -104,19 +106,19 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
             yield
 
         def after_step(self, trainer, taken):
-            values = [p.detach().double() for p in trainer.model.parameters()]
+            values = [h.local.detach().double() for h in trainer.parallel.local_parameters]
             weights = [sum(v.sum().item() for v in values), sum(v.square().sum().item() for v in values)]
             with open(f"{folder}.samples", "a", encoding="utf-8") as file:
-                row = {"step": taken.step, "replica": replica, "time": time.time(), "samples": self.indices, "weights": weights}
+                row = {"step": taken.step, "replica": replica, "part": part, "time": time.time(), "samples": self.indices, "weights": weights}
                 file.write(json.dumps(row) + "\n")
 
     elastic = "layout.elastic=true" in overrides
     if elastic:
         Quorum.observer = staticmethod(observe)
     elif n > 1:  # they meet in the store as torchrun's workers do in their agent's
-        place = {"RANK": replica, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        place = {"RANK": process, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ.update({key: str(value) for key, value in place.items()})
-    world = World(replica, n, replica, n, "benchmark", "127.0.0.1", port) if n > 1 else World()
+    world = World(process, n, process, n, "benchmark", "127.0.0.1", port) if n > 1 else World()
     code = 1
     try:
         run.start("copy-task", overrides, RunContext(None, world), hooks=[Recorder()], auto_resume=not elastic)
@@ -131,60 +133,76 @@ def _worker(replica: int, n: int, port: int, folder: str, overrides: list[str], 
 
 
 class Run:
-    """One run of n replicas, to its end."""
+    """One run of n processes, to its end."""
 
     def __init__(self, folder: Path, n: int, overrides: list[str], double: bool):
         import torch.distributed as dist
 
         self.folder, self.n, self.overrides, self.double = folder, n, [*overrides, f"log.dir={folder}"], double
+        self.parts = parts_of(overrides)
+        self.n_replicas = n // self.parts
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.store.set("armed", "{}")
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([*PRELOAD, "gradus.train.elastic"])
-        self.processes = {r: self._start(r) for r in range(n)}
+        self.processes = {p: self._start(p) for p in range(n)}
         self.again: dict[int, float] = {}
         self.stopped: dict[int, tuple[int, float]] = {}  # replica → (process, when it may go on)
         self.ended, self.epoch = False, 0
+        self.deaths: list[tuple[float, str, int]] = []  # second, process, exit code: of those that ended by themselves
 
-    def _start(self, replica: int):
-        p = self.context.Process(target=_worker, args=(replica, self.n, self.store.port, str(self.folder), self.overrides, self.double))
+    def _start(self, process: int):
+        p = self.context.Process(target=_worker, args=(process, self.n, self.store.port, str(self.folder), self.overrides, self.double))
         p.start()
         return p
 
     def look(self) -> None:
         """What a launcher does."""
-        from gradus.parallel.quorum import tell_gone
+        from gradus.parallel.quorum import place_of, tell_gone
 
         now = time.monotonic()
         if self.store.check(["orphaned"]):
-            raise SystemExit(f"{self.folder}: all replicas were killed that had the weights")
-        for r, p in self.processes.items():
-            if (code := p.exitcode) == 0:  # read once: the process may end between two looks
+            raise SystemExit(f"{self.folder}: all replicas were killed that had the weights: {self.deaths[-4:]}")
+        for r in range(self.n_replicas):
+            codes = {p: code for p in self._of(r) if (code := self.processes[p].exitcode) is not None}  # read once: one may end between two looks
+            if 0 in codes.values():
                 self.ended = True
-            elif code is not None and r not in self.again:
-                tell_gone(self.store, f"{r}.{self.store.add(f'started/{r}', 0)}", f"ended with exit code {code}")
+            elif codes and r not in self.again:
+                for p in self._of(r):
+                    if p not in codes:
+                        self.processes[p].kill()
+                        self.processes[p].join()
+                    place, code = place_of(p, self.parts), self.processes[p].exitcode
+                    name = f"{place}.{self.store.add(f'started/{place}', 0)}"
+                    tell_gone(self.store, name, f"ended with exit code {code}")
+                    self.deaths += [(time.time(), name, code)] if p in codes else []
                 self.again[r] = now + AGAIN
-            elif code is not None and now >= self.again[r]:
+            elif codes and now >= self.again[r]:
                 del self.again[r]
-                self.processes[r] = self._start(r)
+                self.processes |= {p: self._start(p) for p in self._of(r)}
         for r, (pid, until) in list(self.stopped.items()):
             if now >= until:
                 del self.stopped[r]
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
+    def _of(self, replica: int) -> range:
+        """Its processes."""
+        return range(replica * self.parts, (replica + 1) * self.parts)
+
     def members(self) -> list[int]:
-        """The replicas of the newest epoch that live and have taken a step, by rank."""
-        there = [m["replica"] for m in self._named() if self.store.check([f"stepped/{m['name']}"])]
-        return [r for r in there if self.processes[r].exitcode is None and r not in self.again and r not in self.stopped]
+        """The replicas of the newest epoch that live, whole, and have taken a step, by rank."""
+        stepped = collections.Counter(m["replica"] for m in self._named() if self.store.check([f"stepped/{m['name']}"]))
+        there = [r for r, n in stepped.items() if n == self.parts and r not in self.again and r not in self.stopped]
+        return [r for r in there if all(self.processes[p].exitcode is None for p in self._of(r))]
 
     def _named(self) -> list[dict]:
         epoch = self._epoch()
         return json.loads(self.store.get(f"members/{epoch}")) if epoch else []
 
-    def kill(self, replica: int, how: int) -> dict:
+    def kill(self, replica: int, how: int, part: int = 0) -> dict:
         """What is known of it."""
-        zero, pid = self._named()[0]["replica"] == replica, self.processes[replica].pid
+        zero, pid = part == 0 and self._named()[0]["replica"] == replica, self.processes[self._of(replica)[part]].pid
         os.kill(pid, how)
         record = {"replica": replica, "pid": pid, "time": time.time(), "step": self.steps(), "zero": zero, "signal": how}
         self.struck(record)
@@ -213,13 +231,27 @@ class Run:
                 p.kill()
 
 
+def said(folder: Path) -> str:
+    """The ends of what each process wrote."""
+    return "\n".join(f"{file.name}:\n{file.read_text()[-1000:]}" for file in sorted(folder.parent.glob(f"{folder.name}.*.log")))
+
+
+def value_of(overrides: list[str], key: str, otherwise: int) -> int:
+    return int(next((o.partition("=")[2] for o in reversed(overrides) if o.startswith(f"{key}=")), otherwise))
+
+
+def parts_of(overrides: list[str]) -> int:
+    """Processes of a replica."""
+    return value_of(overrides, "layout.shard", 1)
+
+
 def undisturbed(folder: Path, n: int, overrides: list[str], double: bool) -> float:
     """Seconds."""
     run, began = Run(folder, n, overrides, double), time.monotonic()
     while not run.ended:
         run.look()
         if run.again or time.monotonic() - began > 600:
-            raise SystemExit(f"{folder}: the undisturbed run failed:\n{Path(f'{folder}.log').read_text()[-3000:]}")
+            raise SystemExit(f"{folder}: the undisturbed run failed:\n{said(folder)}")
         time.sleep(0.05)
     run.end()
     return time.monotonic() - began
@@ -236,8 +268,8 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
         if (steps := run.steps()) != last or run.stopped:
             last, moved = steps, now
         if now - moved > HANG:
-            raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]}:\n{Path(f'{folder}.log').read_text()[-3000:]}")
-        if len(there := run.members()) < n:
+            raise SystemExit(f"{folder}: no step for {HANG:.0f} s after {kills[-1:]}:\n{said(folder)}")
+        if len(there := run.members()) < run.n_replicas:
             away = steps
         if armed is None and fates and steps > 1 and now > waits and (steps > away + 1 or (fates[0]["soon"] and len(there) > 2)):
             fate = fates.pop(0)
@@ -245,9 +277,10 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
                 run.store.set("armed", json.dumps(fate))
                 armed, since = fate, steps
             if before := fate["before"]:  # what is armed is reached only after a death
-                kills.append(BEFORE | run.kill(there[0] if before == "of rank 0" else draw.choice(there), signal.SIGKILL))
+                kills.append(BEFORE | run.kill(there[0] if before == "of rank 0" else draw.choice(there), signal.SIGKILL, draw.randrange(run.parts)))
             elif not armed:
-                kills.append(fate | run.kill(there[0] if fate["first"] else draw.choice(there), fate["signal"]))
+                victim = (there[0], 0) if fate["first"] else (draw.choice(there), draw.randrange(run.parts))
+                kills.append(fate | run.kill(victim[0], fate["signal"], victim[1]))
                 waits = now + draw.uniform(0.1, 1.0)
         elif armed and run.store.check([f"done/{armed['id']}"]):
             kills.append(armed | json.loads(run.store.get(f"done/{armed['id']}")))
@@ -261,6 +294,8 @@ def disturbed(folder: Path, n: int, overrides: list[str], double: bool, fates: l
         time.sleep(0.02)
     run.end()
     fates += put_back + ([armed] if armed else [])
+    crashed = [death for death in run.deaths if death[2] < 0 and death[2] != -signal.SIGKILL]
+    assert not crashed, f"{folder}: {crashed}\n{said(folder)}"
     return kills
 
 
@@ -358,7 +393,7 @@ def predict(base: Path, n: int, overrides: list[str], n_kills: int, n_restarts: 
         print(f"  {len(kills)} {what}: {whole:.1f} s, without {' and '.join(f'{w:.1f}' for w in work)} s; {lost:.1f} s lost, by the formula"
               f" {foreseen:.1f} s ({foreseen / lost - 1:+.0%})", flush=True)  # fmt: skip
 
-    steps = int(next(o.partition("=")[2] for o in reversed(overrides) if o.startswith("train.steps=")))
+    steps = value_of(overrides, "train.steps", 0)
     if n_kills:
         work, seen, slower = [work_of("before", overrides)], [], []
 
@@ -454,20 +489,24 @@ def taken(folder: Path) -> dict[int, list[dict]]:
     return steps
 
 
-def curve_of(folder: Path, double: bool) -> dict[int, float]:
+def curve_of(folder: Path, double: bool, parts: int = 1) -> dict[int, float]:
     """Loss by step, which is a number of 32 bits; in double the sum of the weights and of their squares after it."""
-    return {step: sum(rows[0]["weights"]) for step, rows in taken(folder).items()} if double else losses(folder)
+    if not double:
+        return losses(folder)
+    by_part = {step: {row["part"]: row["weights"] for row in rows} for step, rows in taken(folder).items()}
+    return {step: sum(map(sum, of.values())) for step, of in by_part.items() if len(of) == parts}  # else they were killed before one wrote
 
 
 def check_samples(folder: Path, undisturbed: Path) -> int:
-    """Each step's samples are those of the undisturbed run, none twice, and the weights after it the same on every replica; where the
+    """Each step's samples are those of the undisturbed run, none twice, and the weights after it (or each part) the same on every replica; where the
     process that took some was killed before it wrote them down, they are unknown. Returns the steps whose samples are known in whole."""
     right, whole = taken(undisturbed), 0
     for step, rows in taken(folder).items():
         ours = sorted(i for row in rows for i in row["samples"])
         known = sorted(i for row in right[step] for i in row["samples"])
         assert len(set(ours)) == len(ours) and set(ours) <= set(known), f"{folder}: step {step} took {ours} of {known}"
-        assert len({tuple(row["weights"]) for row in rows}) == 1, f"{folder}: step {step}: the replicas' weights differ"
+        seen = {(row["part"], *row["weights"]) for row in rows}
+        assert len(seen) == len({row["part"] for row in rows}), f"{folder}: step {step}: the replicas' weights differ"
         whole += ours == known
     return whole
 
@@ -475,7 +514,7 @@ def check_samples(folder: Path, undisturbed: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=4, help="three or more: two are killed at a time")
+    parser.add_argument("--processes", type=int, default=4, help="three replicas or more: two are killed at a time")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--each", type=int, default=25, help="kills in one run at most")
     parser.add_argument("--double", action="store_true")
@@ -490,15 +529,18 @@ def main() -> int:
     base.mkdir(parents=True, exist_ok=True)
     whole = ["train.clip_norm=null"] if args.double else []  # the norm of several processes has 32 bits
     overrides = [*TINY, *RUN, f"train.steps={args.steps}", *whole, *args.overrides]
+    parts = parts_of(overrides)
+    if args.processes % parts or args.processes < 3 * parts or (parts > 1 and (args.predict or args.restarts)):
+        parser.error("--processes: three replicas or more; --predict and --restarts: of replicas of one process")
     if args.predict or args.restarts:
         predict(base, args.processes, overrides, args.predict, args.restarts)
     if not args.kills:
         return 0
-    one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout"))]
-    micro = f"layout.micro_batch={16 // args.processes}"
+    one = [o for o in overrides if not o.startswith(("layout.elastic", "layout.step_timeout", "layout.shard"))]
+    micro = f"layout.micro_batch={value_of(overrides, 'batch.samples', 16) // args.processes}"
     undisturbed(base / "one", 1, [*one, micro], args.double)
     seconds = undisturbed(base / "all", args.processes, overrides, args.double)
-    right, other = curve_of(base / "one", args.double), curve_of(base / "all", args.double)
+    right, other = curve_of(base / "one", args.double), curve_of(base / "all", args.double, parts)
     differ = max(abs(right[s] - other[s]) for s in right)
     limit = 1e-9 if args.double else 2 * differ
     print(f"undisturbed: {seconds:.1f} s; runs on 1 and on {args.processes} processes differ by {differ:.2e} at most")
@@ -516,8 +558,8 @@ def main() -> int:
         lost += costs(folder, done)
         second += (again := while_away(folder, done))
         losses(folder)
-        curve = curve_of(folder, args.double)
-        far = max(abs(curve[s] - other[s]) for s in other)
+        curve = curve_of(folder, args.double, parts)
+        far = max(abs(curve[s] - other[s]) for s in other if s in curve)
         whole = check_samples(folder, base / "all")
         bad += far > limit
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -155,6 +155,7 @@ def test_the_environment_of_the_command_is_that_of_the_job(tmp_path, capsys):
         (["copy-task", "--nodes", "3"], "batch.samples=128 does not divide among 3 processes"),
         (["copy-task", "layout.elastic=true"], "layout.elastic=true: one replica. Give --nodes and --ntasks-per-node, two or more in all."),
         (["copy-task", "layout.elastic=true", "-N", "2", "-n", "2"], "layout.elastic=true: --ntasks=2 leaves open where each replica runs."),
+        (["copy-task", "layout.elastic=true", "layout.shard=2", "-N", "4"], "layout.shard=2 with layout.elastic: each replica gets one process here."),
         (["copy-task", "--partitoin", "P"], "--partitoin: unknown option. Did you mean --partition?"),
         (["copy-task", "--status", "7"], "--status 7: it starts nothing. Leave copy-task out."),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def several(store, n: int, step_timeout: float = 1.0, **keys) -> list[Quorum]:
     made = [Quorum(World(rank, n, rank, n, "test", "127.0.0.1", store.port), layout) for rank in range(n)]
     for q in made:
         q.epoch, q._of_group = 1, set()
-        q.members = [Member(other.name, other.replica, "here", 0) for other in made]
+        q.members = [Member(other.name, other.replica, "here", 0, other.world.rank % q.parts) for other in made]
     return made
 
 
@@ -169,6 +170,93 @@ def test_members_form_the_next_epoch_without_the_dead_and_the_late_are_fenced(st
     assert [m.name for m in answers[0][1]] == [m.name for m in answers[1][1]] == ["0.1", "2.1"]
     with pytest.raises(EnvironmentFault, match="replica 1 was given up"):
         quorums[1]._agreed(5, True)
+
+
+def split(store, n: int) -> list[Quorum]:
+    """Of replicas that are two processes each, none of which looks for the end of others: who is given up ends its process."""
+    quorums = several(store, n, step_timeout=10.0, shard=2)
+    for q in quorums:
+        q._ended.set()
+    return quorums
+
+
+def split_epoch(store, names: list[str]) -> None:
+    """The members of epoch 1, whose replicas are two processes each."""
+    places = [(name, *map(int, name.partition(".")[0].split("/"))) for name in names]
+    store.set("members/1", json.dumps([{"name": n, "replica": r, "host": "here", "step": 0, "part": part} for n, r, part in places]))
+
+
+def test_a_replica_of_several_processes_dies_as_a_whole(store):
+    """The others do not wait for what is left of it, which ends at once."""
+    quorums = split(store, 6)
+    names = [q.name for q in quorums]
+    assert names == ["0/0.1", "0/1.1", "1/0.1", "1/1.1", "2/0.1", "2/1.1"] and [q.wanted for q in quorums] == [3] * 6
+    split_epoch(store, names)
+    tell_gone(store, "1/0.1", "ended with SIGKILL")
+    began = time.monotonic()
+    answers = at_once([q for q in quorums if q.name not in ("1/0.1", "1/1.1")], lambda q: q._agreed(5, True))
+    assert time.monotonic() - began < 10, "they have waited for the rest of replica 1"
+    assert [[m.name for m in members] for _, members in answers] == [["0/0.1", "0/1.1", "2/0.1", "2/1.1"]] * 4
+    with pytest.raises(EnvironmentFault, match="replica 1"):
+        quorums[3]._agreed(5, True)
+
+
+def test_a_newcomer_of_several_processes_comes_in_once_all_are_there(store):
+    """Half of it is no member, nor does it make the members meet; together they come last, in their order."""
+    quorums = split(store, 4)
+    old, new = quorums[2:], quorums[:2]
+    split_epoch(store, [q.name for q in old])
+    for q in old:
+        q.members = q.members[2:]
+    for q in new:
+        q.epoch = 0
+    threads = [threading.Thread(target=new[1]._agreed, args=(-1, True), daemon=True)]
+    threads[0].start()
+    while not store.check(["wants/2/1"]):
+        time.sleep(0.01)
+    at_once(old, lambda q: q.commit("step 1"))
+    assert [q.asked for q in old] == [False, False]
+    answers = at_once(old, lambda q: q._agreed(1, True))
+    assert [[m.name for m in members] for _, members in answers] == [["1/0.1", "1/1.1"]] * 2
+    for q in old:
+        q.epoch = 2
+    threads.append(threading.Thread(target=new[0]._agreed, args=(-1, True), daemon=True))
+    threads[1].start()
+    while not store.check(["wants/3/2"]):
+        time.sleep(0.01)
+    at_once(old, lambda q: q.commit("step 2"))
+    assert [q.asked for q in old] == [True, True]
+    answers = at_once(old, lambda q: q._agreed(2, True))
+    assert [[m.name for m in members] for _, members in answers] == [["1/0.1", "1/1.1", "0/0.1", "0/1.1"]] * 2
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_replicas_that_each_lost_a_process_are_all_lost(store):
+    quorums = split(store, 4)
+    split_epoch(store, [q.name for q in quorums])
+    tell_gone(store, "0/0.1", "ended with SIGKILL")
+    tell_gone(store, "1/1.1", "ended with SIGKILL")
+    answers = at_once(quorums[1:3], lambda q: q._agreed(5, True))
+    assert all("no replica is left that has the weights" in str(answer) for answer in answers)
+    assert store.check(["orphaned"])
+
+
+def test_a_replica_that_got_half_of_the_weights_is_lost_with_those_who_sent_them(store):
+    quorums = split(store, 4)
+    split_epoch(store, [q.name for q in quorums])
+    for q in quorums[:2]:
+        tell_gone(store, q.name, "ended with SIGKILL")
+
+    def ask(q: Quorum):
+        try:
+            return q._agreed(5 if q is quorums[2] else -1, True)
+        finally:
+            tell_gone(store, q.name, "ended with exit code 3")
+
+    answers = at_once(quorums[2:], ask)
+    assert all("no replica is left that has the weights" in str(answer) for answer in answers)
 
 
 @pytest.mark.parametrize(("stepped", "ends"), [(True, True), (False, False)])

@@ -119,10 +119,13 @@ def test_slurm_with_uneven_nodes():
 
 
 def test_a_replica_that_is_a_job_of_its_own():
-    """Under a torchrun of its own, which has one process."""
+    """Under a torchrun of its own, which has one process, or as many as the replica."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     here = find({**torchrun, "GRADUS_REPLICA": "2", "GRADUS_REPLICAS": "4", "GRADUS_STORE": "node1:29400"})
     assert here == World(2, 4, 0, 1, "replicas", "node1", 29400)
+    torchrun |= {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    here = find({**torchrun, "GRADUS_REPLICA": "2", "GRADUS_REPLICAS": "4", "GRADUS_STORE": "node1:29400"})
+    assert here == World(19, 32, 1, 2, "replicas", "node1", 29400)
 
 
 def test_a_batch_script_is_alone():

@@ -37,13 +37,13 @@ def test_the_first_lines_answer(tiny):
     assert "met by 1 × A100" in said["deadline"] and "$" in said["how much"] and "CO2" in said["how much"]
 
 
-@pytest.mark.parametrize("least", [1, 3])
-def test_replicas_that_come_and_go_are_planned_where_the_fewest_are_left(least):
-    """They take as large micro-batches as all did. Also where the batch does not divide among them."""
-    small = (*TINY, "model.n_layers=1", "model.d_model=64", "model.d_ff=256")
+@pytest.mark.parametrize(("least", "shard"), [(1, 1), (3, 1), (1, 2)])
+def test_replicas_that_come_and_go_are_planned_where_the_fewest_are_left(least, shard):
+    """They take as large micro-batches as all did. Also where the batch does not divide among them, and where each splits its weights."""
+    small = (*TINY, "model.n_layers=1", "model.d_model=64", "model.d_ff=256", f"layout.shard={shard}", f"layout.micro_batch={8 // shard}")
     elastic = ("batch.samples=32", "layout.elastic=true", f"layout.min_replicas={least}")
-    (note,) = (note for note in answer(Request("gpt2-small", (*small, *elastic), "4xA100", 1e9)).notes if "min_replicas" in note)
-    few = answer(Request("gpt2-small", (*small, f"batch.samples={33 if least == 3 else 32}", "layout.micro_batch=8"), f"{least}xA100", 1e9))
+    (note,) = (n for n in answer(Request("gpt2-small", (*small, *elastic), f"{4 * shard}xA100", 1e9)).notes if "min_replicas" in n)
+    few = answer(Request("gpt2-small", (*small, f"batch.samples={33 if least == 3 else 32}"), f"{least * shard}xA100", 1e9))
     left = "1 replica is" if least == 1 else "3 replicas are"
     assert note == f"where {left} left (layout.min_replicas), device {size(few.value('memory/device'))}, and {4 if least == 1 else 2} × as many micro-batches"
 

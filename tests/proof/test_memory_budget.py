@@ -8,6 +8,7 @@ import pytest
 
 from gradus import recipe as recipes
 from gradus.proof.memory_budget import (
+    MemoryBudget,
     budget_of,
     capacity,
     largest_micro_batch,
@@ -15,6 +16,8 @@ from gradus.proof.memory_budget import (
     suggested_fix,
     with_micro_batch,
 )
+from gradus.proof.predict import with_fewest
+from gradus.recipe.schema import Batch, Layout
 from gradus.train.session import open_session
 
 TINY = {"model.n_layers": 1, "model.d_model": 32, "model.n_heads": 2, "model.d_ff": 64, "data.n_train": 4096, "data.n_valid": 8,
@@ -81,3 +84,13 @@ def test_the_host_has_a_capacity():
     import torch
 
     assert 2**28 < capacity(torch.device("cpu")) < 2**50
+
+
+@pytest.mark.parametrize(("shard", "processes", "micro_batch"), [(1, 2, 16), (2, 4, 16), (4, 8, 16)])
+def test_where_few_replicas_are_left_each_has_all_its_processes(shard, processes, micro_batch, budget, monkeypatch):
+    """layout.min_replicas=2: micro-batches stay as large as with all 4 × shard processes, and so does a process's part of the weights."""
+    layout = {"elastic": True, "min_replicas": 2, "shard": shard, "device": "cpu"}
+    recipe = budget[0].model_copy(update={"layout": Layout(**layout), "batch": Batch(samples=64 * shard)})
+    monkeypatch.setattr(MemoryBudget, "need", lambda self, recipe: (self.processes, recipe.layout.micro_batch))
+    assert with_fewest(recipe, dataclasses.replace(budget[1], processes=4 * shard, task=None)) == (processes, micro_batch)
+    assert with_fewest(recipe, dataclasses.replace(budget[1], processes=2 * shard, task=None)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -23,8 +24,10 @@ from gradus.data.loader import Loader
 from gradus.data.tokenizers import CharTokenizer
 from gradus.errors import EnvironmentFault, UserError
 from gradus.launch import replicas
+from gradus.parallel.fake import fake_world
+from gradus.parallel.mesh import Mesh
 from gradus.parallel.precision import Precision
-from gradus.parallel.quorum import Aborted, Member
+from gradus.parallel.quorum import Aborted, Member, split_groups
 from gradus.parallel.world import World, free_port
 from gradus.rows import Row, read_rows
 from gradus.tasks import save_tokenizers
@@ -34,6 +37,8 @@ from gradus.train.log import RunLog
 from gradus.train.loop import Hook
 from gradus.train.metrics import Metrics
 from gradus.train.resume import start_of
+from gradus.train.session import open_for
+from gradus.train.step import Stepper
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]  # also in the processes that a test starts
 
@@ -47,7 +52,7 @@ TINY = [
 class Alone:
     """The quorum of one replica, in which others are lost when the script says so: `losses` names the votes that come to nothing."""
 
-    epoch, wanted, least, asked, aborted, name, training = 1, 2, 1, False, None, "0.1", False
+    epoch, wanted, least, there, asked, aborted, name, training = 1, 2, 1, 1, False, None, "0.1", False
 
     def __init__(self, losses: tuple[str, ...] = ()):
         self.losses, self.votes, self.joined = list(losses), [], []
@@ -139,6 +144,35 @@ def test_what_all_do_between_two_steps_is_done_again_and_the_next_batch_is_cut_a
     assert best[0]["value"] == best[1]["value"]
     summary = json.loads((ours / "summary.json").read_text())
     assert summary["elastic"] == {"epochs": 3, "replicas": 1, "of": 2}
+
+
+def test_split_weights_are_laid_out_anew_with_each_process_s_own_part(tmp_path):
+    """Weights and optimizer bit for bit, over fewer replicas; a newcomer has neither memory nor groups before it is a member."""
+    keys = ["layout.elastic=true", "layout.shard=2", "layout.micro_batch=4", f"log.dir={tmp_path}"]
+    session = open_for(recipes.load("copy-task", [*TINY, *keys]), 4)
+    hook, layout, kept = elastic.Elastic(None, None, None), session.recipe.layout, []
+    own, axes, before = {}, {}, None
+    for n in (4, 2):
+        with fake_world(n, rank=1) as world:
+            world = dataclasses.replace(world, groups=split_groups(n, 2))
+            session.mesh = Mesh.make(layout, world)
+            assert session.mesh.sizes["replicate"] == n // 2 and session.mesh.rank("shard") == 1
+            if n == 4:
+                stepper = Stepper(session.recipe, session.task, session.lay_out(), session.device, session.precision)
+                stepper.session = session
+                for held in stepper.parallel.trainable:
+                    held.local.grad = torch.randn_like(held.local)
+                stepper.optimizer.step()
+            else:
+                hook._lay_out(stepper, own)
+                assert stepper.parallel is not before and {h.name: h.norm_axes for h in stepper.parallel.trainable} == axes
+            own, before = hook._own(stepper), stepper.parallel
+            axes = {h.name: h.norm_axes for h in before.trainable}
+            kept.append({key: tensor.clone() for key, tensor in own.items()})
+    assert kept[0].keys() == kept[1].keys() and any(key.startswith("exp_avg_sq.") for key in kept[0])
+    assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
+    session.mesh = Mesh.make(layout, World(3, 4, newcomer=True))
+    assert all(h.parameter.is_meta for h in session.lay_out(session.deferred(values=False)).local_parameters)
 
 
 def test_who_becomes_rank_0_after_a_step_calls_each_hook_once(tmp_path, monkeypatch):
@@ -248,9 +282,10 @@ def test_a_newcomer_that_has_read_another_base_of_the_adapter_is_refused(base, e
     ours = elastic.Elastic(quorum, Metrics(), lambda: None)
     ours.base = base
     told = {"tensors": {}, "base": "old", "progress": {"step": 7}, "last_step": 9, "scaler": {}, "seconds": {}, "evaluate_batch": None, "losses": []}
-    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda values, src: values.__setitem__(0, told))
+    monkeypatch.setattr(elastic.dist, "broadcast_object_list", lambda values, group, group_src: values.__setitem__(0, told))
     trainer = SimpleNamespace(optimizer=None, precision=Precision("fp32", torch.device("cpu")), clock=Clock(torch.device("cpu")))
-    trainer.parallel = SimpleNamespace(mesh=SimpleNamespace(world=World(1, 2, 1, 2)), stored=[], trained=list)
+    mesh = SimpleNamespace(rank=lambda axis: 1, group=lambda axis: None)
+    trainer.parallel = SimpleNamespace(mesh=mesh, stored=[], trained=list)
     trainer.recipe = SimpleNamespace(model=SimpleNamespace(init="base.safetensors"), evaluate=SimpleNamespace(batch=None))
     monkeypatch.setattr(ours.metrics, "take_over", lambda trainer, losses: None)
     with pytest.raises(EnvironmentFault, match=r"model\.init=base\.safetensors: other weights") if ends else contextlib.nullcontext():
@@ -259,7 +294,7 @@ def test_a_newcomer_that_has_read_another_base_of_the_adapter_is_refused(base, e
 
 
 @pytest.mark.parametrize("other", [
-    "layout.shard=2", "layout.tensor=2", "layout.pipeline=2", "layout.context=2", "layout.replicate=manual", "layout.replicate=parameter_server",
+    "layout.expert=2", "layout.tensor=2", "layout.pipeline=2", "layout.context=2", "layout.replicate=manual", "layout.replicate=parameter_server",
     "layout.shard_optimizer=true", "layout.local_sgd={every: 2}", "layout.diloco={every: 2}", "layout.compress=powersgd",
 ])  # fmt: skip
 def test_what_is_not_built_is_refused_by_name(other):
@@ -301,6 +336,20 @@ def test_a_replica_that_never_takes_a_step_stays_away(tmp_path, capsys, monkeypa
     assert store.get("gone/0.0") == b"ended with SIGKILL"
 
 
+@pytest.mark.parametrize(("step", "waits"), [(None, False), (7, True)])
+def test_a_mistake_of_the_users_before_the_first_step_ends_all(step, waits, tmp_path, monkeypatch):
+    """The others may wait for who found it, and would do so for layout.timeout. Later they go on without it: it came to their run."""
+    import torch.distributed as dist
+
+    looks = []
+    ended, lives = SimpleNamespace(poll=lambda: 2), SimpleNamespace(poll=lambda: 0 if len(looks) > 9 else looks.append(0))
+    programs = SimpleNamespace(signals=[], processes=[ended, lives], seconds=60.0, deadline=float("inf"))
+    monkeypatch.setattr(replicas.status, "read", lambda folder, rank: SimpleNamespace(step=step if rank else None, what="x"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    replicas.watch(programs, None, tmp_path, store, most=3)
+    assert (len(looks) > 9) == waits
+
+
 @pytest.mark.slow
 def test_ten_kills_change_nothing(tmp_path, monkeypatch, capsys):
     """Random instants and places named from inside; the curve, the samples and the weights of every replica."""
@@ -331,16 +380,18 @@ def kill_at(step: int, record: Path, *processes: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_that_are_jobs_of_their_own(tmp_path):
-    """By the page's commands: a store, and a torchrun for each, which starts its replica again."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_replicas_that_are_jobs_of_their_own(parts, tmp_path):
+    """By the page's commands: a store, and a torchrun for each, which starts its replica again, with all its processes."""
     folder, port = tmp_path / "run", free_port()
     words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60"]
+    words += [f"layout.shard={parts}", "layout.micro_batch=4"]
     store = started(["-m", "gradus.parallel.quorum", str(port)], {}, tmp_path / "store")
     jobs = []
     try:
         for replica in range(2):
             place = {"GRADUS_REPLICA": str(replica), "GRADUS_REPLICAS": "2", "GRADUS_STORE": f"127.0.0.1:{port}"}
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "100", "-m", "gradus"]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(parts), "--max-restarts", "100", "-m", "gradus"]
             jobs.append(started([*torchrun, *words], place, tmp_path / f"job-{replica}"))
         kill_at(10, folder / "ranks" / "rank-0000.json", *jobs)
         codes = [job.wait(300) for job in jobs]
@@ -355,10 +406,13 @@ def test_replicas_that_are_jobs_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_launcher_starts_a_dead_rank_0_again(tmp_path):
-    """By the command of the pages; with layout.min_replicas=2 the other waits for it."""
-    folder = tmp_path / "run"
-    words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", "train.steps=60", "--processes", "2"]
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_launcher_starts_a_dead_rank_0_again(parts, tmp_path, monkeypatch):
+    """By the command of the pages; with layout.min_replicas=2 the other waits for it. The losses are those of one process."""
+    folder, keys = tmp_path / "run", ["train.steps=60", "layout.micro_batch=4", "optimizer.eps=1e-4", "optimizer.lr=1e-4"]
+    right = losses(trained(tmp_path / "one", None, monkeypatch, *keys))
+    words = ["train", "copy-task", *TINY, "layout.elastic=true", "layout.min_replicas=2", f"log.dir={folder}", *keys]
+    words += [f"layout.shard={parts}", "--processes", str(2 * parts)]
     process = started(["-m", "gradus", *words], {}, tmp_path / "out")
     try:
         kill_at(10, folder / "ranks" / "rank-0000.json", process)
@@ -372,4 +426,4 @@ def test_the_launcher_starts_a_dead_rank_0_again(tmp_path):
     came = r"replica 0 came, with the weights of replica \d: step \d+ with \d of \d replicas, after"
     for line in (r"replica 0 ended with SIGKILL at step \d+; starting it again in 1 s", came):
         assert re.search(line, text) and re.search(line, page), line
-    assert sorted(losses(folder)) == list(range(1, 61)) and "run folder:" in said
+    assert losses(folder) == pytest.approx(right, abs=1e-5) and len(right) == 60 and "run folder:" in said

@@ -16,6 +16,8 @@ from gradus.errors import FAULT, UserError, tell_error
 from gradus.launch import replicas
 from gradus.parallel import status
 from gradus.parallel.processes import GRACE, Programs, start_program
+from gradus.recipe.axes import needed
+from gradus.recipe.schema import Layout
 from gradus.text import say
 
 
@@ -55,15 +57,14 @@ def train(
         if not resume and config.log.dir is None:
             argv.append(f"log.dir={folder}")
         again = () if resume or auto_resume else ("--auto-resume",)
-        deaths = config.layout.max_deaths if config.layout.elastic else None
-        times = {"max_restarts": max_restarts, "deaths": deaths}
+        times = {"max_restarts": max_restarts, "elastic": config.layout if config.layout.elastic else None}
         return run(n, argv, folder=folder, timeout=config.layout.timeout, again=again, **times)
 
 
 def run(
     n: int, argv: list[str], *, folder: Path, timeout: float, max_restarts: int = 0,
     command: Sequence[str] = (sys.executable, "-m", "gradus"), again: Sequence[str] = (), grace: float = GRACE,
-    deaths: int | None = None,
+    elastic: Layout | None = None,
 ) -> int:  # fmt: skip
     """Run `command + argv` as n workers, ranks 0 to n - 1 of one group, and return the exit code of the whole.
 
@@ -90,7 +91,7 @@ def run(
         with programs.passing_on_signals():
             for restart in range(max_restarts + 1):
                 line = [*command, *argv, *(again if restart else ())]
-                code, text = attempt(programs, n, line, folder, restart, deaths)
+                code, text = attempt(programs, n, line, folder, restart, elastic)
                 if programs.signals:
                     code = code and 128 + programs.signals[0]
                     break
@@ -117,10 +118,10 @@ def run(
 
 
 def attempt(
-    programs: Programs, n: int, command: list[str], folder: Path, restart: int, deaths: int | None = None
+    programs: Programs, n: int, command: list[str], folder: Path, restart: int, elastic: Layout | None = None
 ) -> tuple[int, str | None]:
-    """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.) deaths: they
-    are replicas that come and go: `launch.replicas`."""
+    """Start the workers once and wait for their end. (The exit code of the whole, what to tell the user.) elastic: of
+    replicas that come and go: `launch.replicas`."""
     from torch.distributed import TCPStore
 
     try:
@@ -135,16 +136,16 @@ def attempt(
         """Rank 0's output is this process's; of the others, standard error is kept. Of replicas that come and go any
         may become rank 0."""
         with open(status.log_path(folder, rank) if rank else os.devnull, "ab") as log:
-            streams = {"stdout": None if deaths else subprocess.DEVNULL, "stderr": log} if rank else {}
+            streams = {"stdout": None if elastic else subprocess.DEVNULL, "stderr": log} if rank else {}
             return start_program(command, environment_of(rank, n, store.port, restart), **streams)
 
     with programs.running(functools.partial(start, rank) for rank in range(n)) as processes:
-        if deaths:
-            replicas.watch(programs, start, folder, store, deaths)
+        if elastic:
+            replicas.watch(programs, start, folder, store, elastic.max_deaths, needed(elastic))
         codes = programs.wait()
-        if deaths and any(replicas.diverged(folder, number, code) for number, code in codes.items()):
+        if elastic and any(replicas.diverged(folder, number, code) for number, code in codes.items()):
             return 1, None
-        if deaths and 0 in codes.values():
+        if elastic and 0 in codes.values():
             return 0, None
         text = status.diagnose(folder, n, codes) if set(codes.values()) != {0} else None
     return outcome(folder, codes, text) if any(process.returncode for process in processes) else (0, None)

@@ -95,6 +95,9 @@ def launch(args: Namespace) -> int:
             with contextlib.chdir(folder):
                 recipe, run = read(args, tasks)
             deaths = recipe.layout.max_deaths if recipe.layout.elastic else None
+            if deaths and recipe.layout.shard > 1:
+                text = f"layout.shard={recipe.layout.shard} with layout.elastic: each replica gets one process here"
+                raise UserError(f"{text}. Leave one of the two out, or start each replica by itself (docs/elastic.md).")
             if deaths and (args.ntasks or tasks == 1):
                 why = f"--ntasks={args.ntasks} leaves open where each replica runs" if args.ntasks else "one replica"
                 raise UserError(f"layout.elastic=true: {why}. Give --nodes and --ntasks-per-node, two or more in all.")

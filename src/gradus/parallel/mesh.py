@@ -37,7 +37,7 @@ class Mesh:
 
     world: World
     sizes: dict[str, int]
-    devices: DeviceMesh | None = None  # None: one process, or replicas that come and go
+    devices: DeviceMesh | None = None  # None: one process, or whole replicas that come and go
 
     @classmethod
     def single(cls) -> Mesh:
@@ -49,10 +49,13 @@ class Mesh:
         """Raises AssertionError when the layout does not fit the number of processes. Collective: every process makes
         it."""
         shape = sizes(layout, world.size)
-        if world.size == 1 or layout.elastic:
+        if world.size == 1 or world.newcomer or (layout.elastic and layout.shard == 1):
             return cls(world, shape)
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+        if world.groups:
+            ranks, names = torch.arange(world.size).view(-1, layout.shard), ("replicate", "shard")
+            return cls(world, shape, DeviceMesh.from_group([*world.groups], device, ranks, mesh_dim_names=names))
         return cls(world, shape, init_device_mesh(device, tuple(shape.values()), mesh_dim_names=AXES))
 
     def size(self, *axes: str) -> int:
@@ -80,7 +83,8 @@ class Mesh:
         other."""
         if self.size(*axes) == 1:
             return None
-        return self.sub(*axes).get_group() if self.devices else dist.group.WORLD
+        everybody = self.devices is None or (self.world.groups and self.size(*axes) == self.world.size)
+        return dist.group.WORLD if everybody else self.sub(*axes).get_group()
 
     def seed_dropout(self, seed: int, step: int = 0) -> None:
         """Dropout is drawn from the seed where this process is the only one or the first; processes that split the

@@ -9,10 +9,14 @@ Keys of the store: `started/REPLICA` counts its processes; `beat/NAME` counts wh
 that it does not; `wants/EPOCH` counts who asks to be a member, `wants/EPOCH/I` names the I-th; `members/EPOCH`,
 `abort/EPOCH`, `votes/EPOCH/KEY`, `verdict/EPOCH/KEY`; `done`: the run has ended. A process's NAME is REPLICA.N, its
 N-th start. What is set by compare-and-set (members, abort, verdict) never changes: the first wins.
+
+A replica whose weights are split is several processes, each a member (REPLICA/PART in place of REPLICA), and is there
+with all of them or not at all.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -25,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +37,7 @@ import torch.distributed as dist
 from gradus.errors import FAULT, EnvironmentFault, UserError, either
 from gradus.parallel.status import LOST, from_collective
 from gradus.parallel.world import World
+from gradus.recipe.axes import needed
 from gradus.recipe.schema import Layout
 from gradus.torch_private import abort_nccl, leave_group, set_timeout
 
@@ -69,6 +74,7 @@ class Member:
     replica: int
     host: str
     step: int = -1
+    part: int = 0  # which of the replica's processes
 
     @property
     def new(self) -> bool:
@@ -108,6 +114,18 @@ class _Pulse:
         return found
 
 
+def place_of(rank: int, parts: int) -> str:
+    """What a process's name begins with; parts: processes of a replica."""
+    return f"{rank // parts}/{rank % parts}" if parts > 1 else str(rank)
+
+
+def split_groups(n: int, parts: int, limit: datetime.timedelta | None = None) -> tuple[dist.ProcessGroup, ...]:
+    """Of n processes: this one's with those that hold the same part of the weights, and with the others of its replica.
+    Collective."""
+    ranks = torch.arange(n).view(-1, parts)
+    return tuple(dist.new_subgroups_by_enumeration(r.tolist(), limit)[0] for r in (ranks.T, ranks))
+
+
 def tell_gone(store: dist.Store, name: str, why: str) -> None:
     """For who has seen a process end."""
     store.compare_set(f"gone/{name}", "", why)
@@ -127,13 +145,16 @@ class Quorum:
     def __init__(self, world: World, layout: Layout, device: str = "cpu"):
         self.place, self.times = (world.address, world.port), Timeouts.of(layout)
         self.world, self.device = world, device
-        self.replica, self.wanted, self.least = world.rank, world.size, layout.min_replicas
+        self.parts = needed(layout)
+        self.replica, self.wanted, self.least = world.rank // self.parts, world.size // self.parts, layout.min_replicas
         self.store, self._own = self._connect(), self._connect()  # a store's calls wait for each other: one a thread
-        n = self.store.add(f"started/{self.replica}", 1)
-        self.name = f"{self.replica}.{n}"
+        place = place_of(world.rank, self.parts)
+        n = self.store.add(f"started/{place}", 1)
+        self.name = f"{place}.{n}"
         for earlier in range(1, n):
-            tell_gone(self.store, f"{self.replica}.{earlier}", "was started again")
+            tell_gone(self.store, f"{place}.{earlier}", "was started again")
         self.epoch, self.members = 0, list[Member]()
+        self.groups: tuple[dist.ProcessGroup, ...] = ()
         self.aborted: str | None = None  # why the epoch under way is over
         self.doing, self.since, self.in_step, self.longest = "", time.monotonic(), False, 0.0
         self._deciding: str | None = None  # the verdict that is waited for
@@ -161,6 +182,11 @@ class Quorum:
         """Whether a run is under way that this process is not in."""
         return self.epoch == 0 and self.store.check(["members/1"])
 
+    @property
+    def there(self) -> int:
+        """How many replicas the epoch under way has."""
+        return len(self.members) // self.parts
+
     # ------------------------------------------------------------ who takes part
 
     def join(self, step: int, admit: bool = True) -> World:
@@ -179,8 +205,8 @@ class Quorum:
             except RuntimeError:
                 where = f"{self.place[0]}:{self.place[1]}"
                 raise EnvironmentFault(f"the replicas' store at {where} is gone. {RESUME}") from None
-            if any(m.new for m in members):
-                self.longest = 0.0  # the first step of a process may compile
+            if self.parts > 1 or any(m.new for m in members):
+                self.longest = 0.0  # the first step of a process may compile, and of a model that is laid out anew
             elif self.members:  # fewer take longer
                 self.longest *= max(1.0, len(self.members) / len(members))
             with self._changing:
@@ -195,15 +221,16 @@ class Quorum:
                 continue
             now, there = time.monotonic(), {m.replica for m in members}
             self._without = {r: self._without.get(r, now) for r in range(self.wanted) if r not in there}
-            of_host = [m.name for m in members if m.host == members[rank].host]
+            world = dataclasses.replace(self.world, rank=rank, size=len(members), groups=self.groups)
             if self.device == "cuda":  # which GPU is this process's does not change
-                return dataclasses.replace(self.world, rank=rank, size=len(members))
-            near = {"local_rank": of_host.index(self.name), "local_size": len(of_host)}
-            return dataclasses.replace(self.world, rank=rank, size=len(members), **near)
+                return world
+            of_host = [m.name for m in members if m.host == members[rank].host]
+            return dataclasses.replace(world, local_rank=of_host.index(self.name), local_size=len(of_host))
 
     def _agreed(self, step: int, admit: bool) -> tuple[int, list[Member]]:
         """(the next epoch that this process is in, its members)."""
-        store, me = self.store, Member(self.name, self.replica, socket.gethostname(), step)
+        part = self.world.rank % self.parts
+        store, me = self.store, Member(self.name, self.replica, socket.gethostname(), step, part)
         epoch = self.epoch + 1
         pulse, began = _Pulse(store), time.monotonic()
         asked = 0
@@ -233,13 +260,17 @@ class Quorum:
     def _close(self, epoch: int, pulse: _Pulse, waited: float, admit: bool) -> None:
         """Name the members of this epoch, once all who can come have come."""
         came = {m.name: m for m in self._asking(epoch)}
-        before = [m.name for m in _members(self.store, epoch - 1)] if epoch > 1 else []
+        members = _members(self.store, epoch - 1) if epoch > 1 else []
+        before = [m.name for m in members]
         gone = self._gone | pulse.gone([*dict.fromkeys([*before, *came])], self.times.silent)
-        there = [m for name, m in came.items() if name not in gone and (admit or not m.new)]
+        torn = {m.replica for m in members if m.name in gone}
+        gone |= {m.name: "its replica is not whole" for m in members if m.replica in torn and m.name not in gone}
+        there = self._whole([m for name, m in came.items() if name not in gone and (admit or not m.new)])
+        settled = epoch > 1 and all(name in came or name in gone for name in before)
         if epoch > 1:
             # between two steps another may be writing a checkpoint, and comes when it is done
             patience = self.times.gather if admit else self.times.collective / 2
-            complete = all(name in came or name in gone for name in before) or waited > patience
+            complete = settled or waited > patience
         else:
             missing = sorted(set(range(self.wanted)) - {m.replica for m in there})
             complete = not missing
@@ -248,15 +279,25 @@ class Quorum:
                 raise EnvironmentFault(f"{text} (layout.timeout). Were all started?")
         if not complete:
             return
-        if admit and len(there) < self.least and not self.store.check([f"stops/{m.name}" for m in there]):
+        if epoch > 1 and all(m.new for m in there):
+            if settled:
+                self._lost_all()
+            return
+        n, stops = len(there) // self.parts, self.store.check([f"stops/{m.name}" for m in there])
+        if admit and n < self.least and not stops:
             if waited > self.times.collective:
-                left = f"{len(there)} of {self.wanted} replicas are left, and layout.min_replicas={self.least}"
+                left = f"{n} of {self.wanted} replicas are left, and layout.min_replicas={self.least}"
                 raise EnvironmentFault(f"{left}: none came back within {waited:.0f} s (layout.timeout).")
             return
         place = {name: i for i, name in enumerate(before)}
-        there.sort(key=lambda m: (m.new and epoch > 1, place.get(m.name, 0), m.replica))
+        there.sort(key=lambda m: (m.new and epoch > 1, place.get(m.name, 0), m.replica, m.part))
         self.store.compare_set(f"members/{epoch}", "", json.dumps([dataclasses.asdict(m) for m in there]))
         self.observer("the members named")
+
+    def _whole(self, members: list[Member]) -> list[Member]:
+        """Those whose replica is there with all its processes, which came together."""
+        parts = collections.Counter((m.replica, m.new) for m in members)
+        return [m for m in members if parts[m.replica, m.new] == self.parts]
 
     def _asking(self, epoch: int) -> list[Member]:
         """Who has asked to be in this epoch."""
@@ -268,12 +309,15 @@ class Quorum:
         without = {m.name for m in self._asking(epoch) if m.new}
         before = [m.name for m in _members(self.store, epoch - 1) if m.name not in without]
         if len(pulse.gone(before, self.times.gather)) == len(before):
-            self.store.set("orphaned", "")  # for the launcher
-            raise EnvironmentFault(f"no replica is left that has the weights. {RESUME}")
+            self._lost_all()
+
+    def _lost_all(self) -> NoReturn:
+        self.store.set("orphaned", "")  # for the launcher
+        raise EnvironmentFault(f"no replica is left that has the weights. {RESUME}")
 
     def _meet(self, rank: int) -> None:
-        """Make the epoch's group, never lazily: a first collective runs in it. What gloo waits for while it connects,
-        nothing can end: so all are here before, and it waits for no longer than the step time-out."""
+        """Make the epoch's groups, never lazily: a first collective runs in each. What gloo waits for while it
+        connects, nothing can end: so all are here before, and it waits for no longer than the step time-out."""
         n, ready = len(self.members), f"ready/{self.epoch}"
         self.store.add(ready, 1)
         while self.store.add(ready, 0) < n:
@@ -285,16 +329,19 @@ class Quorum:
         store = dist.PrefixStore(f"group/{self.epoch}", self._connect())
         dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=limit)
         self.observer("before the first collective")
-        for kind in {"cpu", self.device}:
-            count = torch.ones((), device=kind)
-            dist.all_reduce(count)
-            if count.item() != n:
-                raise RuntimeError("the first collective's sum is wrong")
-        set_timeout(dist.group.WORLD, self.times.collective)
+        self.groups = split_groups(n, self.parts, limit) if self.parts > 1 else ()
+        for group in (dist.group.WORLD, *self.groups):
+            for kind in {"cpu", self.device}:
+                count = torch.ones((), device=kind)
+                dist.all_reduce(count, group=group)
+                if count.item() != dist.get_world_size(group):
+                    raise RuntimeError("the first collective's sum is wrong")
+            set_timeout(group, self.times.collective)
         self._of_group = _sockets() - self._before
 
     def _leave(self) -> None:
         gc.collect()  # DDP, whose hooks on the parameters end with it
+        self.groups = ()
         leave_group()
 
     # ------------------------------------------------------------ what counts
@@ -309,7 +356,7 @@ class Quorum:
         self._deciding = verdict
         self.observer("before the vote")
         if self.store.add(votes, 1) == len(self.members):
-            asked = self.store.check([f"wants/{self.epoch + 1}/1"])
+            asked = self.store.check([f"wants/{self.epoch + 1}/{self.parts}"])
             self.observer("before the verdict")
             self.store.compare_set(verdict, "", "join" if asked else "commit")
             self.observer("after the verdict")
@@ -375,7 +422,8 @@ class Quorum:
             self.since = time.monotonic()
         if in_step != self.in_step and self.device == "cpu" and dist.is_initialized():
             known = in_step and self.longest
-            set_timeout(dist.group.WORLD, self.longest + 2 * self.times.silent if known else self.times.collective)
+            for group in (dist.group.WORLD, *self.groups):
+                set_timeout(group, self.longest + 2 * self.times.silent if known else self.times.collective)
         self.doing, self.in_step = what, in_step
         self.observer(what)
 
@@ -401,7 +449,7 @@ class Quorum:
             self._gone = pulse.gone(others, self.times.silent if self.training else math.inf)
         if pulse and self.aborted is None:
             for name, why in self._gone.items():
-                own.compare_set(f"abort/{epoch}", "", f"replica {name.partition('.')[0]} {why}")
+                own.compare_set(f"abort/{epoch}", "", f"replica {name.replace('/', '.').partition('.')[0]} {why}")
             waited = time.monotonic() - self.since
             if self.longest and self.in_step and waited > self.longest + self.times.silent:
                 why = f"replica {self.replica} has waited {waited:.0f} s in {self.doing}"
@@ -422,8 +470,9 @@ class Quorum:
         """Whoever waits in the group waits no more. gloo knows no abort: its connections are shut, but not the socket
         on which it listens, whose end would end the process."""
         if self.device == "cuda":
-            with contextlib.suppress(RuntimeError, AttributeError):
-                abort_nccl(dist.group.WORLD)
+            for group in (*self.groups, dist.group.WORLD):
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    abort_nccl(group)
         for fd in _sockets() - self._before if self._of_group is None else self._of_group & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd.partition(" ")[0]))) as connection:
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

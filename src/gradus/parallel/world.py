@@ -41,6 +41,7 @@ class World:
     address: str | None = None  # where rank 0 listens
     port: int | None = None
     newcomer: bool = False  # to a run of replicas that is under way; no member yet
+    groups: tuple[dist.ProcessGroup, ...] = ()  # of split replicas that come and go: across them, and within its own
 
     @property
     def first(self) -> bool:
@@ -95,6 +96,9 @@ def _described(environment: Mapping[str, str], launcher: Launcher) -> World:
         rank, size, local_rank = (int(environment[name]) for name in launcher[1:4])
         if not 0 <= rank < size:
             raise ValueError(f"{launcher.rank}={rank} is not below {launcher.size}={size}")
+        if launcher.name == "replicas":  # each of as many processes as its job has
+            parts = int(environment.get("WORLD_SIZE", 1))
+            rank, size = rank * parts + int(environment.get("RANK", 0)), size * parts
         local_size = _local_size(environment, launcher)
         address, port = (None, None) if size == 1 else _meeting_point(environment, launcher, size, local_size)
     except ValueError as e:
@@ -174,12 +178,17 @@ def first_host(nodes: str) -> str:
 
 
 def meet(world: World, layout: Layout) -> None:
-    """`join`, as the layout has it. Where weights are sharded on a CPU, PyTorch is asked for large pages: here, since
-    the processes meet before they make any tensor (`machine.tune_memory`)."""
+    """`join`, as the layout has it."""
+    join(world, open_kind(layout), layout.timeout)
+
+
+def open_kind(layout: Layout) -> str:
+    """The kind of device. Where weights are sharded on a CPU, PyTorch is asked for large pages: here, since the
+    processes have made no tensor yet (`machine.tune_memory`)."""
     device = pick_device(layout.device).type
     if device == "cpu" and layout.shard > 1:
         os.environ.setdefault(LARGE_PAGES, "1")
-    join(world, device, layout.timeout)
+    return device
 
 
 def join(world: World, device: str = "cpu", timeout: float = 600.0) -> None:

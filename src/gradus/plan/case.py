@@ -13,7 +13,7 @@ from gradus.plan import batches as making
 from gradus.plan.batches import Batch
 from gradus.plan.profiles import block_kinds
 from gradus.plan.work import Target
-from gradus.recipe.axes import data_parallel_size, sizes, strides
+from gradus.recipe.axes import data_parallel_size, needed, sizes, strides
 from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.text import size
@@ -48,8 +48,8 @@ class MicroBatches:
 
 
 def where_fewest(layout: Layout, n: int, each: str, need: int) -> str:
-    """What a plan of n replicas says of those that are left where layout.min_replicas are: each needs `need` bytes."""
-    least = layout.min_replicas
+    """What a plan of n processes says of those that are left where layout.min_replicas are: each needs `need` bytes."""
+    least, n = layout.min_replicas, n // needed(layout)
     left = f"{least} replica{'s are' if least > 1 else ' is'} left (layout.min_replicas)"
     return f"where {left}, {each} {size(need)}, and {-(-n // least)} × as many micro-batches"
 
@@ -89,7 +89,8 @@ class Case:
     def fewest(self) -> Case | None:
         """Of replicas that come and go: where layout.min_replicas are left, which take the step in as large
         micro-batches, and more of them. None where none may be missing."""
-        layout, least, samples = self.layout, self.layout.min_replicas, self.recipe.batch.samples
+        layout, samples = self.layout, self.recipe.batch.samples
+        least = layout.min_replicas * needed(layout)
         if not layout.elastic or least >= self.n:
             return None
         micro = layout.micro_batch or -(-self.samples // self.data_parallel)

@@ -33,7 +33,7 @@ from gradus.proof.memory_budget import (
     powered,
     suggested_fix,
 )
-from gradus.recipe.axes import data_parallel_size, evaluation_samples
+from gradus.recipe.axes import data_parallel_size, evaluation_samples, needed
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, size
@@ -146,10 +146,11 @@ def with_fewest(recipe: Recipe, budget: MemoryBudget) -> int | None:
     """Of replicas that come and go: bytes that each needs where layout.min_replicas are left, which take the batch in
     as large micro-batches, and more of them."""
     layout, n = recipe.layout, budget.processes
-    if not layout.elastic or layout.min_replicas >= n:
+    least = layout.min_replicas * needed(layout)
+    if not layout.elastic or least >= n:
         return None
     micro = layout.micro_batch or local_batch(recipe, n, budget.task)
-    least, samples = layout.min_replicas, recipe.batch.samples
+    samples = recipe.batch.samples
     even = {"samples": samples and -(-samples // least) * least}  # a plan is of equal shares
     fewest = dataclasses.replace(budget, processes=least)
     return fewest.need(changed(recipe, layout={"micro_batch": micro}, batch=even))

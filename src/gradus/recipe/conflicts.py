@@ -162,8 +162,8 @@ LAYOUT: tuple[Row, ...] = (
     _clash(WORKERS, "layout.precision=fp16",
            "each worker would scale its loss by itself. Use layout.precision=bf16"),
     # replicas that come and go
-    _clash("layout.elastic", SPLITS, "a replica that dies is one process with whole weights. Leave one of the "
-           "two out"),
+    _clash("layout.elastic", SPLITS.replace("layout.shard, ", ""), "a replica holds whole weights, or splits them by "
+           "layout.shard. Leave one of the two out"),
     _clash("layout.elastic", "layout.replicate!=auto|ddp", "it is built for ddp. Leave layout.replicate out"),
     _clash("layout.elastic", WORKERS, "their curve depends on the number of workers by design. Leave one of the two "
            "out"),

@@ -868,7 +868,7 @@ class Layout(Section):
     expert: Axis = 1  # processes that split the experts (model.n_experts); each also takes its share of the batch
     local_sgd: LocalSGD | None = None  # workers take local steps and average their weights
     diloco: DiLoCo | None = None  # workers take inner steps and share an outer step
-    elastic: bool = False  # of ddp: where a replica dies, the others take the same step without it
+    elastic: bool = False  # of ddp or HSDP: where a replica dies, the others take the same step without it
     min_replicas: Axis = 1  # of elastic: with fewer, the others wait for one to come
     step_timeout: Annotated[float, Field(ge=1.0, le=1e6)] = 10.0  # of elastic: seconds without a sign of life
     max_deaths: Steps = 10  # of elastic, with --processes or on Slurm: of a replica in a row, before it stays away

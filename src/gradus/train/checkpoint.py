@@ -105,8 +105,9 @@ class Checkpoints:
         `state`).
 
         With several processes each writes its part, in the background unless `wait`; `finish` makes it appear. Of
-        replicas that come and go the first writes all of it. Collective.
+        replicas that come and go the first writes all of it, and of split ones each its part at once. Collective.
         """
+        elastic = parallel.layout.elastic
         state = {
             **state,
             "step": step,
@@ -115,10 +116,10 @@ class Checkpoints:
             "local_updates": parallel.local_updates is not None,
         }
         target = self.folder / f"step-{step:08d}"
-        if parallel.several and not parallel.layout.elastic:
+        if parallel.several and not (elastic and parallel.layout.shard == 1):
             self.finish(parallel)
             self._begin(target, parallel, tokenizers, optimizer, precision, state)
-            if wait:
+            if wait or elastic:
                 self.finish(parallel)
             return target
 
@@ -153,7 +154,9 @@ class Checkpoints:
     ) -> None:
         from gradus.train import sharded
 
-        if self.group is None:
+        if parallel.layout.elastic:  # whose members may be others by now; nothing else uses it meanwhile
+            self.group = dist.group.WORLD
+        elif self.group is None:
             self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=parallel.layout.timeout))
         rank, parameters = parallel.mesh.world.rank, {h.name: h.parameter for h in parallel.stored}
         tensors = {f"model.{name}": p for name, p in parameters.items() if parallel.counts(name)}

@@ -24,16 +24,16 @@ from gradus.data.loader import Step
 from gradus.errors import EnvironmentFault, UserError, either
 from gradus.parallel import world as worlds
 from gradus.parallel.apply import use_replicas
-from gradus.parallel.device import pick_device
-from gradus.parallel.mesh import Mesh
+from gradus.parallel.engine import Parallel
+from gradus.parallel.mesh import DATA, Mesh
 from gradus.parallel.quorum import Aborted, Ended, Member, Quorum
 from gradus.parallel.replicate import Replicas
 from gradus.parallel.status import has_parent
 from gradus.parallel.world import World
-from gradus.recipe.axes import sizes
 from gradus.recipe.schema import Recipe
 from gradus.rows import Row
 from gradus.text import duration, say
+from gradus.torch_private import forget_meshes
 from gradus.train.log import RunLog
 from gradus.train.loop import Hook, Taken, Trainer
 from gradus.train.metrics import Metrics
@@ -56,7 +56,7 @@ def enter(recipe: Recipe, world: World) -> tuple[Quorum, World]:
         raise UserError("layout.elastic=true: no other replica. Start several: --processes 2.")
     if recipe.log.dir is None:
         raise UserError("layout.elastic=true: all replicas write one run. Set log.dir=FOLDER, which all hosts share.")
-    device = pick_device(layout.device).type
+    device = worlds.open_kind(layout)
     if device == "cuda":
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     quorum = Quorum(world, layout, device)
@@ -83,8 +83,8 @@ class Elastic(Hook):
         self.recent.append((rows, line))
 
     def rows(self, trainer: Trainer) -> list[Row]:
-        members, wanted = len(self.quorum.members), self.quorum.wanted
-        return [Row("elastic/replicas", members, "replicas", trainer.progress.step, {"of": wanted})]
+        n, wanted = self.quorum.there, self.quorum.wanted
+        return [Row("elastic/replicas", n, "replicas", trainer.progress.step, {"of": wanted})]
 
     def missing(self) -> str:
         """For the log's line: which replicas are missing, since when."""
@@ -92,7 +92,7 @@ class Elastic(Hook):
         if not gone:
             return ""
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - max(gone.values())))
-        there = f"{len(self.quorum.members)} of {self.quorum.wanted} replicas"
+        there = f"{self.quorum.there} of {self.quorum.wanted} replicas"
         return f"  {there}, without {either(sorted(gone), 'and')} since {since}"
 
     # ------------------------------------------------------------ what all do
@@ -162,7 +162,7 @@ class Elastic(Hook):
     def between(self) -> bool:
         """Between two steps: who waits comes in, and where too few are left, one is waited for. Returns whether the
         members have changed since the last step, so that the next one's batch is to be cut anew."""
-        if self.quorum.asked or len(self.quorum.members) < self.quorum.least:
+        if self.quorum.asked or self.quorum.there < self.quorum.least:
             self.regroup()
         return self.recut
 
@@ -183,21 +183,27 @@ class Elastic(Hook):
 
     def end(self, trainer: Trainer, summary: dict[str, Any]) -> list[str]:
         quorum = self.quorum
-        summary["elastic"] = {"epochs": quorum.epoch, "replicas": len(quorum.members), "of": quorum.wanted}
+        summary["elastic"] = {"epochs": quorum.epoch, "replicas": quorum.there, "of": quorum.wanted}
         return []
 
     # ------------------------------------------------------------ with whom
 
     def _rejoin(self, trainer: Trainer, step: int, why: str, admit: bool = True) -> None:
-        began, before = time.monotonic(), self.quorum.members
+        began, before, layout, session = time.monotonic(), self.quorum.members, trainer.recipe.layout, trainer.session
+        own = self._own(trainer) if layout.shard > 1 and step >= 0 else {}
         while True:
             trainer.at("the meeting of the replicas", max(step, 0) + 1)
             trainer.parallel.replicas = Replicas(trainer.parallel.bare)  # DDP and its hooks end before others are made
+            if layout.shard > 1:
+                trainer.hold(Parallel(session.deferred(values=False).model, layout, session.mesh))
             world, lost = self.quorum.join(step, admit), False
-            trainer.parallel.mesh = trainer.session.mesh = Mesh(world, sizes(trainer.recipe.layout, world.size))
+            trainer.parallel.mesh = session.mesh = Mesh.make(layout, world, trainer.device.type)
             try:
+                if layout.shard > 1:
+                    self._lay_out(trainer, own)
                 self._share(trainer)
                 step = trainer.progress.step
+                own = self._own(trainer) if layout.shard > 1 else {}
                 self._equip(trainer)
                 trainer.parallel.mesh.seed_dropout(trainer.recipe.train.seed, step)
             except Exception as e:
@@ -210,12 +216,33 @@ class Elastic(Hook):
         if before:
             self._tell(trainer, before, why, self.quorum.members[0], time.monotonic() - began)
 
+    def _own(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        """What this process holds of weights and optimizer: not copied."""
+        weights = {f"model.{h.name}": h.local.data for h in trainer.parallel.local_parameters}
+        return weights | state_tensors(trainer.parallel.trained(), trainer.optimizer)
+
+    def _lay_out(self, trainer: Trainer, own: dict[str, torch.Tensor]) -> None:
+        """Split weights: what FSDP2 was doing when a collective failed cannot be undone, and its groups are no more. So
+        the model is laid out anew over these members, and gets this process's part back, which is the same in each
+        epoch. Collective."""
+        session = trainer.session
+        forget_meshes()
+        trainer.hold(session.lay_out(session.deferred(values=trainer.recipe.adapter is not None)))
+        parameters = {h.name: h.local for h in trainer.parallel.local_parameters}
+        for key, tensor in own.items():
+            kind, _, name = key.partition(".")
+            if kind == "model":
+                parameters[name].data.copy_(tensor)
+            else:
+                trainer.optimizer.state[parameters[name]][kind] = tensor
+
     def _share(self, trainer: Trainer) -> None:
-        """New members get weights, optimizer, position and scale from the first. Collective."""
+        """New members get weights, optimizer, position and scale from the first, and of split weights each process from
+        the first that has the same part. Collective."""
         if not any(m.new for m in self.quorum.members):
             return
-        mine, first = self._mine(), trainer.parallel.mesh.world.first
         parallel, optimizer, precision = trainer.parallel, trainer.optimizer, trainer.precision
+        mine, first, group = self._mine(), parallel.mesh.rank("replicate") == 0, parallel.mesh.group("replicate")
         weights = {f"model.{h.name}": h.local.data for h in parallel.stored}
         tensors = weights | state_tensors(parallel.trained(), optimizer)
         told: list[Any] = [None]
@@ -226,7 +253,7 @@ class Elastic(Hook):
                 "evaluate_batch": trainer.recipe.evaluate.batch, "base": self.base,
                 "tensors": {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()},
             }]  # fmt: skip
-        dist.broadcast_object_list(told, src=0)
+        dist.broadcast_object_list(told, group=group, group_src=0)
         self.quorum.observer("weights are sent" if first else "weights arrive" if mine.new else "weights pass by")
         got, state = told[0], {}
         if mine.new and got["base"] != self.base:
@@ -234,7 +261,7 @@ class Elastic(Hook):
             raise EnvironmentFault(f"model.init={trainer.recipe.model.init}: {what}. Put those back.")
         for key, (shape, dtype) in got["tensors"].items():
             sent = tensors[key] if first else torch.empty(shape, dtype=dtype, device=_place(tensors, key, trainer))
-            dist.broadcast(sent, src=0)
+            dist.broadcast(sent, group=group, group_src=0)
             if not mine.new:
                 continue
             if key.startswith("model."):
@@ -257,10 +284,14 @@ class Elastic(Hook):
     def _equip(self, trainer: Trainer) -> None:
         """The trainer as these members need it: DDP, the share of every batch, random numbers. Collective."""
         parallel, mesh = trainer.parallel, trainer.parallel.mesh
-        parallel.joined, parallel.summed_by_engine, trainer.warm = True, (), False
-        if mesh.world.size > 1:
-            use_replicas(parallel, parallel.bare)
-        trainer.loader.cut(mesh.world.rank, mesh.world.size)
+        trainer.warm = False
+        if mesh.size("shard") == 1:
+            parallel.joined, parallel.summed_by_engine = True, ()
+            if mesh.world.size > 1:
+                use_replicas(parallel, parallel.bare)
+        else:
+            dist.all_reduce(torch.ones((), device=trainer.device))  # who came is there with all its processes
+        trainer.loader.cut(mesh.rank(*DATA), mesh.size(*DATA))
         self.recut = True
 
     def _hand_over(self, trainer: Trainer) -> None:
@@ -278,12 +309,16 @@ class Elastic(Hook):
         """What changed: who of the members before (`before`) is lost, who came, and with whose weights."""
         members, step = self.quorum.members, trainer.progress.step
         there, came = {m.name for m in members}, [m for m in members if m.new]
-        ends = {f"replica {m.replica} ": self.quorum.end_of(m) for m in before if m.name not in there}
+        ends = dict[str, str | None]()
+        for m in before:
+            if m.name not in there:
+                name = f"replica {m.replica} "
+                ends[name] = ends.get(name) or self.quorum.end_of(m)
         texts = [why if name in why else name + (end or f"is lost ({why})") for name, end in ends.items()]
-        texts += [f"replica {m.replica} came, with the weights of replica {giver.replica}" for m in came]
-        rest = f"step {step + 1} with {len(members)} of {self.quorum.wanted} replicas, after {duration(seconds)}"
-        conditions = {"why": "; ".join(texts) or why, "replicas": [m.name for m in members]}
-        conditions["seconds"] = round(seconds, 3)
+        texts += [f"replica {m.replica} came, with the weights of replica {giver.replica}" for m in came if not m.part]
+        rest = f"step {step + 1} with {self.quorum.there} of {self.quorum.wanted} replicas, after {duration(seconds)}"
+        conditions = {"why": "; ".join(texts) or why or "who asked to come in is gone again"}
+        conditions |= {"replicas": [m.name for m in members], "seconds": round(seconds, 3)}
         trainer.log([Row("elastic/epoch", self.quorum.epoch, "", step, conditions)])
         trainer.say(f"{conditions['why']}: {rest}")
 

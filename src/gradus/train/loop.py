@@ -87,7 +87,7 @@ class Trainer(Stepper):
         if self.freed:
             machine.tune_memory()
         super().__init__(recipe, task, model, device, session.precision)
-        self.model, self.folder = self.parallel.bare, folder
+        self.folder = folder
         self.clock, self.signals = Clock(device), StopSignals(not self.parallel.several)
         self.checkpoints = Checkpoints(folder / "checkpoints", recipe.train.keep)
         self.loader = session.loader
@@ -101,6 +101,11 @@ class Trainer(Stepper):
         self.unsynced_tokens = 0  # of this worker, since the workers synced
         if self.parallel.local_updates:
             self.parallel.local_updates.last_step = self.last_step
+
+    @property
+    def model(self) -> nn.Module:
+        """With the parameters' own names."""
+        return self.parallel.bare
 
     def run(self) -> Progress:
         """Train to the last step. Raises Stopped after a signal that `signals` has noted, UserError on a loss that is

@@ -80,8 +80,11 @@ class Session:
         """The model, this process's part of it, with the layout applied, ready to be trained. Collective."""
         start = start or self.deferred()
         more = {"device": self.device, "values": start.values, "qat": self.recipe.train.qat}
-        more["replicas"] = not self.recipe.layout.elastic  # whose replicas meet when the trainer is there
-        parallel = apply(start.model, self.recipe.layout, self.mesh, **more)
+        layout = self.recipe.layout
+        if self.mesh.world.newcomer and layout.shard > 1:  # it is laid out with those that it will meet
+            return Parallel(start.model, layout, self.mesh)
+        more["replicas"] = not layout.elastic or layout.shard > 1  # else they meet when the trainer is there
+        parallel = apply(start.model, layout, self.mesh, **more)
         self.mesh.seed_dropout(self.recipe.train.seed)
         parallel.bare.train()
         return parallel

@@ -56,12 +56,15 @@ class Stepper:
         self, recipe: Recipe, task: Task, model: nn.Module | Parallel, device: torch.device, precision: Precision
     ):
         self.recipe, self.task, self.device, self.precision = recipe, task, device, precision
-        self.parallel = model if isinstance(model, Parallel) else Parallel(model, recipe.layout, Mesh.single())
-        self.optimizer = make_optimizer(self.parallel.trained(), recipe.optimizer)
+        self.hold(model if isinstance(model, Parallel) else Parallel(model, recipe.layout, Mesh.single()))
         self.progress = Progress()
         self.at: Callable[[str, int], None] = lambda what, step: None  # tells what this process is doing
         self.warm = False
         self.unread: tuple[Tensor, torch.cuda.Event] | None = None  # tokens and flags on their way to the host
+
+    def hold(self, parallel: Parallel) -> None:
+        """Step this model from now on, with a new optimizer."""
+        self.parallel, self.optimizer = parallel, make_optimizer(parallel.trained(), self.recipe.optimizer)
 
     def step(
         self, micro_batches: list[dict[str, Any]], counts: dict[str, int | Tensor] | None = None
