@@ -337,7 +337,7 @@ def test_what_a_description_lacks_is_named(folder):
     assert found["type"] == "family conv: model_type llama is llama's"
     assert "Did you mean model.n_taps?" in found["key"]
     assert "model.family: task span_corruption needs t5, not conv. conv is for task.name=causal_lm." in found["task"]
-    assert "layout.context=2: a filter reaches over the border of a part; layout.context is for bert, gpt, llama, vit" in found["context"]
+    assert "layout.context=2: a filter reaches over the border of a part; layout.context is for bert, gpt, llama, gemma, vit" in found["context"]
     assert "this conv has no experts." in found["expert"]
     assert "model.n_taps" in found["keys"] and "tokens that a filter sees" in found["keys"]
     lacks = "layers is not a list of gradus.layers.Block; stacks: blocks.0."

@@ -397,7 +397,8 @@ def test_configuration_there_and_back(tmp_path):
     }  # fmt: skip
     assert config_from_hf(published) == config_of("mixtral-8x7b").model_copy(update={"preset": None})
     assert config_from_hf(config_to_hf(config_of("mixtral-8x7b"))) == config_from_hf(published)
-    for field, value in (("sliding_window", 4096), ("router_jitter_noise", 0.1), ("hidden_act", "gelu")):
+    assert config_from_hf({**published, "sliding_window": 4096}).window == 4096
+    for field, value in (("router_jitter_noise", 0.1), ("hidden_act", "gelu")):
         with pytest.raises(UserError, match=f"{field}={value} is not supported"):
             config_from_hf({**published, field: value})
 

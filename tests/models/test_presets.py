@@ -100,10 +100,7 @@ THEIRS = {  # preset → (class, configuration, published)
 }  # fmt: skip
 
 
-UNREAD = pytest.mark.xfail(reason="a config.json with a window is not read yet", strict=True)  # remove it with that
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[UNREAD] * (name == "mistral-7b-v0.1")) for name in THEIRS])
+@pytest.mark.parametrize("name", THEIRS)
 def test_counts_are_those_of_transformers_models_and_a_file_of_theirs_is_the_preset(name, tmp_path):
     cls, fields, published = THEIRS[name]
     config = cls.config_class(**fields)

@@ -712,12 +712,18 @@ def test_every_field_of_a_published_configuration_is_known_and_an_invented_one_i
                 models.config_of(written(tmp_path, hf | {name: value}))
 
 
+MIXED = transformers.Qwen2Config(
+    num_hidden_layers=4, use_sliding_window=True, sliding_window=8,
+    layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+).to_dict()  # fmt: skip
+
+
 def test_an_unknown_field_of_rotary_positions_is_refused(tmp_path):
     hf = transformers.LlamaConfig().to_dict()
     with pytest.raises(UserError, match=r"attention_factor=0\.5: unknown for rope_parameters"):
         models.config_of(written(tmp_path, hf | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "attention_factor": 0.5}}))
     with pytest.raises(UserError, match="layer_types"):
-        models.config_of(written(tmp_path, transformers.Qwen2Config().to_dict() | {"layer_types": ["full_attention", "sliding_attention"]}))
+        models.config_of(written(tmp_path, MIXED))
 
 
 # theirs, of which each is said to change nothing of what a model computes; another value than the usual one

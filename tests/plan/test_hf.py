@@ -213,7 +213,10 @@ def test_a_window_limits_the_length(tmp_path):
     ours, note = from_hf(written(tmp_path, config, cls))
     assert (ours.seq_len, ours.window, note) == (64, 32, ""), "ours is as theirs"
     ours, note = from_hf(written(tmp_path, config, cls, model_type="granite"))
-    assert ours.seq_len == 32 and "sliding_window=32" in note
+    assert (ours.seq_len, ours.window) == (64, 32)
+    mixed = ["sliding_attention", "full_attention", "full_attention"]
+    ours, note = from_hf(written(tmp_path, config, cls, model_type="granite", layer_types=mixed))
+    assert (ours.seq_len, ours.window) == (32, None) and "sliding_window=32" in note
     ours, note = from_hf(written(tmp_path, config, cls, sliding_window=None))
     assert ours.seq_len == 64 and note == ""
 

@@ -98,8 +98,8 @@ class GatedConvolution(nn.Module):
 
 
 class GatedBlock(llama.LlamaBlock):
-    def __init__(self, config: GatedConfig):
-        super().__init__(config)
+    def __init__(self, config: GatedConfig, number: int):
+        super().__init__(config, number)
         self.mix_norm, self.mix = nn.RMSNorm(config.d_model), GatedConvolution(config)
 
     def forward(self, x: Tensor, rotary, mask=None, causal=True, cache=None, positions=None) -> Tensor:
@@ -109,7 +109,7 @@ class GatedBlock(llama.LlamaBlock):
 class Gated(llama.Llama):
     def __init__(self, config: GatedConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleList(GatedBlock(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(GatedBlock(config, i) for i in range(config.n_layers))
 
     def initialisation(self) -> Iterator[tuple[nn.Parameter, Draw]]:
         yield from ((block.mix.taps.weight, normal(0.1)) for block in self.blocks)

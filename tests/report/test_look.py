@@ -104,7 +104,7 @@ def test_positions_of_every_kind(made):
     (table,) = seen["seq2seq"].tables.values()  # of encoder and decoder, once
     torch.testing.assert_close(table, sinusoidal(32, 16))
     cos, _ = seen["llama"].rotary
-    torch.testing.assert_close(cos[:, :2], (torch.arange(len(cos))[:, None] * rotary_frequencies(4, 10_000.0)).cos())
+    torch.testing.assert_close(cos[:, :3], (torch.arange(len(cos))[:, None] * rotary_frequencies(6, 10_000.0)).cos())
     model, n = find(str(made / "t5")).load(), len(seen["t5"].texts[0])
     places = torch.arange(n)
     bias = model.encoder.relative_bias.table.weight[relative_buckets(places, places, True)].permute(2, 0, 1)

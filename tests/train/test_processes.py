@@ -382,7 +382,7 @@ def recipe(*overrides: str):
         (2, ("layout.transport=mpi",), "It is for manual"),
         (4, ("layout.shard=2", "layout.shard_optimizer=true"), "sharding splits the optimizer's state already"),
         (2, ("layout.reshard=false",), "cannot take effect without layout.shard"),
-        (2, ("layout.context=2",), "context is for bert, gpt, llama, vit"),
+        (2, ("layout.context=2",), "context is for bert, gpt, llama, gemma, vit"),
         (2, ("layout.micro_batch=20",), "a process's share of 16 samples"),
         (4, ("layout.pipeline=2", "layout.context=2", "model.n_layers=4"), "layout.pipeline: cannot be combined with layout.context=2"),
     ],

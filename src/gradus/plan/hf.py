@@ -288,9 +288,9 @@ def _model(config: ModelConfig, notes: list[str]) -> dict[str, Any]:
 
 
 def _learned_with(config: ModelConfig) -> str | None:
-    """The head; of a bare encoder the one that it was trained with: BERT alone tells next sentences too."""
+    """The head; of a bare encoder the one that it was trained with: one of two types of tokens tells next sentences."""
     head = getattr(config, "head", None)
-    return head if head != "none" else "pretraining" if config.variant == "bert" else "masked_lm"
+    return head if head != "none" else "pretraining" if config.n_token_types > 1 else "masked_lm"
 
 
 def _task_and_data(config: ModelConfig, task: dict[str, Any], length: int | None) -> dict[str, Any]:
