@@ -1,6 +1,7 @@
 """Time and memory of attention in a window beside the same kernel's full attention, forwards and backwards:
 
     python benchmarks/windows.py            a table: causal, 8 heads of 128 over 2 of keys, window 512, batch 1, fp32, one thread
+    python benchmarks/windows.py 1024       of this length alone
     python benchmarks/windows.py --write    rows to benchmarks/results/windows-cpu-1-thread.jsonl
 
 A cell is a process of its own. Seconds are the processor's (other programs on the machine do not count), the median and the spread of 3 calls;
@@ -47,7 +48,7 @@ def main(words: list[str]) -> None:
     rows = []
     print(f"{'kernel':8} {'length':>6} {'full':>22} {'window':>22} {'ratio':>6} {'MiB':>14}")
     for kernel in KERNELS:
-        for length in LENGTHS:
+        for length in [int(word) for word in words if word.isdigit()] or LENGTHS:
             cells = []
             for window in (0, WINDOW):
                 command = [sys.executable, __file__, "one", kernel, str(length), str(window)]

@@ -119,6 +119,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"--model meta-llama/Llama-2-7b-hf", "--model bert"),
     (r"^torchrun --nproc-per-node 4 -m", "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"),
     (r"(gradus study .*) --page \S+", r"\1"),
+    (r"benchmarks/windows\.py$", "benchmarks/windows.py 640"),
     (r"train_step\.yaml", 'train_step.yaml --rounds 1 --steps 1 --only "vit · gradus · fp32" model.n_layers=1 model.d_model=64 model.n_heads=2'),
     (r"attention_kernels\.yaml", 'attention_kernels.yaml --rounds 1 --steps 1 --only "n=512 · forward · sdpa"'),
     (r"(?<!_)accuracy\.yaml", 'accuracy.yaml --only "vit · fp32 · no checkpointing · one process" train.steps=3'),

@@ -602,7 +602,8 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
 
 def of_model(notes: list[str]) -> list[str]:
     """Those that are not about training it."""
-    texts = ("training settings", "20 per active", "planned for samples")
+    texts = ("training settings", "20 per active")
+    notes = [note for note in notes if not note.startswith("planned for samples")]
     return [note for note in notes if not any(text in note for text in texts)]
 
 
