@@ -61,6 +61,11 @@ def rotates(config: LlamaConfig, i: int) -> bool:
     return not config.no_rotation_every or (i + 1) % config.no_rotation_every != 0
 
 
+def kind_of(config: LlamaConfig, i: int) -> tuple[int | None, bool]:
+    """What no parameter of block i shows."""
+    return config.window_of(i), rotates(config, i)
+
+
 class Llama(Decoder):
     """The published models have no dropout; `config.dropout` is that of the attention weights."""
 
@@ -105,7 +110,6 @@ class Llama(Decoder):
 
 FAMILY = Family(
     config=LlamaConfig, model=Llama, weights=weights, attention="causal",
-    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",),
-                  kind=lambda config, i: (config.window_of(i), rotates(config, i))),),
+    stacks=(Stack("blocks", before=("token_embedding",), norm="norm", heads=("head",), kind=kind_of),),
     tokens=("token_embedding",), head="head", fine_tuning_rate=2e-5,
 )  # fmt: skip
