@@ -226,8 +226,7 @@ def _bands(q: Tensor, causal: bool, window: int) -> Iterator[tuple[slice, slice,
     for rows, cols in query_chunks(0, q.shape[3], band, q.shape[3], causal, window):
         place = rows.start - cols.start, rows.stop - cols.start, cols.stop - cols.start
         if place != before:
-            back = torch.arange(*place[:2], device=q.device)[:, None] - torch.arange(place[2], device=q.device)
-            looks = (back < window) & (back >= 0 if causal else back > -window)
+            looks = _near(rows, cols, window, causal, q.device)
             mask = torch.zeros_like(looks, dtype=q.dtype).masked_fill_(~looks, float("-inf")).repeat(q.shape[2], 1)
         before = place
         yield rows, cols, mask
@@ -379,19 +378,20 @@ def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
 
 def _allowed(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int | None) -> Tensor | None:
     _aligned(q, k, causal, window)
-    if causal:
-        earlier = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-        mask = earlier if mask is None else mask & earlier
     if window is not None:
-        near = _near(slice(0, q.shape[2]), slice(0, k.shape[2]), window, q.device)
-        mask = near if mask is None else mask & near
-    return mask
+        near = _near(slice(0, q.shape[2]), slice(0, k.shape[2]), window, causal, q.device)
+    elif causal:
+        near = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+    else:
+        return mask
+    return near if mask is None else mask & near
 
 
-def _near(rows: slice, cols: slice, window: int, device: torch.device) -> Tensor:
-    """Whether these queries have these keys in their window: (rows, columns)."""
+def _near(rows: slice, cols: slice, window: int, causal: bool, device: torch.device) -> Tensor:
+    """Whether these queries may look at these keys: (rows, columns)."""
     queries, keys = (torch.arange(x.start, x.stop, device=device) for x in (rows, cols))
-    return (queries[:, None] - keys).abs() < window
+    back = queries[:, None] - keys
+    return (back < window) & (back >= 0 if causal else back > -window)
 
 
 def _aligned(q: Tensor, k: Tensor, causal: bool, window: int | None) -> None:
