@@ -351,8 +351,7 @@ def _of_fairseq(model: bytes) -> Any:
     sp, package = SentencePieceProcessor(model_proto=model), package_tokenizers()
     if (sp.unk_id(), sp.bos_id(), sp.eos_id(), sp.pad_id()) != (0, 1, 2, -1):
         raise ValueError("its first three pieces are not <unk>, <s> and </s>")
-    # a score of fp32 in the nine digits that tell it, which the package's JSON gives back to the bit
-    pieces = [(sp.id_to_piece(i), float(f"{sp.get_score(i):.9g}")) for i in range(3, sp.get_piece_size())]
+    pieces = [(sp.id_to_piece(i), sp.get_score(i)) for i in range(3, sp.get_piece_size())]
     first, mask = (("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)), ("<mask>", 0.0)
     rust = package.Tokenizer(package.models.Unigram([*first, *pieces, mask], unk_id=3))
     if table := charsmap(model):
@@ -360,7 +359,8 @@ def _of_fairseq(model: bytes) -> Any:
     words = package.pre_tokenizers
     rust.pre_tokenizer = words.Sequence([words.WhitespaceSplit(), words.Metaspace()])
     rust.decoder = package.decoders.Metaspace()
-    return rust
+    # the package's JSON gives some scores back with another last bit, and these again to the bit
+    return package.Tokenizer.from_str(rust.to_str())
 
 
 def _read_llama2c(file: Path, config: Config, name: str) -> Tokenizer:
