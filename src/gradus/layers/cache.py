@@ -10,6 +10,8 @@ from torch import Tensor
 from gradus.errors import UserError
 from gradus.layers.masks import attention_mask
 
+NO_LENGTHS = "a window keeps no padding: set cache.lengths to the prompts' own before they are read"
+
 
 class LayerCache:
     """One layer's share: `k` and `v` (batch, n_kv_heads, slots, head_dim), and `cross`, the keys and values of the
@@ -40,13 +42,15 @@ class LayerCache:
                 return self.k, self.v, slots <= positions[:, None, :, None], None
             return self.k[:, :, :length], self.v[:, :, :length], mask, None
         seen, looks, window = (k, v), mask, n
-        first, end = positions[:, :1], self.cache.lengths
+        first, end, prompt = positions[:, :1], positions[:, -1:] + 1, self.cache.lengths
+        if prompt is not None:  # of what follows a prompt no token is padding
+            end = torch.where(prompt[:, None] > first, prompt[:, None], end)
         if length > k.shape[2]:  # there are earlier tokens
             at = torch.cat((_held(first, slots), positions), dim=1)[:, None, None]
             seen = tuple(torch.cat((kept, new.to(kept.dtype)), dim=2) for kept, new in ((self.k, k), (self.v, v)))
             back, window = positions[:, None, :, None] - at, None
             looks = (at >= 0) & (back >= 0) & (back < n)
-        held = _held(positions[:, -1:] + 1 if end is None else end[:, None], slots)  # (batch, slots)
+        held = _held(end, slots)  # (batch, slots)
         new, place = (held >= first)[:, None, :, None], (held - first).clamp_min(0)
         for kept, x in ((self.k, k), (self.v, v)):
             kept.copy_(torch.where(new, x.transpose(1, 2)[rows[:, None], place].transpose(1, 2).to(kept.dtype), kept))
@@ -67,7 +71,8 @@ class Cache:
     asking the device. Once `fixed`, all slots are in use: the shapes of a decoding step never change again.
 
     windows: of each layer, the tokens that its queries look at; None: all. lengths (batch,): of the tokens of each row
-    of a prompt those that are no padding, which a window would have no room for; None: all.
+    of a prompt those that are no padding, which a window would have no room for: with windows set it before prompts of
+    different lengths are read. None: all.
     """
 
     def __init__(
@@ -77,9 +82,11 @@ class Cache:
         self.batch, self.max_len, self.length, self.fixed = batch, max_len, 0, False
         self.lengths: Tensor | None = None
         slots = [min(max_len, window or max_len) for window in windows or [None] * n_layers]
+        self.windowed = min(slots, default=max_len) < max_len
         self.layers = [LayerCache(self, (batch, n_kv_heads, n, head_dim), device, dtype) for n in slots]
 
     def fix(self) -> None:
+        assert self.lengths is not None or not (self.windowed and self.length), NO_LENGTHS
         self.length, self.fixed = self.max_len, True
 
     def next_positions(self, batch: int, seq_len: int, device=None) -> Tensor:
@@ -96,6 +103,8 @@ class Cache:
         if positions.shape[0] != self.batch:
             raise UserError(f"the cache was made for a batch of {self.batch}, not {positions.shape[0]}; make a new one")
         if not self.fixed:
+            if self.windowed and self.lengths is None:
+                assert (positions == self.next_positions(*positions.shape, positions.device)).all(), NO_LENGTHS
             if self.length + positions.shape[1] > self.max_len:
                 more = f"{self.length} tokens per row and {positions.shape[1]} more"
                 raise UserError(f"the cache holds {self.max_len} tokens per row, not {more}; shorten the prompt")

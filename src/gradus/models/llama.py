@@ -33,6 +33,7 @@ class LlamaBlock(Block):
 
     def __init__(self, config: LlamaConfig, number: int):
         super().__init__()
+        self.rotates = rotates(config, number)
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(
             config.d_model, config.n_heads, config.n_kv_heads, config.head_dim,
@@ -48,11 +49,12 @@ class LlamaBlock(Block):
         else:
             self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None, causal: bool = True,
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True,
                 cache=None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
         x = x + self.attention(
-            self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions
-        )
+            self.attention_norm(x), mask=mask, causal=causal, rotary=rotary if self.rotates else None, cache=cache,
+            positions=positions,
+        )  # fmt: skip
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
 
 
@@ -103,8 +105,7 @@ class Llama(Decoder):
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
-            turn = rotary if rotates(c, i) else None
-            x = block(x, rotary=turn, mask=mask, causal=cache is None, cache=layer, positions=positions)
+            x = block(x, rotary=rotary, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
 
