@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
 from gradus import models
+from gradus.cli import main
 from gradus.errors import UserError
 from gradus.recipe.schema import LlamaConfig
 
@@ -89,6 +92,20 @@ def test_what_is_planned_only_is_not_trained(config, key):
     assert models.count(config)["total"] > 0
     with pytest.raises(UserError, match=rf"^this model can be planned, not trained: model\.{key} is built for plans only$"):
         models.build(config)
+
+
+@pytest.mark.parametrize("verb", ["train", "check", "fit"])
+def test_a_verb_that_trains_refuses_it_before_it_reads_data(verb, tmp_path, capsys):
+    recipe = {
+        "model": CONFIG.model_dump(exclude_none=True), "task": {"name": "causal_lm"}, "data": {"kind": "text", "path": "not there"},
+        "tokenizer": {"kind": "byte"}, "optimizer": {"name": "adamw", "lr": 1e-3}, "batch": {"samples": 2}, "train": {"steps": 1},
+        "log": {"dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    (tmp_path / "latent.yaml").write_text(json.dumps(recipe))
+    assert main([verb, str(tmp_path / "latent.yaml")]) > 0
+    said = "".join(capsys.readouterr())
+    assert "model.latent is built for plans only" in said and "not there" not in said
+    assert not (tmp_path / "run").exists()
 
 
 FOREIGN = {"n_kv_heads": 4, "d_head": 12, "qkv_bias": True, "qk_norm": True, "window": 8, "no_rotation_every": 4}

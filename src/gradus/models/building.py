@@ -66,12 +66,17 @@ def undrawn() -> Iterator[None]:
         yield
 
 
+def check_built(config: ModelConfig) -> None:
+    """Raises UserError for a model that is built for plans only."""
+    if config.planned_only:
+        raise UserError(others.not_computed("this model", config.planned_only))
+
+
 def deferred(config: ModelConfig, seed: int | None) -> Deferred:
     """The same before it has memory. Errors as in `build`."""
     from gradus.models.values import drawn
 
-    if config.planned_only:
-        raise UserError(others.not_computed("this model", config.planned_only))
+    check_built(config)
     like = whole(config)
     return with_values(config, like, drawn(like, seed))
 
