@@ -25,17 +25,25 @@ SOFTWARE = {"products": (0.95, 0.08), "fused": (0.85, 0.2), "cast": (4.0, 0.4), 
             "contention": (0.2, 1.0), "straggle": (0.005, 1.5)}  # fmt: skip
 # What is known of a software beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
 KNOWN = {("network", "zero3"): (0.125, 0.1), ("overlap", "zero3"): (0.01, 0.0), ("elementwise", "timm"): (1.0, 0.15), ("elementwise", "mosaic"): (1.0, 0.15)}
+# Programs whose attention is FlashAttention 2, written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
+# 2024); and how far a program's products on one family of chips may lie from those on another.
+AMPERE, AFTER, OLDER, PAIR = ("flash", "mosaic", "timm", "titan"), ("H100", "B200"), (0.55, 0.15), 0.08
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1}
 
 
 @dataclasses.dataclass
 class Term:
-    """A summand of the logarithm of a field: of all runs (key "*"), a chip's or a software's."""
+    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a software's, or a software's on a family of chips."""
 
     field: str
     key: str
     prior: float
     spread: float
+
+
+def keys_of(chip: str, software: str) -> set[str]:
+    family = roofline.family(chip)
+    return {"*", chip, software, f"{software}@{family}", *([f"ampere@{family}"] if software in AMPERE else [])}
 
 
 def before_runs(chip: str) -> dict[str, float]:
@@ -49,12 +57,16 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
     measured = roofline.fitted(roofline.KERNELS)["chips"]
     out = [Term(field, "*", math.log(start), wide) for field, (start, wide) in NETWORK.items()]
     for chip in chips:
-        fields = CHIPS if any(c == chip and software for c, software in runs) else ["matmul"]
+        near = measured.get(roofline.family(chip), {})
+        fields = [field for field in CHIPS if field in near] if any(c == chip and software for c, software in runs) else ["matmul"]
         out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
     for software in softwares:
         for field, known in SOFTWARE.items():
             start, wide = KNOWN.get((field, software), known)
             out.append(Term(field, software, math.log(start), wide))
+        families = {roofline.family(chip) for chip, s in runs if s == software}
+        out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
+    out += [Term("fused", f"ampere@{family}", math.log(OLDER[0]), OLDER[1]) for family in AFTER]
     return out + [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
 
 
@@ -106,14 +118,14 @@ class Fit:
         self.terms = terms(runs)
         self.prior = np.array([t.prior for t in self.terms])
         self.spread = np.array([t.spread for t in self.terms])
-        self.has = np.array([[self.applies(t, {"*", *run}) for t in self.terms] for run in runs], dtype=float)  # runs × terms
+        self.has = np.array([[self.applies(t, keys_of(*run)) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
         chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
         alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one software
         for i, t in enumerate(self.terms):
             if t.spread:
-                level = "chip" if t.key in chips else "software" if t.key in softwares else "*"
+                level = "chip" if t.key in chips else "software" if t.key in softwares else t.key.partition("@")[1] or "*"
                 alike.setdefault((t.field, level), []).append(i)
         self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
         known = {chip: before_runs(chip) for chip in chips}
@@ -144,6 +156,15 @@ class Fit:
             if found:
                 start = math.prod(before_runs(t.key)[name] for t, _ in found if name in CHIPS)
                 out[name] = float(f"{min(start * math.exp(sum(v for _, v in found)), LIMIT.get(name, math.inf)):.4g}")
+        return out
+
+    def on_families(self, x: np.ndarray, software: str) -> dict[str, dict[str, float]]:
+        """What a software has otherwise on a family of chips, by `software@family`."""
+        out = {}
+        for family in sorted({t.key.partition("@")[2] for t in self.terms} - {""}):
+            keys = keys_of(family, software) - {"*", family}
+            if fields := sorted({t.field for t in self.terms if t.key in keys - {software}}):
+                out[f"{software}@{family}"] = self.entry(x, keys, fields)
         return out
 
 

@@ -385,8 +385,12 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
     known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
     softwares = {s: fit.entry(x, {s}, [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
-    eager = {name: _short(math.exp(statistics.fmean(math.log(softwares[s][name]) for s in EAGER if s in softwares))) for name in OF_SOFTWARE}
-    softwares = {"gradus": eager | {"elementwise": 1.0}} | softwares
+    softwares |= {name: entry for s in list(softwares) for name, entry in fit.on_families(x, s).items()}
+    for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):
+        fields = {field for s in EAGER for field in softwares.get(s + place, ())}
+        named = {f: [softwares.get(s + place, {}).get(f, softwares[s][f]) for s in EAGER if s in softwares] for f in OF_SOFTWARE if f in fields}
+        softwares["gradus" + place] = {f: _short(math.exp(statistics.fmean(map(math.log, values)))) for f, values in named.items()}
+    softwares["gradus"]["elementwise"] = 1.0
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
              "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
     first["intervals"] = intervals(study.results("source", progress))
