@@ -43,7 +43,7 @@ class Term:
 
 def keys_of(chip: str, software: str) -> set[str]:
     family = roofline.family(chip)
-    return {"*", chip, software, f"{software}@{family}", *([f"ampere@{family}"] if software in AMPERE else [])}
+    return {"*", chip, software, f"{software}@{family}", *(["ampere", f"ampere@{family}"] if software in AMPERE else [])}
 
 
 def before_runs(chip: str) -> dict[str, float]:
@@ -62,10 +62,11 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
         out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
     for software in softwares:
         for field, known in SOFTWARE.items():
-            start, wide = KNOWN.get((field, software), known)
+            start, wide = KNOWN.get((field, software), (1.0, PAIR) if field == "fused" and software in AMPERE else known)
             out.append(Term(field, software, math.log(start), wide))
         families = {roofline.family(chip) for chip, s in runs if s == software}
         out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
+    out.append(Term("fused", "ampere", math.log(SOFTWARE["fused"][0]), SOFTWARE["fused"][1]))
     out += [Term("fused", f"ampere@{family}", math.log(OLDER[0]), OLDER[1]) for family in AFTER]
     return out + [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
 
@@ -163,7 +164,7 @@ class Fit:
         out = {}
         for family in sorted({t.key.partition("@")[2] for t in self.terms} - {""}):
             keys = keys_of(family, software) - {"*", family}
-            if fields := sorted({t.field for t in self.terms if t.key in keys - {software}}):
+            if fields := sorted({t.field for t in self.terms if t.key in keys and "@" in t.key}):
                 out[f"{software}@{family}"] = self.entry(x, keys, fields)
         return out
 

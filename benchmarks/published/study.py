@@ -384,7 +384,7 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     fit, x = study.fit, study.x
     chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
     known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
-    softwares = {s: fit.entry(x, {s}, [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
+    softwares = {s: fit.entry(x, fitting.keys_of("", s), [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
     softwares |= {name: entry for s in list(softwares) for name, entry in fit.on_families(x, s).items()}
     for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):
         fields = {field for s in EAGER for field in softwares.get(s + place, ())}

@@ -37,7 +37,7 @@ NAMED = re.compile(
 )  # of chips
 # dtype → those that stand in for it, fp32 last
 SIMILAR = {"bf16": ("fp16",), "fp16": ("bf16",), "tf32": ("fp32",), "fp8": ("bf16", "fp16"), "fp4": ("fp8", "bf16")}
-MEASURED_WELL = 5  # parameters of its own, with which a chip is no longer another
+MEASURED_WELL = 4  # parameters of its own, with which a chip is no longer another
 UNITS_ASSUMED = 108  # an A100's, for a GPU whose number is not known
 
 # Element-wise operations that a compiler or a hand-written kernel fuses; not normalisation, softmax, look-ups, copies.
