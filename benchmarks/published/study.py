@@ -351,7 +351,7 @@ def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]
 
 OUTSIDE = 0.128  # on either side, with the source left out; less with the model left out, whose errors are smaller: a fifth of both together
 MANY = 20  # points of a software, for an interval of its own
-EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose host and overlap Gradus's are taken to be; its operations are a kernel each
+EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose parameters Gradus's are taken to be
 
 
 def _short(value: float) -> float:
@@ -390,7 +390,6 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
         fields = {field for s in EAGER for field in softwares.get(s + place, ())}
         named = {f: [softwares.get(s + place, {}).get(f, softwares[s][f]) for s in EAGER if s in softwares] for f in OF_SOFTWARE if f in fields}
         softwares["gradus" + place] = {f: _short(math.exp(statistics.fmean(map(math.log, values)))) for f, values in named.items()}
-    softwares["gradus"]["elementwise"] = 1.0
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
              "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
     first["intervals"] = intervals(study.results("source", progress))
