@@ -12,6 +12,7 @@ import yaml
 from gradus.plan import engine
 from gradus.plan.case import Case
 from gradus.plan.peak import peak_of
+from gradus.plan.process import local_bytes
 from gradus.plan.work import Op, Transfer, Work
 from gradus.recipe.schema import Layout, Recipe
 
@@ -24,8 +25,12 @@ class Software:
     """See software.yaml."""
 
     name: str
+    words: tuple[str, ...] = ()
     precision: str = "bf16"
-    attention: str = "fused"
+    attention: str = "flash"
+    fusion: str = "eager"
+    host: str = "python"
+    exchange: str = "ddp"
     mask: bool = False
     optimizer: float | None = None
     state: float | None = None
@@ -34,22 +39,23 @@ class Software:
     distributed: bool = False
     accumulated: bool = False
     hidden: tuple[str, ...] = ()
+    recompute: str = "none"
 
 
 @functools.cache
 def table() -> dict[str, Software]:
     found = yaml.safe_load(Path(__file__).with_name("software.yaml").read_text())
-    return {name: Software(name, **{**entry, "hidden": tuple(entry.get("hidden", ()))}) for name, entry in found.items()}
+    return {name: Software(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}) for name, entry in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What is kept of the engine's processes: the work of the busiest and of the first, elements of the busiest."""
+    """What is kept of the engine's processes: the work of the busiest and of the first, elements of the busiest's parameters."""
 
     busiest: Work
     first: Work | None  # of a pipeline: without the head
-    held: float  # elements of its parameters
-    replicas: int
+    held: float
+    shared: float  # of them as each replica steps its part: experts are split already
 
 
 _kept: dict[str, Traced] = {}
@@ -83,7 +89,9 @@ def traced(recipe: Recipe, n: int) -> Traced:
         layout = recipe.layout
         replicas = n // (layout.tensor * layout.pipeline * layout.context * layout.expert * layout.shard)
         first = found[0][0] if found[0][1] is not busiest else None
-        _kept[key] = Traced(dataclasses.replace(work, model_flops=model_flops(case)), first, busiest.param_bytes / busiest.width, replicas)
+        weights = [(local_bytes(w, layout) / busiest.width * times, replicas * (1 if w.expert else layout.expert)) for w, times in busiest.weights]
+        held, shared = sum(size for size, _ in weights), sum(size / ways for size, ways in weights)
+        _kept[key] = Traced(dataclasses.replace(work, model_flops=model_flops(case)), first, held, shared)
     return _kept[key]
 
 
@@ -111,27 +119,39 @@ def _selective(ops: list[Op]) -> list[Op]:
     return ops + [op._replace(phase="recompute") for op in again]
 
 
-def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
-    """Products of linear layers, but for the head's, in fp8 or fp4."""
-    def linear(op: Op) -> bool:
-        return op.kind == "matmul" and op.shape[0] == 1 and not any(size and vocab % size == 0 and size * 64 > vocab for size in op.shape[1:])
+def _linear(op: Op, vocab: int = 0) -> bool:
+    """Whether a product is of a linear layer, or of experts': not of scores, and not of the head over so many words."""
+    grouped = op.name.startswith("grouped")
+    return op.kind == "matmul" and (grouped or op.shape[0] == 1) and not any(size and vocab % size == 0 and size * 64 > vocab for size in op.shape[1:] if vocab)
 
-    return [op._replace(dtype=dtype) if linear(op) else op for op in ops]
+
+def _lower(ops: list[Op], dtype: str, vocab: int, tokens: float) -> list[Op]:
+    """Products of linear layers, but for the head's, in fp8 or fp4; what they read is rounded before, once for a product and its transposed."""
+    out = []
+    for op in ops:
+        if not _linear(op, vocab):
+            out.append(op)
+            continue
+        out.append(op._replace(dtype=dtype))
+        if not _of_weights(op, tokens):
+            batch, m, _, k = op.shape
+            out.append(Op("memory", "to", "bf16", op.phase, 0.0, 4.0 * batch * m * k, (), op.count))
+    return out
+
+
+def _again(ops: list[Op], share: float) -> list[Op]:
+    """A share of the forward pass's linear layers once more in the backward pass."""
+    return ops + [op._replace(phase="recompute", count=op.count * share) for op in ops if op.phase == "forward" and _linear(op)]
 
 
 def _of_weights(op: Op, tokens: float) -> bool:
     """Whether a product gives the gradient of a weight."""
-    return op.kind == "matmul" and op.phase == "backward" and op.shape[0] == 1 and op.shape[3] == tokens
-
-
-def _frozen(ops: list[Op], tokens: float) -> list[Op]:
-    """Only small adapters are trained: no gradients of the weights."""
-    return [op for op in ops if not _of_weights(op, tokens)]
+    return op.phase == "backward" and (op.name == "grouped_outer" or (op.kind == "matmul" and op.shape[0] == 1 and op.shape[3] == tokens))
 
 
 def _accumulated(ops: list[Op], tokens: float) -> list[Op]:
     """Gradients of weights are added up by the products that give them, not by additions (three half tensors of their size)."""
-    sizes = {6.0 * op.shape[1] * op.shape[2] for op in ops if _of_weights(op, tokens)}
+    sizes = {6.0 * op.shape[0] * op.shape[1] * op.shape[2] for op in ops if _of_weights(op, tokens)}
     return [op for op in ops if not (op.kind == "memory" and op.name == "add" and op.phase == "backward" and op.bytes in sizes)]
 
 
@@ -165,9 +185,9 @@ def _beside(transfers: list[Transfer], axes: tuple[str, ...]) -> list[Transfer]:
 def _optimizer(software: Software, t: Traced, ops: list[Op]) -> list[Op]:
     if software.optimizer is None:
         return ops
-    share = t.replicas if software.distributed else 1
+    stepped = t.shared if software.distributed else t.held
     small = [op for op in ops if op.bytes * op.count < 1e6]
-    return small[:20] + [Op("memory", "adam", "fp32", "optimizer", 0.0, software.optimizer * t.held / share, launches=8)]
+    return small[:20] + [Op("memory", "adam", "fp32", "optimizer", 0.0, software.optimizer * stepped, launches=8)]
 
 
 def _together(run: Any, ops: list[Op], transfers: list[Transfer], micro_batches: int) -> tuple[list[Op], list[Transfer]]:
@@ -197,21 +217,20 @@ def work_of(run: Any) -> Work:
     ops = engine.mark_stage_only(t.busiest.micro, t.first.micro) if t.first else t.busiest.micro
     if software.mask:
         ops = _fused_mask(ops)
-    if run.recompute == "selective" and layout.checkpointing == "none":
+    if run.recompute == "selective":
         ops = _selective(ops)
-    if run.dtype:
-        ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0)
+    if run.recompute == "half":
+        ops = _again(ops, 0.5)
     width = 2.0 if layout.precision.startswith("pure_") else 4.0
     m = max(1, round(run.recipe.batch.samples / (run.replicas * (layout.micro_batch or run.recipe.batch.samples))))
     step, transfers = _optimizer(software, t, t.busiest.step), _sums(software, t, width)
     if m < t.busiest.micro_batches:  # a schedule of Gradus runs at least one a stage
         transfers = [dataclasses.replace(x, calls=x.calls * m / t.busiest.micro_batches) if x.phase != "optimizer" and x.axis not in ("replicate", "shard") else x for x in transfers]
     tokens = t.busiest.tokens / (run.replicas * m)
-    if software.accumulated or run.frozen:
+    if run.dtype:
+        ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0, tokens)
+    if software.accumulated:
         ops = _accumulated(ops, tokens)
-    if run.frozen:
-        ops, step = _frozen(ops, tokens), []
-        transfers = [x for x in transfers if x.axis != "replicate" and not (x.axis == "shard" and x.kind == "reduce_scatter")]
     transfers = _between_stages(run, software, transfers)
     if layout.pipeline > 1 and layout.shard > 1:  # gathered weights stay through a pipelined step
         transfers = [dataclasses.replace(x, calls=x.calls / t.busiest.micro_batches) if x.axis == "shard" else x for x in transfers]

@@ -21,14 +21,10 @@ from published import others, runs
 from published.points import Asked, Case, NotCovered, Point, cleaned, timed
 from published.price import Runs
 
+# of points that are no run: text of their source, metric → reader
 READERS: list[tuple[str, str, Callable[[Point], Case]]] = [
-    ("vTrain@f8dda84 data/ground_truth", "", runs.vtrain), ("vTrain@f8dda84 trace", "collective_time", others.collective), ("bigscience", "", runs.bloom),
-    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("Korthikanti", "", runs.korthikanti), ("Narayanan", "", runs.narayanan),
-    ("Megatron-LM@152aab304d", "step_time", runs.megatron2020), ("llm-foundry", "tokens_per_s_per_gpu", runs.mosaic), ("flash-attention", "", runs.flash),
-    ("TinyLlama", "tokens_per_s_per_gpu", runs.tinyllama), ("torchtitan", "", runs.titan), ("Megatron-Bridge", "tokens_per_s_per_gpu", runs.bridge),
-    ("Megatron-LM@d98e8a64dd", "", runs.mcore), ("pytorch-image-models", "", runs.timm), ("litgpt", "", others.litgpt),
-    ("MAMF", "max_achievable_matmul_tflops", others.largest_product), ("MLCarbon", "", others.bookkeeping), ("", "parameter_count", others.count),
-    ("", "saved_activation_bytes_per_sbh", others.saved),
+    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("litgpt", "", others.litgpt), ("MLCarbon", "", others.bookkeeping),
+    ("", "parameter_count", others.count), ("", "saved_activation_bytes_per_sbh", others.saved),
 ]  # fmt: skip
 BY_METRIC = {"gpu_hours": others.hours, "chip_hours": others.hours, "energy": others.hours, "carbon": others.hours, "carbon_location_based": others.hours,
              "collective_time": others.collective, "max_achievable_matmul_tflops": others.largest_product}  # fmt: skip
@@ -39,13 +35,37 @@ WRONG = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryErr
 # ---------------------------------------------------------------- reading
 
 
+# of old files, whose points have no group: text of the source → group of the table, what is left out together
+GROUPS = [("ground_truth_single", "vtrain-single", ""), ("vTrain", "vtrain-multi", ""), ("bigscience", "bloom time", ""), ("Korthikanti", "korthikanti", ""),
+          ("Narayanan", "narayanan", ""), ("Megatron-LM@152aab304d", "megatron 2020", ""), ("llm-foundry", "mosaic", ""), ("flash-attention", "flash-attention", ""),
+          ("TinyLlama", "tinyllama", ""), ("torchtitan", "torchtitan", "asyncTP"), ("Megatron-Bridge", "megatron-bridge", ""),
+          ("Megatron-LM@d98e8a64dd", "megatron-core", ""), ("pytorch-image-models", "timm", "")]  # fmt: skip
+
+
+def label(found: Case, point: Point) -> None:
+    """Give a run's case its group and its source, which no prediction depends on."""
+    text = str(point.get("source") or "")
+    group, apart = next(((group, apart) for word, group, apart in GROUPS if word in text), ("elsewhere", ""))
+    group, apart = (point["group"], "") if isinstance(point.get("group"), str) else (group, apart)
+    found.source = f"{group} {apart}" if apart and apart in text else group
+    if group == "mosaic":
+        group += f" {point.get('hardware')}"
+    if group == "narayanan" and found.work is not None and found.work.software == "zero3":
+        group = found.source = "narayanan zero3"
+    if found.work is None and group == "bloom time":
+        group = "feasible" if point["metric"] == "feasible" else "bloom memory"
+    if group == "elsewhere":
+        found.source += f" {text[:40]}"
+    found.group = group
+
+
 def _by_metric(point: Point) -> Case:
     """What any source's point of a metric is predicted by."""
     metric = point["metric"]
     if "_for_" in metric and not (point.get("batch") or point["config"].get("batch")):
         return others.hours(point)
-    if timed(metric):
-        return runs.elsewhere(point)
+    if timed(metric) or metric in ("peak_memory", "feasible"):
+        return runs.training(point)
     if metric not in BY_METRIC:
         raise NotCovered(f"metric {metric}: nothing predicts it")
     return BY_METRIC[metric](point)
@@ -68,6 +88,8 @@ def case(point: Point) -> Case:
             if not math.isfinite(predicted(found)):
                 raise NotCovered(f"{metric}: no finite prediction")
             found.point = point
+            if not found.group:
+                label(found, point)
             return found
         except NotCovered as reason:
             why = why or str(reason)
