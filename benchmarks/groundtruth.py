@@ -4,6 +4,7 @@
     python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
     python benchmarks/groundtruth.py POINTS.json --leave-out source  # fitted on the file itself, each point's source (or model) left out
     python benchmarks/groundtruth.py POINTS.json --fit               # makes src/gradus/plan/fitted.yaml anew from the file: some ten minutes
+    python benchmarks/groundtruth.py KERNELS.json --kernels          # makes src/gradus/plan/kernels.yaml anew: what single kernels say of a chip
 
 POINTS.json is a list of {id, model, params, config, hardware, n_devices, batch, seq, metric, value, unit, kind, source, note}.
 """
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import others, points, study
+from published import kernels, others, points, study
 
 from gradus.errors import UserError
 from gradus.plan import roofline
@@ -65,11 +66,17 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="write every point as a JSON line")
     parser.add_argument("--leave-out", choices=("model", "source"), help="fit on the file, each point's model or source left out")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
+    parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
     arguments = parser.parse_args()
     try:
         found = points.load(arguments.points)
     except UserError as error:
         sys.exit(str(error))
+    if arguments.kernels:
+        file, lines = kernels.fitted(found)
+        print("\n".join(lines))
+        roofline.KERNELS.write_text(kernels.HEAD + written(file), encoding="utf-8")
+        return
     if arguments.fit:
         fit(found, datetime.date.today().isoformat())
         return

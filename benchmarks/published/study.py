@@ -404,11 +404,7 @@ def intervals(results: Iterable[Result]) -> dict[str, list[float]]:
 def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], date: str, progress: Callable[[str], None]) -> tuple[dict, dict]:
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
-    makers = sorted({fitting.maker(c.chip) for c in study.priced} - {"other"})
-    chips = {m: fit.entry(x, {"*", m}, OF_CHIP if m == "nvidia" else ["matmul"]) for m in makers}
-    for chip in sorted({c.chip for c in study.priced}):
-        run = any(c.work.software for c in study.priced if c.chip == chip)
-        chips[chip] = fit.entry(x, {"*", fitting.maker(chip), chip}, OF_CHIP if run else ["matmul"])
+    chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
     known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
     softwares = {s: fit.entry(x, {s}, [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
     eager = {name: _short(math.exp(statistics.fmean(math.log(softwares[s][name]) for s in EAGER if s in softwares))) for name in OF_SOFTWARE}
