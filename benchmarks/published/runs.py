@@ -29,6 +29,8 @@ class Run:
     dtype: str = ""  # of linear layers' products, where it is not the traced one
     asynchronous: bool = False  # tensor parallel communication runs beside the products
     context: int = 1  # processes that share a sequence: in the recipe each has a sample as long as its part
+    gathered: bool = False  # the whole sequence comes together for attention: tensor parallelism beside experts
+    sliced: int = 1  # stages of a pipeline of experts, which Gradus refuses: the recipe is of one stage alone
     virtual: int = 1  # stages a device, interleaved
     wide_gradients: bool = False  # added up in fp32 beside half ones
 
@@ -36,7 +38,7 @@ class Run:
     def replicas(self) -> int:
         """Processes that see different tokens."""
         layout = self.recipe.layout
-        return self.cluster.n // (layout.tensor * layout.pipeline)
+        return self.cluster.n // (layout.tensor * layout.pipeline * self.sliced)
 
 
 LARGEST = 2**22, 10**5  # tokens of a micro-batch, micro-batches: what is traced in seconds
@@ -164,7 +166,8 @@ class Degrees:
 
 
 def degrees_of(point: Point, model: ModelConfig, n: int, batch: int) -> Degrees:
-    """As stated; where there are more devices than samples and nothing is said, tensor parallelism makes up for it."""
+    """As stated; where there are more devices than samples and nothing is said, tensor parallelism makes up for it, and a dispatcher of
+    experts without a degree goes over all."""
     c, heads = point["config"], getattr(model, "n_kv_heads", None) or model.n_heads
     tensor, stages, context = (int(c.get(key) or 1) for key in ("tp", "pp", "cp"))
     if not c.get("tp") and n // (stages * context) > batch:
@@ -172,11 +175,14 @@ def degrees_of(point: Point, model: ModelConfig, n: int, batch: int) -> Degrees:
         if not fit:
             raise NotCovered(f"{n} devices for {batch} samples, and how they share them is not given")
         tensor = fit[0]
+    experts = getattr(model, "n_experts", None)
+    if experts and tensor > 1:  # which it does not split: their processes take parts of the sequence
+        tensor, context = 1, context * tensor
     groups = n // (tensor * stages)
     if groups < 1 or groups * tensor * stages != n or groups % context:
         raise NotCovered(f"{n} devices are no multiple of {tensor} x {stages} x {context}")
-    experts = getattr(model, "n_experts", None)
-    expert = next((e for e in range(min(c.get("ep") or 1, groups), 0, -1) if groups % e == 0 and experts % e == 0), 1) if experts else 1
+    most = groups if (c.get("ep") or 1) == 1 and "deepep" in words(point, "kernels") else c.get("ep") or 1
+    expert = next((e for e in range(min(most, groups), 0, -1) if groups % e == 0 and experts % e == 0), 1) if experts else 1
     return Degrees(tensor, stages, context, expert, groups)
 
 
@@ -217,6 +223,9 @@ def training(point: Point) -> Case:
         model = (model if c.get("unpadded") and d.tensor == 1 else padded(model, d.tensor)).changed(dropout=0.1)
     if d.context > 1:
         model = model.changed(seq_len=model.seq_len // d.context)
+    sliced = d.stages if getattr(model, "n_experts", None) else 1
+    if sliced > 1:
+        model = model.changed(n_layers=-(-model.n_layers // sliced), dense_layers=[])
     shard = d.groups // d.expert if sharded else 1
     if device.kind == "tpu":  # between slices weights are replicated
         shard = d.groups // (c.get("slices") or max(1, n // device.node))
@@ -224,11 +233,11 @@ def training(point: Point) -> Case:
     held = {"shard": shard, "param_dtype": half, **kinds} if shard > 1 else {"precision": half}
     if program.precision.startswith("pure_") and name != "zero3" and shard == 1:
         held = {"precision": f"pure_{half}" if c.get("precision") else program.precision}
-    if name == "zero3":
-        held["precision"] = program.precision
-    layout = Layout(**held, tensor=d.tensor, pipeline=d.stages, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
+    if name == "zero3" or (sharded and shard == 1):
+        held["precision"] = f"pure_{half}"
+    layout = Layout(**held, tensor=d.tensor, pipeline=d.stages // sliced, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
                     sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
-    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device)), Cluster(device, n), name, dtype=dtype, context=d.context,
+    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, gathered=d.context > (c.get("cp") or 1),
               asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")),
               virtual=virtual_of(point) if d.stages > 1 else 1, wide_gradients="bf16 +" in words(point, "precision"))  # fmt: skip
     run = with_recompute(run, recomputed(point) or program.recompute)

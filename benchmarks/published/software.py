@@ -63,12 +63,23 @@ _kept: dict[str, Traced] = {}
 
 def whole(run: Any) -> Work:
     """The traced work of a run as its metrics count it: the attention of whole sequences, where processes share them."""
-    work = traced(run.recipe, run.cluster.n).busiest
+    work = traced(run.recipe, run.cluster.n // run.sliced).busiest
+    if run.sliced > 1:
+        flops = [(op.flops * op.count, op.stage_only) for op in _marked(work.micro, run)]
+        last = sum(x for x, only in flops if only) / sum(x for x, _ in flops)
+        work = dataclasses.replace(work, model_flops=work.model_flops * (last + (1 - last) * run.sliced), stages=run.sliced)
     if run.context == 1:
         return work
     model = run.recipe.model
     more = 12.0 * model.n_layers * model.n_heads * model.head_dim * model.seq_len * (run.context - 1)  # a token (Chowdhery et al. 2022)
     return dataclasses.replace(work, model_flops=work.model_flops + more * work.tokens, samples=work.samples / run.context)
+
+
+def _marked(ops: list[Op], run: Any) -> list[Op]:
+    """Of a stage traced as a model of its own: what the last stage alone does, by the number of words."""
+    model = run.recipe.model
+    logits = 1.8 * model.vocab_size * model.seq_len * (run.recipe.layout.micro_batch or 1)  # bytes
+    return [op._replace(stage_only=model.vocab_size in op.shape or (op.kind == "memory" and op.bytes >= logits)) for op in ops]
 
 
 def model_flops(case: Case) -> float:
@@ -125,18 +136,9 @@ def _linear(op: Op, vocab: int = 0) -> bool:
     return op.kind == "matmul" and (grouped or op.shape[0] == 1) and not any(size and vocab % size == 0 and size * 64 > vocab for size in op.shape[1:] if vocab)
 
 
-def _lower(ops: list[Op], dtype: str, vocab: int, tokens: float) -> list[Op]:
-    """Products of linear layers, but for the head's, in fp8 or fp4; what they read is rounded before, once for a product and its transposed."""
-    out = []
-    for op in ops:
-        if not _linear(op, vocab):
-            out.append(op)
-            continue
-        out.append(op._replace(dtype=dtype))
-        if not _of_weights(op, tokens):
-            batch, m, _, k = op.shape
-            out.append(Op("memory", "to", "bf16", op.phase, 0.0, 4.0 * batch * m * k, (), op.count))
-    return out
+def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
+    """Products of linear layers, but for the head's, in fp8 or fp4."""
+    return [op._replace(dtype=dtype) if _linear(op, vocab) else op for op in ops]
 
 
 def _again(ops: list[Op], share: float) -> list[Op]:
@@ -191,20 +193,29 @@ def _optimizer(software: Software, t: Traced, ops: list[Op]) -> list[Op]:
 
 
 def _together(run: Any, ops: list[Op], transfers: list[Transfer], micro_batches: int) -> tuple[list[Op], list[Transfer]]:
-    """Processes that share a sequence: each part's queries see all keys (half of them, balanced), which go round while they do."""
+    """Processes that share a sequence: each part's queries see all keys (half of them, balanced), which go round while they do; beside experts,
+    which tensor parallelism does not split, all its tokens come together before attention and part after it."""
     if run.context == 1:
         return ops, transfers
     model, layout, k = run.recipe.model, run.recipe.layout, run.context
     ops = [op._replace(flops=op.flops * k, bytes=op.bytes * k) if op.kind == "attention" else op for op in ops]
     heads = getattr(model, "n_kv_heads", None) or model.n_heads
-    payload = 4.0 * (layout.micro_batch or 1) * model.seq_len * model.head_dim * max(1, heads // layout.tensor)
-    calls = (k - 1) * micro_batches * model.n_layers / layout.pipeline
-    return ops, transfers + [Transfer("context", "send", payload * times, calls, k, layout.tensor, phase, phase) for phase, times in (("forward", 1), ("backward", 2))]
+    tokens, calls = (layout.micro_batch or 1) * model.seq_len, micro_batches * model.n_layers / layout.pipeline
+    if run.gathered:
+        sent = [("tensor", kind, 2.0 * tokens * k * model.d_model, calls, 1, phase) for kind in ("all_gather", "reduce_scatter") for phase in ("forward", "backward")]
+    else:
+        payload = 4.0 * tokens * model.head_dim * max(1, heads // layout.tensor)
+        sent = [("context", "send", payload * times, (k - 1) * calls, layout.tensor, phase) for phase, times in (("forward", 1), ("backward", 2))]
+    return ops, transfers + [Transfer(axis, kind, size, n, k, stride, phase, phase) for axis, kind, size, n, stride, phase in sent]
 
 
 def _between_stages(run: Any, software: Software, transfers: list[Transfer]) -> list[Transfer]:
     """Interleaved stages send as many times as often; each tensor rank sends its part (Narayanan et al. 2021, section 4.1)."""
     layout = run.recipe.layout
+    if run.sliced > 1:
+        model, m = run.recipe.model, run.recipe.batch.samples / (run.replicas * (layout.micro_batch or 1))
+        sent = 2.0 * (layout.micro_batch or 1) * model.seq_len * model.d_model, m, run.sliced, run.cluster.n // run.sliced
+        transfers = [*transfers, *(Transfer("pipeline", "send", *sent, phase) for phase in ("forward", "backward"))]
     part = layout.tensor if software.precision.startswith("pure_") and not layout.sequence_parallel else 1
     return [dataclasses.replace(x, payload=x.payload / part, calls=x.calls * run.virtual) if x.axis == "pipeline" and x.phase != "optimizer" else x
             for x in transfers]  # fmt: skip
@@ -213,8 +224,9 @@ def _between_stages(run: Any, software: Software, transfers: list[Transfer]) -> 
 def work_of(run: Any) -> Work:
     """The work of a run (`runs.Run`): the engine's, as the run's software does it."""
     software, layout = table()[run.software], run.recipe.layout
-    t = traced(run.recipe, run.cluster.n)
+    t = traced(run.recipe, run.cluster.n // run.sliced)
     ops = engine.mark_stage_only(t.busiest.micro, t.first.micro) if t.first else t.busiest.micro
+    ops = _marked(ops, run) if run.sliced > 1 else ops
     if software.mask:
         ops = _fused_mask(ops)
     if run.recompute == "selective":
@@ -228,7 +240,7 @@ def work_of(run: Any) -> Work:
         transfers = [dataclasses.replace(x, calls=x.calls * m / t.busiest.micro_batches) if x.phase != "optimizer" and x.axis not in ("replicate", "shard") else x for x in transfers]
     tokens = t.busiest.tokens / (run.replicas * m)
     if run.dtype:
-        ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0, tokens)
+        ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0)
     if software.accumulated:
         ops = _accumulated(ops, tokens)
     transfers = _between_stages(run, software, transfers)
@@ -246,8 +258,8 @@ def work_of(run: Any) -> Work:
 def memory_of(run: Any) -> float:
     """Bytes that the caching allocator takes on the process that needs most; gradients that are added up in fp32 are four bytes more."""
     software, layout = table()[run.software], run.recipe.layout
-    replicas, most = run.cluster.n // (layout.tensor * layout.pipeline * layout.context * layout.shard), 0.0
-    for p in engine.processes(Case.of(run.recipe, run.cluster.n, "cuda")):
+    replicas, most = run.replicas // (layout.shard * layout.expert), 0.0
+    for p in engine.processes(Case.of(run.recipe, run.cluster.n // run.sliced, "cuda")):
         # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
         own = [dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for stage in p.stages]
         # the optimizer's state in bytes a parameter, a part of which each replica has (ZeRO-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -17,7 +18,7 @@ from gradus.plan import collectives, roofline
 from gradus.plan.roofline import OF_CHIP, OF_NETWORK, OF_SOFTWARE
 from gradus.plan.step import interval, step_time
 from published import fit as fitting
-from published import others, runs
+from published import others, runs, score
 from published.points import Asked, Case, NotCovered, Point, cleaned, timed
 from published.price import Runs
 
@@ -220,6 +221,40 @@ def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     return values(fitting.minimise(errors, prior, np.full(len(names), 0.7), np.ones(len(cases)), prior))
 
 
+def weights_of(cases: list[Case]) -> np.ndarray:
+    """A source of n cells (`score.cell`) counts as the root of n; the rows of a cell share its weight."""
+    cells = [(c.source, *score.cell(c.point)) for c in cases]
+    rows, many = Counter(cells), Counter(source for source, *_ in set(cells))
+    return np.array([3 * many[source] ** -0.5 / rows[source, *rest] for source, *rest in cells])
+
+
+class LeftOut:
+    """The errors of runs by fits without them, near the fit of all: slopes are taken there once."""
+
+    def __init__(self, fit: fitting.Fit, x: np.ndarray):
+        self.fit, self.x, self.free = fit, x, np.flatnonzero(fit.spread)
+        self.errors = fit.errors(x)
+        slopes = np.zeros((len(self.errors), len(x)))
+        for columns, on in fit.together:
+            moved = x.copy()
+            moved[columns] -= 1e-3
+            slope = ((self.errors - fit.errors(moved)) / 1e-3)[:, None]
+            slopes[:, columns] = slope if on is None else slope * on
+        self.slopes = slopes[:, self.free] / fitting.SIGMA
+
+    def without(self, out: np.ndarray, rounds: int = 3) -> np.ndarray:
+        """Errors of all runs by a fit without these."""
+        fit, x, errors = self.fit, self.x.copy(), self.errors
+        spread, prior = fit.spread[self.free], fit.prior[self.free]
+        for _ in range(rounds):
+            e = errors / fitting.SIGMA
+            weight = fit.weights * ~out / np.sqrt(1 + e**2)
+            matrix = self.slopes.T @ (self.slopes * weight[:, None]) + np.diag(1 / spread**2)
+            x[self.free] -= np.linalg.solve(matrix, self.slopes.T @ (weight * e) + (x[self.free] - prior) / spread**2)
+            errors = fit.errors(x)
+        return errors
+
+
 class Study:
     """Cases with a joint fit of those that are work, and one of each formula."""
 
@@ -227,14 +262,15 @@ class Study:
         self.cases = cases
         self.direct = [c for c in cases if c.work is None]
         self.links = {e: _formula([c for c in self.direct if c.entry == e], e) for e in sorted({c.entry for c in self.direct if c.entry.startswith("links/")})}
-        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere"]
+        alone = {id(p) for p in score.once(c.point for c in cases)}
+        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere" and id(c.point) in alone]
         collectives.MEASURED = self.tables()  # what follows is fitted on top of them
         try:
             priced = Runs([(c.work, c.cluster) for c in self.priced])
         finally:
             collectives.MEASURED = None
         self.fit = fitting.Fit(priced, [(c.chip, c.work.software) for c in self.priced], np.array([c.seconds for c in self.priced]),
-                               fitting.weights_of([c.source for c in self.priced]))  # fmt: skip
+                               weights_of(self.priced))  # fmt: skip
         self.x = self.fit.solve()
 
     def tables(self) -> dict[str, Any]:
@@ -245,11 +281,21 @@ class Study:
             table["latency"][int(n)], table["bandwidth"][int(n)] = _short(v["alpha"]), _short(v["beta"])
         return found
 
+    @functools.cached_property
+    def near(self) -> LeftOut:
+        return LeftOut(self.fit, self.x)
+
+    def without(self, labels: list[str]) -> np.ndarray:
+        """The logarithm of predicted by measured seconds of each priced run, by a fit without the runs of its label; "": of all."""
+        errors, named = self.near.errors.copy(), np.array(labels)
+        for name in sorted(set(labels) - {""}):
+            errors[named == name] = self.near.without(named == name)[named == name]
+        return errors
+
     def left_out(self, label: str, progress: Callable[[str], None] = lambda text: None) -> dict[int, float]:
         """id of a case → its value, predicted with all of its `label` (model, source) left out."""
         progress(f"leaving one {label} out")
-        labels = [getattr(c, label) for c in self.priced]
-        errors = fitting.leave_out(self.fit, labels, self.x)
+        errors = self.without([getattr(c, label) for c in self.priced])
         out = {id(c): c.value(c.seconds * math.exp(e)) for c, e in zip(self.priced, errors)}
         for entry in sorted({c.entry for c in self.direct}):
             members = [c for c in self.direct if c.entry == entry]
