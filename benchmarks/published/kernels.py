@@ -25,8 +25,7 @@ HEAD = "# Fitted by `python benchmarks/groundtruth.py KERNELS.json --kernels`: d
 CHIPS = {"a100_sxm": "A100-80GB", "h100_sxm": "H100-SXM", "b200_sxm": "B200", "l40s": "L40S", "mi355x": "MI355X"}
 CACHES = {"L40S": 96e6}  # bytes of a cache that makes small products faster than the memory: Ada's alone, by these rows
 DTYPES = {"bfloat16": "bf16", "bf16_r": "bf16", "fp8": "fp8", "f8_r": "fp8"}
-# arrays read and written by a Liger or PyTorch kernel, forward and backward
-PASSES = {"rms_norm": (2, 3), "layer_norm": (2, 3), "fused_add_rms_norm": (4, 4), "rope": (2, 2), "cross_entropy": (2, 0)}
+ARRAYS = {"rms_norm": 2, "layer_norm": 2, "fused_add_rms_norm": 4, "rope": 2, "cross_entropy": 2}  # read and written by Liger's forward kernel
 SIGMA = 0.08
 # parameter → (prior, how far its logarithm may lie from it); beside the chip's: seconds around a kernel of each kind, and by how much a cache is faster
 PRIOR = {"matmul": (0.8, 0.3), "depth": (100.0, 1.0), "fp8": (0.7, 0.3), "attention": (0.55, 0.4), "keys": (800.0, 0.7), "bandwidth": (0.8, 0.2),
@@ -69,12 +68,11 @@ def _memory(row: dict[str, Any]) -> Kernel:
     shape, x, name = json.loads(row["shape"]), row["x"], row["op"].removeprefix("fused_")
     elements = shape["B"] * shape["T"] * x if name == "cross_entropy" else x * shape["hidden_size"] * 1.25 if name == "rope" else shape["M"] * x
     width = 2 if "bfloat16" in shape.get("dtype", "") else 4
-    moved = PASSES[name][row["pass_"] == "backward"] * elements * width
-    return Kernel("memory", Op("memory", name, "bf16", "forward", 0.0, moved), row["time_s"], _block(x))
+    return Kernel("memory", Op("memory", name, "bf16", "forward", 0.0, ARRAYS[name] * elements * width), row["time_s"], _block(x))
 
 
 def kernels(rows: list[dict[str, Any]]) -> dict[str, list[Kernel]]:
-    """By chip: products in bf16 and fp8, attention over keys and values in bf16 with heads of at most 256, and fused memory-bound operators."""
+    """By chip: products in bf16 and fp8, attention over keys and values in bf16 with heads of at most 256, and Liger's memory-bound operators."""
     found: dict[str, list[Kernel]] = {}
     for row in rows:
         mine, op = found.setdefault(roofline.chip_of(CHIPS[row["hardware"]]), []), row["op"]
@@ -82,9 +80,8 @@ def kernels(rows: list[dict[str, Any]]) -> dict[str, list[Kernel]]:
             mine.append(_product(row))
         elif op.startswith("attention") and row["kv_dtype"] == "bfloat16" and row["head_dim"] <= 256:
             mine.append(_attention(row))
-        elif op.removeprefix("fused_") in PASSES and "time_s" in row and row["pass_"] != "full":
-            torchs = op == "fused_layer_norm" and row["kernel"] == "huggingface"  # PyTorch's is one kernel too
-            if torchs or row["kernel"] in ("liger", "liger_fused_add_rms_norm"):
+        elif op.removeprefix("fused_") in ARRAYS and "time_s" in row and row["pass_"] == "forward" and row["kernel"].startswith("liger"):
+            if op != "fused_fused_add_rms_norm" or row["kernel"] != "liger_rms_norm":
                 mine.append(_memory(row))
     return found
 

@@ -106,5 +106,6 @@ def of_device(d: Device) -> list[str]:
         *(("price", quote) for quote in quotes),
         ("", taken),
         ("measured", d.measured and f"by gradus calibrate: {', '.join(map(str, d.measured))}"),
+        ("inferred", ", ".join(d.inferred)),
         ("source", f"{d.source or '-'} ({d.date or 'no date'})"),
     ])]  # fmt: skip

@@ -90,7 +90,7 @@ def fitted(path: Path = FITTED) -> dict[str, Any]:
 def chip_of(device: Device | str) -> str:
     """The name of a device's chip: A100-80GB-SXM → A100, "RTX 3090" → RTX3090."""
     name = device if isinstance(device, str) else device.name
-    chip = re.search(r"(RTX[ -]?\d+|TPU[ -]?V\d\w*|GAUDI ?\d|GB\d+|GH\d+|MI\d+|L40S|[A-Z]\d+)", name.upper())
+    chip = re.search(r"(RTX[ -]?\d+|TPU[ -]?V\d\w*|GAUDI ?\d|TRAINIUM\d|INFERENTIA\d|GB\d+|GH\d+|MI\d+|L40S|[A-Z]\d+)", name.upper())
     return chip.group(1).replace(" ", "").replace("-", "") if chip else name
 
 
