@@ -160,9 +160,9 @@ def core_share(work: Work, n: int) -> float:
     return flops * work.stages * work.micro_batches * n / work.stages / work.model_flops
 
 
-def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str, hardware_flops: float | None = None) -> Callable[[float], float]:
+def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str) -> Callable[[float], float]:
     """Seconds of a step → what the point's metric and unit make of them. Hardware FLOPs add what `recompute` ("full", "selective": attention's
-    inner part) does again (Korthikanti et al. 2022, section 4), or are given. Raises NotCovered for a metric that is no step's time."""
+    inner part) does again (Korthikanti et al. 2022, section 4). Raises NotCovered for a metric that is no step's time."""
     metric, unit, n = point["metric"], (point.get("unit") or "").lower(), cluster.n
     if not timed(metric):
         raise NotCovered(f"metric {metric} of this source: nothing predicts it")
@@ -172,7 +172,7 @@ def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str, hardwa
         return lambda t: steps * t * each
     flops, name = work.model_flops, metric.removesuffix("_per_gpu")
     if name in ("hfu", "hardware_tflops", "aggregate_pflops"):
-        flops = hardware_flops or flops * {"full": 4 / 3, "selective": 1 + core_share(work, n)}.get(recompute, 1.0)
+        flops *= {"full": 4 / 3, "selective": 1 + core_share(work, n)}.get(recompute, 1.0)
     share = 1 if unit in ("fraction", "ratio", "share") else 100
     among = n if metric.endswith("_per_gpu") else 1
     peak = n * roofline.peak_flops(cluster.device, "bf16")

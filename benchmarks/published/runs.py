@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from typing import Any
 
 from gradus import hardware
-from gradus.errors import UserError
 from gradus.hardware import Cluster, Device, Link
 from gradus.recipe.schema import GPTConfig, Layout, ModelConfig, Recipe, ViTConfig
 from published import software
@@ -56,13 +54,13 @@ def recipe_of(model: ModelConfig, layout: Layout, samples: int, adapter: dict[st
     })  # fmt: skip
 
 
-def made(point: Point, run: Run, **more: Any) -> Case:
+def made(point: Point, run: Run) -> Case:
     """The case of a run. Raises NotCovered where the metric is no step's time, UserError where the layout does not fit."""
     if not timed(point["metric"]):
         raise NotCovered(f"metric {point['metric']}: nothing predicts it of a run")
     work = software.work_of(run)
-    value = in_metric(point, work, run.cluster, run.recompute, more.pop("hardware_flops", None))
-    return Case(point, "", "", point["model"], float(point["value"]), work, run.cluster, value, **more)
+    value = in_metric(point, work, run.cluster, run.recompute)
+    return Case(point, "", "", point["model"], float(point["value"]), work, run.cluster, value)
 
 
 def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> dict[str, Any]:
@@ -115,13 +113,13 @@ def precision_of(point: Point) -> tuple[str, str]:
     return "fp16" if "fp16" in text else "bf16", dtype
 
 
-def adapter_of(point: Point, n: int, device: Device) -> dict[str, Any] | None:
+def adapter_of(point: Point, n: int, device: Device, beside: str) -> dict[str, Any] | None:
     """Small matrices beside a frozen base, where the run trained only such: said so, or no room for a whole optimizer."""
     method = words(point, "method", "steps_of_ladder")
-    stages = not method and 16 * (point["params"] or 0) > n * device.memory and not point["config"].get("offload")
-    if "lora" not in method and not (stages and precision_of(point)[1]):
+    small = not method and precision_of(point)[1] and 16 * (point["params"] or 0) > n * device.memory
+    if "lora" not in method and not small:
         return None
-    return {"rank": 16, "base": "nf4" if "qlora" in method else None}
+    return {"rank": 16, "targets": [beside], "base": "nf4" if "qlora" in method else None}
 
 
 NETWORKS = {"omni-path": "Omni-Path 100 (half a port)", "selene": "InfiniBand HDR"}  # of the place where a machine stood
@@ -154,6 +152,9 @@ def completed(point: Point) -> Point:
     return type(point)(point, config={**more, **point["config"]}, batch=512 if on_one_node(point) else point.get("batch"))
 
 
+NODE = 8  # devices that tensor parallelism is assumed to go over, where it is not stated
+
+
 @dataclasses.dataclass
 class Degrees:
     """How many processes share what. groups: those that see different tokens, parts of a sequence counted apart."""
@@ -166,15 +167,13 @@ class Degrees:
 
 
 def degrees_of(point: Point, model: ModelConfig, n: int, batch: int) -> Degrees:
-    """As stated; where there are more devices than samples and nothing is said, tensor parallelism makes up for it, and a dispatcher of
-    experts without a degree goes over all."""
+    """As stated; where there are more devices than samples and nothing is said, tensor parallelism in a node makes up for it, then a pipeline;
+    a dispatcher of experts without a degree goes over all."""
     c, heads = point["config"], getattr(model, "n_kv_heads", None) or model.n_heads
     tensor, stages, context = (int(c.get(key) or 1) for key in ("tp", "pp", "cp"))
-    if not c.get("tp") and n // (stages * context) > batch:
-        fit = [t for t in range(1, n + 1) if n % t == 0 and n // (t * stages * context) <= batch and heads % t == 0]
-        if not fit:
-            raise NotCovered(f"{n} devices for {batch} samples, and how they share them is not given")
-        tensor = fit[0]
+    if not c.get("tp") and (ways := n // (stages * context * batch)) > 1:
+        tensor = max(t for t in range(1, min(ways, NODE) + 1) if ways % t == 0 and heads % t == 0)
+        stages *= ways // tensor
     experts = getattr(model, "n_experts", None)
     if experts and tensor > 1:  # which it does not split: their processes take parts of the sequence
         tensor, context = 1, context * tensor
@@ -205,6 +204,7 @@ def training(point: Point) -> Case:
     if re.search(r"(vit|deit3?|beit(?:v2)?)_", point["model"]):
         return timm(point)
     device, model = device_at(point), model_of(point)
+    shape = f"{model.family} {model.n_layers} x {model.d_model}" + (f", {model.n_experts} experts" if getattr(model, "n_experts", None) else "")
     batch = point["batch"] or c.get("batch") or (c.get("micro_batch") and c.get("dp") and c["micro_batch"] * c["dp"] * (c.get("grad_accum") or 1))
     batch = batch or (n and point["metric"] == "tokens_per_s_per_gpu" and c.get("fsdp") and 32 * n)  # of no matter to a rate
     if not n or not batch:
@@ -237,11 +237,13 @@ def training(point: Point) -> Case:
         held["precision"] = f"pure_{half}"
     layout = Layout(**held, tensor=d.tensor, pipeline=d.stages // sliced, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
                     sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
-    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, gathered=d.context > (c.get("cp") or 1),
+    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, gathered=d.context > (c.get("cp") or 1),
               asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")),
               virtual=virtual_of(point) if d.stages > 1 else 1, wide_gradients="bf16 +" in words(point, "precision"))  # fmt: skip
     run = with_recompute(run, recomputed(point) or program.recompute)
-    return memory(point, run) if point["metric"] in ("peak_memory", "feasible") else made(point, run)
+    found = memory(point, run) if point["metric"] in ("peak_memory", "feasible") else made(point, run)
+    found.model = shape
+    return found
 
 
 def memory(point: Point, run: Run) -> Case:

@@ -18,6 +18,7 @@ from gradus.recipe.schema import Layout, Recipe
 
 MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
 CORE = {"softmax", "native_dropout"}
+NARROW = 64  # an adapter's rank is less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Software:
     accumulated: bool = False
     hidden: tuple[str, ...] = ()
     recompute: str = "none"
+    adapter: str = "all-linear"
 
 
 @functools.cache
@@ -130,15 +132,16 @@ def _selective(ops: list[Op]) -> list[Op]:
     return ops + [op._replace(phase="recompute") for op in again]
 
 
-def _linear(op: Op, vocab: int = 0) -> bool:
-    """Whether a product is of a linear layer, or of experts': not of scores, and not of the head over so many words."""
-    grouped = op.name.startswith("grouped")
-    return op.kind == "matmul" and (grouped or op.shape[0] == 1) and not any(size and vocab % size == 0 and size * 64 > vocab for size in op.shape[1:] if vocab)
+def _linear(op: Op, words: int = 0) -> bool:
+    """Whether a product is of a linear layer, or of experts': not of scores, not of the head over a process's words, not of an adapter's narrow matrices."""
+    if op.kind != "matmul" or op.name.startswith("grouped"):
+        return op.kind == "matmul"
+    return op.shape[0] == 1 and min(op.shape[1:]) >= NARROW and words not in op.shape[1:]
 
 
-def _lower(ops: list[Op], dtype: str, vocab: int) -> list[Op]:
+def _lower(ops: list[Op], dtype: str, words: int) -> list[Op]:
     """Products of linear layers, but for the head's, in fp8 or fp4."""
-    return [op._replace(dtype=dtype) if _linear(op, vocab) else op for op in ops]
+    return [op._replace(dtype=dtype) if _linear(op, words) else op for op in ops]
 
 
 def _again(ops: list[Op], share: float) -> list[Op]:
@@ -240,7 +243,7 @@ def work_of(run: Any) -> Work:
         transfers = [dataclasses.replace(x, calls=x.calls * m / t.busiest.micro_batches) if x.phase != "optimizer" and x.axis not in ("replicate", "shard") else x for x in transfers]
     tokens = t.busiest.tokens / (run.replicas * m)
     if run.dtype:
-        ops = _lower(ops, run.dtype, getattr(run.recipe.model, "vocab_size", 0) or 0)
+        ops = _lower(ops, run.dtype, -(-(run.recipe.model.vocab_size or 0) // layout.tensor))
     if software.accumulated:
         ops = _accumulated(ops, tokens)
     transfers = _between_stages(run, software, transfers)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from gradus.plan import collectives, roofline
 from gradus.plan.roofline import OF_CHIP, OF_NETWORK, OF_SOFTWARE
 from gradus.plan.step import interval, step_time
 from published import fit as fitting
-from published import others, runs, score
+from published import others, runs, scoring
 from published.points import Asked, Case, NotCovered, Point, cleaned, timed
 from published.price import Runs
 
@@ -222,8 +223,8 @@ def _formula(cases: list[Case], entry: str) -> dict[str, float]:
 
 
 def weights_of(cases: list[Case]) -> np.ndarray:
-    """A source of n cells (`score.cell`) counts as the root of n; the rows of a cell share its weight."""
-    cells = [(c.source, *score.cell(c.point)) for c in cases]
+    """A source of n cells (`scoring.cell`) counts as the root of n; the rows of a cell share its weight."""
+    cells = [(c.source, *scoring.cell(c.point)) for c in cases]
     rows, many = Counter(cells), Counter(source for source, *_ in set(cells))
     return np.array([3 * many[source] ** -0.5 / rows[source, *rest] for source, *rest in cells])
 
@@ -262,8 +263,8 @@ class Study:
         self.cases = cases
         self.direct = [c for c in cases if c.work is None]
         self.links = {e: _formula([c for c in self.direct if c.entry == e], e) for e in sorted({c.entry for c in self.direct if c.entry.startswith("links/")})}
-        alone = {id(p) for p in score.once(c.point for c in cases)}
-        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere" and id(c.point) in alone]
+        alone = {id(p) for p in scoring.once(c.point for c in cases)}
+        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere" and id(c.point) in alone and not scoring.apart(c.point)]
         collectives.MEASURED = self.tables()  # what follows is fitted on top of them
         try:
             priced = Runs([(c.work, c.cluster) for c in self.priced])
@@ -412,6 +413,54 @@ def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]
         foreign = c.work is not None and bool(roofline.parameters(c.cluster.device, c.work.software)[1])
         out.append(Result(c, value, baseline(c, known.get(kind(c))), inside(c, value, foreign)))
     return out, reasons
+
+
+# ---------------------------------------------------------------- evaluations
+
+ALONE = {"H100": "", "B200": "", "A100": "torchtune"}  # chips whose runs are left out, their kernels kept, and the group that is scored; "": all
+BY_RATIO = re.compile("GB200|GB300|B300|TPU.*")  # chips without kernels of their own
+
+
+def entry(c: Case, error: float | None) -> scoring.Entry:
+    return scoring.Entry(c.point, c.group, c.chip, c.work.software, error)
+
+
+def _refused(reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
+    missed = scoring.once(p for points in reasons.values() for p in points if not scoring.apart(p) and (p.get("group") or timed(str(p.get("metric")))))
+    return [scoring.Entry(p, str(p.get("group") or "elsewhere")) for p in missed]
+
+
+def stated(results: list[Result], reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
+    """Runs as they are predicted, with the interval that the plan states."""
+    alone = {id(p) for p in scoring.once(r.case.point for r in results if not scoring.apart(r.case.point))}
+    found = []
+    for r in results:
+        if r.case.work is not None and r.case.work.software and id(r.case.point) in alone:
+            found.append(entry(r.case, math.log(slower(r.case, r.predicted))))
+            low, high = interval(r.case.work, bool(roofline.parameters(r.case.cluster.device, r.case.work.software)[1]))
+            found[-1].between = math.log(low), math.log(high)
+    return scoring.weigh([*found, *_refused(reasons)])
+
+
+def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple[str, list[scoring.Entry]]]:
+    """(what was left out, the runs that are scored so, with intervals that no residual of the same made). A refusal is in the first."""
+    cases = study.priced
+    pairs = {(c.source, c.chip, c.work.software) for c in cases}
+    shared = {key for key in pairs if any(o[0] != key[0] and o[1:] == key[1:] for o in pairs)}
+    chosen: list[tuple[str, Callable[[Case], str], list[scoring.Entry]]] = [
+        ("each model left out", lambda c: c.model, _refused(reasons)),
+        ("each group left out, where another has chip and program", lambda c: c.source if (c.source, c.chip, c.work.software) in shared else "", []),
+        ("each chip's runs left out, its kernels kept", lambda c: c.chip if c.chip in ALONE else "", []),
+        ("each chip's runs left out, by ratio", lambda c: c.chip if BY_RATIO.fullmatch(c.chip) else "", []),
+    ]  # fmt: skip
+    for title, label, more in chosen:
+        labels = [label(c) if c.work.software else "" for c in cases]
+        errors = study.without(labels)
+        every = scoring.weigh([dataclasses.replace(entry(c, -e), label=name) for c, e, name in zip(cases, errors, labels) if name])
+        scoring.intervals(every)
+        if "kernels" in title:
+            every = [e for e in every if ALONE[e.chip] in ("", e.group)]
+        yield title, scoring.weigh([*every, *more])
 
 
 # ---------------------------------------------------------------- what is kept

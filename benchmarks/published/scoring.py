@@ -72,6 +72,12 @@ class Entry:
     error: float | None = None
     between: tuple[float, float] | None = None
     weight: float = 1.0
+    label: str = ""  # what was left out with it
+
+    @property
+    def kin(self) -> tuple[tuple[str, ...], ...]:
+        """Whose residuals make an interval, the nearest first."""
+        return (self.chip, self.program), (self.program,), ()
 
     @property
     def inside(self) -> bool | None:
@@ -89,20 +95,20 @@ def weigh(entries: list[Entry]) -> list[Entry]:
     return entries
 
 
-def intervals(entries: list[Entry], label: Callable[[Entry], str]) -> None:
+def intervals(entries: list[Entry]) -> None:
     """Give each run the interval that the residuals of runs with other labels make: of its chip and program, else of its program, else all.
     Their errors are of fits without themselves; its own is in none of them."""
     known = [e for e in entries if e.error is not None]
     pools: dict[tuple, tuple[float, float] | None] = {}
     for e in known:
-        own = label(e)
-        for level, alike in enumerate((lambda o: (o.chip, o.program) == (e.chip, e.program), lambda o: o.program == e.program, lambda o: True)):
-            key = (own, level, *(() if level == 2 else (e.program,) if level else (e.chip, e.program)))
+        for level, kin in enumerate(e.kin):
+            key = (e.label, level, kin)
             if key not in pools:
-                pool = [o for o in known if label(o) != own and alike(o)]
+                pool = [o for o in known if o.label != e.label and o.kin[level] == kin]
                 size = sum(o.weight for o in pool)
                 out = 0.1 * (1 - 2 / max(size, 2))  # few say less than all would
-                pools[key] = None if size < LEAST else tuple(quantile([o.error for o in pool], [o.weight for o in pool], q) for q in (out, 1 - out))
+                errors, weights = [o.error for o in pool], [o.weight for o in pool]
+                pools[key] = None if size < LEAST else (quantile(errors, weights, out), quantile(errors, weights, 1 - out))
             if pools[key]:
                 e.between = pools[key]
                 break
@@ -142,3 +148,22 @@ def table(title: str, entries: list[Entry], by: Callable[[Entry], str] = lambda 
             mean = {name: statistics.fmean(r[name] for r in large) for name in ("covered", "median", "bias")}
             mean |= {name: statistics.fmean(r[name] for r in known) if known else None for name in ("inside", "width")}
             yield line(f"{'old' if old else 'new'}: mean of {len(large)} groups of {LEAST} rows and more", together | mean)
+
+
+def worst(entries: list[Entry], many: int = 10) -> Iterator[str]:
+    """The runs that are furthest off, one of a cell."""
+    seen: set[tuple] = set()
+    for e in sorted((e for e in entries if e.error is not None), key=lambda e: -abs(e.error)):
+        if cell(e.point) not in seen and len(seen) < many:
+            seen.add(cell(e.point))
+            yield f"worst: takes {math.exp(e.error):5.2f} x what is predicted  {e.group}: {e.point.get('id')} ({e.program})"
+
+
+def set_apart(points: Iterable[Point]) -> Iterator[str]:
+    """What is not planned, by name."""
+    found: dict[str, list[str]] = {}
+    for point in points:
+        if why := apart(point):
+            found.setdefault(why, []).append(str(point.get("model")))
+    for why, names in found.items():
+        yield f"apart: {len(names):4d} rows: {why} ({', '.join(sorted(set(names)))})"
