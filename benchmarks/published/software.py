@@ -18,6 +18,7 @@ from gradus.recipe.schema import Layout, Recipe
 
 MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
 CORE = {"softmax", "native_dropout"}
+MOVES = {"index", "index_put", "new_zeros", "mul", "sum", "add", "to_copy", "expand"}  # of rows to experts and back
 NARROW = 64  # an adapter's rank is less
 
 
@@ -42,6 +43,7 @@ class Software:
     hidden: tuple[str, ...] = ()
     recompute: str = "none"
     adapter: str = "all-linear"
+    dispatch: bool = False
 
 
 @functools.cache
@@ -160,6 +162,19 @@ def _accumulated(ops: list[Op], tokens: float) -> list[Op]:
     return [op for op in ops if not (op.kind == "memory" and op.name == "add" and op.phase == "backward" and op.bytes in sizes)]
 
 
+def _dispatched(run: Any, ops: list[Op], transfers: list[Transfer]) -> tuple[list[Op], list[Transfer]]:
+    """Rows go to their experts and back by kernels that read and write them once, where Gradus gathers, zeroes, weighs and adds them; a token goes
+    once to a process that has several of its experts (DeepEP; NVIDIA's HybridEP)."""
+    model, layout = run.recipe.model, run.recipe.layout
+    rows = 2.0 * (layout.micro_batch or 1) * model.seq_len * model.top_k * model.d_model  # bytes
+    kept = [op for op in ops if not (op.kind == "memory" and op.name in MOVES and 0.9 <= op.bytes / rows <= 4)]
+    layers = sum(map(model.has_experts, range(model.n_layers)))
+    kept += [Op("memory", "permute", "bf16", phase, 0.0, 2 * rows, (), 2.0 * layers) for phase in sorted({op.phase for op in ops if op.name == "grouped_mm"})]
+    n = layout.expert
+    sent = n * (1 - (1 - 1 / n) ** model.top_k) / model.top_k  # processes that a token's experts are on, by them
+    return kept, [dataclasses.replace(x, payload=x.payload * sent) if (x.axis, x.kind) == ("expert", "all_to_all") else x for x in transfers]
+
+
 def _sums(software: Software, t: Traced, width: float) -> list[Transfer]:
     """Collectives between replicas: of the whole gradient after the backward pass, or beside it; of a distributed optimizer in two halves."""
     found = [x for x in t.busiest.transfers if x.axis in ("replicate", "context") and x.kind in ("all_reduce", "broadcast") and x.payload > 1e4]
@@ -246,6 +261,8 @@ def work_of(run: Any) -> Work:
         ops = _lower(ops, run.dtype, -(-(run.recipe.model.vocab_size or 0) // layout.tensor))
     if software.accumulated:
         ops = _accumulated(ops, tokens)
+    if software.dispatch and getattr(run.recipe.model, "n_experts", None):
+        ops, transfers = _dispatched(run, ops, transfers)
     transfers = _between_stages(run, software, transfers)
     if layout.pipeline > 1 and layout.shard > 1:  # gathered weights stay through a pipelined step
         transfers = [dataclasses.replace(x, calls=x.calls / t.busiest.micro_batches) if x.axis == "shard" else x for x in transfers]
