@@ -16,21 +16,24 @@ import numpy as np
 
 from gradus.plan import roofline
 from published.price import NAMES, Runs
+from published.software import table
 
 SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
 CHIPS = {"matmul": 0.1, "fp8": 0.1, "attention": 0.2, "bandwidth": 0.08, "kernel": 0.2}  # field → how far a chip's logarithm is expected to lie from the nearest one's
 # field → (prior, how far its logarithm is expected to lie from it)
 NETWORK = {"misaligned": (0.33, 0.5), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
-SOFTWARE = {"products": (0.95, 0.08), "fused": (0.85, 0.2), "cast": (4.0, 0.4), "elementwise": (0.8, 0.3), "host": (1.2e-5, 1.0), "wait": (2e-5, 1.0), "overlap": (0.9, 0.1),
-            "contention": (0.2, 1.0), "straggle": (0.005, 1.5)}  # fmt: skip
-# What is known of a software beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
-KNOWN = {("network", "zero3"): (0.125, 0.1), ("overlap", "zero3"): (0.01, 0.0), ("elementwise", "timm"): (1.0, 0.15), ("elementwise", "mosaic"): (1.0, 0.15)}
+# field → (feature of a program that it belongs to, "": the program itself; prior; how far its logarithm is expected to lie from it)
+SOFTWARE = {"products": ("", 0.95, 0.08), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
+            "host": ("host", 1.2e-5, 1.0), "wait": ("exchange", 2e-5, 1.0), "overlap": ("exchange", 0.9, 0.1), "contention": ("exchange", 0.2, 1.0),
+            "straggle": ("exchange", 0.005, 1.5)}  # fmt: skip
+# What is known of a feature beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
+KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0), ("elementwise", "fusion eager"): (1.0, 0.15)}
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1}
 
 
 @dataclasses.dataclass
 class Term:
-    """A summand of the logarithm of a field: of all runs (key "*"), a chip's or a software's."""
+    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a program's or a feature's."""
 
     field: str
     key: str
@@ -43,6 +46,16 @@ def before_runs(chip: str) -> dict[str, float]:
     return roofline.of_chip(chip, {})
 
 
+def feature(kind: str, software: str) -> str:
+    """What stands for a program's feature of a kind; kind "": for itself."""
+    return f"{kind} {getattr(table()[software], kind)}" if kind and software in table() else software
+
+
+def keys_of(software: str) -> set[str]:
+    """What a program's terms are of."""
+    return {feature(kind, software) for kind, *_ in SOFTWARE.values()}
+
+
 def terms(runs: list[tuple[str, str]]) -> list[Term]:
     """Of runs as (chip, software)."""
     chips, softwares = sorted({chip for chip, _ in runs}), sorted({s for _, s in runs if s})
@@ -51,11 +64,12 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
     for chip in chips:
         fields = CHIPS if any(c == chip and software for c, software in runs) else ["matmul"]
         out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
-    for software in softwares:
-        for field, known in SOFTWARE.items():
-            start, wide = KNOWN.get((field, software), known)
-            out.append(Term(field, software, math.log(start), wide))
-    return out + [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
+    for field, (kind, *known) in SOFTWARE.items():
+        for key in sorted({feature(kind, software) for software in softwares}):
+            start, wide = KNOWN.get((field, key), known)
+            out.append(Term(field, key, math.log(start), wide))
+    every = {key for software in softwares for key in keys_of(software)}
+    return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
 
 
 def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: np.ndarray, start: np.ndarray, rounds: int = 40, together=None) -> np.ndarray:
@@ -106,14 +120,14 @@ class Fit:
         self.terms = terms(runs)
         self.prior = np.array([t.prior for t in self.terms])
         self.spread = np.array([t.spread for t in self.terms])
-        self.has = np.array([[self.applies(t, {"*", *run}) for t in self.terms] for run in runs], dtype=float)  # runs × terms
+        self.has = np.array([[self.applies(t, {"*", run[0], *keys_of(run[1])}) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
-        chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
-        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one software
+        chips = {chip for chip, _ in runs}
+        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one program
         for i, t in enumerate(self.terms):
             if t.spread:
-                level = "chip" if t.key in chips else "software" if t.key in softwares else "*"
+                level = t.key if t.key == "*" else "chip" if t.key in chips else "program"
                 alike.setdefault((t.field, level), []).append(i)
         self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
         known = {chip: before_runs(chip) for chip in chips}

@@ -27,6 +27,7 @@ class Software:
     """See software.yaml."""
 
     name: str
+    like: str = ""
     words: tuple[str, ...] = ()
     precision: str = "bf16"
     attention: str = "flash"
@@ -49,6 +50,7 @@ class Software:
 @functools.cache
 def table() -> dict[str, Software]:
     found = yaml.safe_load(Path(__file__).with_name("software.yaml").read_text())
+    found = {name: {**found.get(entry.get("like"), {}), **entry} for name, entry in found.items()}
     return {name: Software(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}) for name, entry in found.items()}
 
 

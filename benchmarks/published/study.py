@@ -500,8 +500,7 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
     chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
-    known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
-    softwares = {s: fit.entry(x, {s}, [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
+    softwares = {s: fit.entry(x, fitting.keys_of(s), [*OF_SOFTWARE, "network"]) for s in sorted({c.work.software for c in study.priced} - {""})}
     eager = {name: _short(math.exp(statistics.fmean(math.log(softwares[s][name]) for s in EAGER if s in softwares))) for name in OF_SOFTWARE}
     softwares = {"gradus": eager | {"elementwise": 1.0}} | softwares
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
