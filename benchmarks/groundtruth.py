@@ -3,7 +3,8 @@
     python benchmarks/groundtruth.py POINTS.json                     # a table: per group and overall
     python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
     python benchmarks/groundtruth.py POINTS.json --leave-out source  # fitted on the file itself, each point's source (or model) left out
-    python benchmarks/groundtruth.py POINTS.json --fit               # makes src/gradus/plan/fitted.yaml anew from the file: some ten minutes
+    python benchmarks/groundtruth.py POINTS.json ... --evaluate      # fitted on the files, with each model, group, chip left out: medians of groups, intervals
+    python benchmarks/groundtruth.py POINTS.json ... --fit           # makes src/gradus/plan/fitted.yaml anew from the files: some ten minutes
     python benchmarks/groundtruth.py KERNELS.json --kernels          # makes src/gradus/plan/kernels.yaml anew: what single kernels say of a chip
 
 POINTS.json is a list of {id, model, params, config, hardware, n_devices, batch, seq, metric, value, unit, kind, source, note}.
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import kernels, others, points, study
+from published import kernels, others, points, scoring, study
 
 from gradus.errors import UserError
 from gradus.plan import roofline
@@ -62,14 +63,15 @@ def fit(found: list[points.Point], date: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("points", type=Path)
+    parser.add_argument("points", type=Path, nargs="+")
     parser.add_argument("--to", type=Path, help="write every point as a JSON line")
     parser.add_argument("--leave-out", choices=("model", "source"), help="fit on the file, each point's model or source left out")
+    parser.add_argument("--evaluate", action="store_true", help="fit on the files, each model, group and chip left out")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
     parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
     arguments = parser.parse_args()
     try:
-        found = points.load(arguments.points)
+        found = [point for path in arguments.points for point in points.load(path)]
     except UserError as error:
         sys.exit(str(error))
     if arguments.kernels:
@@ -80,6 +82,12 @@ def main() -> None:
     if arguments.fit:
         fit(found, datetime.date.today().isoformat())
         return
+    if arguments.evaluate:
+        cases, reasons = study.read(found)
+        for title, entries in study.evaluations(study.Study(cases), reasons):
+            print("\n".join([*scoring.table(title, entries), *scoring.worst(entries), ""]))
+        print("\n".join([*study.not_predicted(reasons), *scoring.set_apart(found)]))
+        return
     if arguments.leave_out:
         cases, reasons = study.read(found)
         results = study.Study(cases).results(arguments.leave_out)
@@ -88,7 +96,8 @@ def main() -> None:
     print(f"{len(found)} points, {len(results)} predicted, {sum(map(len, reasons.values()))} not")
     table = study.grouped(results)
     print("\n".join(study.lines(table)))
-    print("\n".join([*study.remarks(found, results), *study.not_predicted(reasons)]))
+    print("\n".join(scoring.table("runs, counted once", study.stated(results, reasons))))
+    print("\n".join([*study.remarks(found, results), *study.not_predicted(reasons), *scoring.set_apart(found)]))
     if arguments.to:
         arguments.to.write_text("".join(row + "\n" for row in study.rows(results, reasons)), encoding="utf-8")
 

@@ -16,24 +16,27 @@ import numpy as np
 
 from gradus.plan import roofline
 from published.price import NAMES, Runs
+from published.software import table
 
 SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
 CHIPS = {"matmul": 0.1, "fp8": 0.1, "attention": 0.2, "bandwidth": 0.08, "kernel": 0.2}  # field → how far a chip's logarithm is expected to lie from the nearest one's
 # field → (prior, how far its logarithm is expected to lie from it)
 NETWORK = {"misaligned": (0.33, 0.5), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
-SOFTWARE = {"products": (0.95, 0.12), "fused": (0.85, 0.2), "cast": (4.0, 0.4), "elementwise": (0.8, 0.3), "host": (1.2e-5, 1.0), "wait": (2e-5, 1.0), "overlap": (0.9, 0.1),
-            "contention": (0.2, 1.0), "straggle": (0.005, 1.5)}  # fmt: skip
-# What is known of a software beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
-KNOWN = {("network", "zero3"): (0.125, 0.1), ("overlap", "zero3"): (0.01, 0.0)}
-# Programs whose attention is FlashAttention 2, written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
-# 2024); and how far a program's products on one family of chips may lie from those on another.
-AMPERE, AFTER, OLDER, PAIR = ("flash", "mosaic", "timm", "titan"), ("H100", "B200"), (0.55, 0.15), 0.08
+# field → (feature of a program that it belongs to, "": the program itself; prior; how far its logarithm is expected to lie from it)
+SOFTWARE = {"products": ("", 0.95, 0.12), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
+            "host": ("host", 1.2e-5, 1.0), "wait": ("exchange", 2e-5, 1.0), "overlap": ("exchange", 0.9, 0.1), "contention": ("exchange", 0.2, 1.0),
+            "straggle": ("exchange", 0.005, 1.5)}  # fmt: skip
+# What is known of a feature beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
+KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0)}
+# FlashAttention 2 is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al. 2024). And how far a
+# program's products on one family of chips may lie from those on another.
+AFTER, OLDER, PAIR = ("H100", "B200"), (0.55, 0.15), 0.08
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1}
 
 
 @dataclasses.dataclass
 class Term:
-    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a software's, or a software's on a family of chips."""
+    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a program's or a feature's, or one of those on a family of chips."""
 
     field: str
     key: str
@@ -41,14 +44,20 @@ class Term:
     spread: float
 
 
-def keys_of(chip: str, software: str) -> set[str]:
-    family = roofline.family(chip)
-    return {"*", chip, software, f"{software}@{family}", *(["ampere", f"ampere@{family}"] if software in AMPERE else [])}
-
-
 def before_runs(chip: str) -> dict[str, float]:
     """A chip's parameters by kernels alone."""
     return roofline.of_chip(chip, {})
+
+
+def feature(kind: str, software: str) -> str:
+    """What stands for a program's feature of a kind; kind "": for itself."""
+    return f"{kind} {getattr(table()[software], kind)}" if kind and software in table() else software
+
+
+def keys_of(chip: str, software: str) -> set[str]:
+    """What a run's terms are of."""
+    own, family = {feature(kind, software) for kind, *_ in SOFTWARE.values()}, roofline.family(chip)
+    return {"*", chip, *own, *(f"{key}@{family}" for key in own)}
 
 
 def terms(runs: list[tuple[str, str]]) -> list[Term]:
@@ -60,15 +69,16 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
         near = measured.get(roofline.family(chip), {})
         fields = [field for field in CHIPS if field in near] if any(c == chip and software for c, software in runs) else ["matmul"]
         out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
+    for field, (kind, *known) in SOFTWARE.items():
+        for key in sorted({feature(kind, software) for software in softwares}):
+            start, wide = KNOWN.get((field, key), known)
+            out.append(Term(field, key, math.log(start), wide))
     for software in softwares:
-        for field, known in SOFTWARE.items():
-            start, wide = KNOWN.get((field, software), (1.0, PAIR) if field == "fused" and software in AMPERE else known)
-            out.append(Term(field, software, math.log(start), wide))
-        families = {roofline.family(chip) for chip, s in runs if s == software}
+        families = {roofline.family(chip) for chip, s in runs if s == software} - {""}
         out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
-    out.append(Term("fused", "ampere", math.log(SOFTWARE["fused"][0]), SOFTWARE["fused"][1]))
-    out += [Term("fused", f"ampere@{family}", math.log(OLDER[0]), OLDER[1]) for family in AFTER]
-    return out + [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
+    out += [Term("fused", f"attention flash@{family}", math.log(OLDER[0]), OLDER[1]) for family in AFTER]
+    every = {key for software in softwares for key in keys_of("", software)}
+    return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
 
 
 def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: np.ndarray, start: np.ndarray, rounds: int = 40, together=None) -> np.ndarray:
@@ -122,11 +132,11 @@ class Fit:
         self.has = np.array([[self.applies(t, keys_of(*run)) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
-        chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
-        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one software
+        chips = {chip for chip, _ in runs}
+        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one program
         for i, t in enumerate(self.terms):
             if t.spread:
-                level = "chip" if t.key in chips else "software" if t.key in softwares else t.key.partition("@")[1] or "*"
+                level = t.key if t.key == "*" else "chip" if t.key in chips else "family" if "@" in t.key else "program"
                 alike.setdefault((t.field, level), []).append(i)
         self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
         known = {chip: before_runs(chip) for chip in chips}

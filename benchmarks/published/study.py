@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,18 +19,14 @@ from gradus.plan import collectives, roofline
 from gradus.plan.roofline import OF_CHIP, OF_NETWORK, OF_SOFTWARE
 from gradus.plan.step import interval, step_time
 from published import fit as fitting
-from published import others, runs
+from published import others, runs, scoring
 from published.points import Asked, Case, NotCovered, Point, cleaned, timed
 from published.price import Runs
 
+# of points that are no run: text of their source, metric → reader
 READERS: list[tuple[str, str, Callable[[Point], Case]]] = [
-    ("vTrain@f8dda84 data/ground_truth", "", runs.vtrain), ("vTrain@f8dda84 trace", "collective_time", others.collective), ("bigscience", "", runs.bloom),
-    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("Korthikanti", "", runs.korthikanti), ("Narayanan", "", runs.narayanan),
-    ("Megatron-LM@152aab304d", "step_time", runs.megatron2020), ("llm-foundry", "tokens_per_s_per_gpu", runs.mosaic), ("flash-attention", "", runs.flash),
-    ("TinyLlama", "tokens_per_s_per_gpu", runs.tinyllama), ("torchtitan", "", runs.titan), ("Megatron-Bridge", "tokens_per_s_per_gpu", runs.bridge),
-    ("Megatron-LM@d98e8a64dd", "", runs.mcore), ("pytorch-image-models", "", runs.timm), ("litgpt", "", others.litgpt),
-    ("MAMF", "max_achievable_matmul_tflops", others.largest_product), ("MLCarbon", "", others.bookkeeping), ("", "parameter_count", others.count),
-    ("", "saved_activation_bytes_per_sbh", others.saved),
+    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("litgpt", "", others.litgpt), ("MLCarbon", "", others.bookkeeping),
+    ("", "parameter_count", others.count), ("", "saved_activation_bytes_per_sbh", others.saved),
 ]  # fmt: skip
 BY_METRIC = {"gpu_hours": others.hours, "chip_hours": others.hours, "energy": others.hours, "carbon": others.hours, "carbon_location_based": others.hours,
              "collective_time": others.collective, "max_achievable_matmul_tflops": others.largest_product}  # fmt: skip
@@ -39,13 +37,37 @@ WRONG = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryErr
 # ---------------------------------------------------------------- reading
 
 
+# of old files, whose points have no group: text of the source → group of the table, what is left out together
+GROUPS = [("ground_truth_single", "vtrain-single", ""), ("vTrain", "vtrain-multi", ""), ("bigscience", "bloom time", ""), ("Korthikanti", "korthikanti", ""),
+          ("Narayanan", "narayanan", ""), ("Megatron-LM@152aab304d", "megatron 2020", ""), ("llm-foundry", "mosaic", ""), ("flash-attention", "flash-attention", ""),
+          ("TinyLlama", "tinyllama", ""), ("torchtitan", "torchtitan", "asyncTP"), ("Megatron-Bridge", "megatron-bridge", ""),
+          ("Megatron-LM@d98e8a64dd", "megatron-core", ""), ("pytorch-image-models", "timm", "")]  # fmt: skip
+
+
+def label(found: Case, point: Point) -> None:
+    """Give a run's case its group and its source, which no prediction depends on."""
+    text = str(point.get("source") or "")
+    group, apart = next(((group, apart) for word, group, apart in GROUPS if word in text), ("elsewhere", ""))
+    group, apart = (point["group"], "") if isinstance(point.get("group"), str) else (group, apart)
+    found.source = f"{group} {apart}" if apart and apart in text else group
+    if group == "mosaic":
+        group += f" {point.get('hardware')}"
+    if group == "narayanan" and found.work is not None and found.work.software == "zero3":
+        group = found.source = "narayanan zero3"
+    if found.work is None and group == "bloom time":
+        group = "feasible" if point["metric"] == "feasible" else "bloom memory"
+    if group == "elsewhere":
+        found.source += f" {text[:40]}"
+    found.group = group
+
+
 def _by_metric(point: Point) -> Case:
     """What any source's point of a metric is predicted by."""
     metric = point["metric"]
     if "_for_" in metric and not (point.get("batch") or point["config"].get("batch")):
         return others.hours(point)
-    if timed(metric):
-        return runs.elsewhere(point)
+    if timed(metric) or metric in ("peak_memory", "feasible"):
+        return runs.training(point)
     if metric not in BY_METRIC:
         raise NotCovered(f"metric {metric}: nothing predicts it")
     return BY_METRIC[metric](point)
@@ -68,6 +90,8 @@ def case(point: Point) -> Case:
             if not math.isfinite(predicted(found)):
                 raise NotCovered(f"{metric}: no finite prediction")
             found.point = point
+            if not found.group:
+                label(found, point)
             return found
         except NotCovered as reason:
             why = why or str(reason)
@@ -198,6 +222,40 @@ def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     return values(fitting.minimise(errors, prior, np.full(len(names), 0.7), np.ones(len(cases)), prior))
 
 
+def weights_of(cases: list[Case]) -> np.ndarray:
+    """A source of n cells (`scoring.cell`) counts as the root of n; the rows of a cell share its weight."""
+    cells = [(c.source, *scoring.cell(c.point)) for c in cases]
+    rows, many = Counter(cells), Counter(source for source, *_ in set(cells))
+    return np.array([3 * many[source] ** -0.5 / rows[source, *rest] for source, *rest in cells])
+
+
+class LeftOut:
+    """The errors of runs by fits without them, near the fit of all: slopes are taken there once."""
+
+    def __init__(self, fit: fitting.Fit, x: np.ndarray):
+        self.fit, self.x, self.free = fit, x, np.flatnonzero(fit.spread)
+        self.errors = fit.errors(x)
+        slopes = np.zeros((len(self.errors), len(x)))
+        for columns, on in fit.together:
+            moved = x.copy()
+            moved[columns] -= 1e-3
+            slope = ((self.errors - fit.errors(moved)) / 1e-3)[:, None]
+            slopes[:, columns] = slope if on is None else slope * on
+        self.slopes = slopes[:, self.free] / fitting.SIGMA
+
+    def without(self, out: np.ndarray, rounds: int = 3) -> np.ndarray:
+        """Errors of all runs by a fit without these."""
+        fit, x, errors = self.fit, self.x.copy(), self.errors
+        spread, prior = fit.spread[self.free], fit.prior[self.free]
+        for _ in range(rounds):
+            e = errors / fitting.SIGMA
+            weight = fit.weights * ~out / np.sqrt(1 + e**2)
+            matrix = self.slopes.T @ (self.slopes * weight[:, None]) + np.diag(1 / spread**2)
+            x[self.free] -= np.linalg.solve(matrix, self.slopes.T @ (weight * e) + (x[self.free] - prior) / spread**2)
+            errors = fit.errors(x)
+        return errors
+
+
 class Study:
     """Cases with a joint fit of those that are work, and one of each formula."""
 
@@ -205,14 +263,15 @@ class Study:
         self.cases = cases
         self.direct = [c for c in cases if c.work is None]
         self.links = {e: _formula([c for c in self.direct if c.entry == e], e) for e in sorted({c.entry for c in self.direct if c.entry.startswith("links/")})}
-        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere"]
+        alone = {id(p) for p in scoring.once(c.point for c in cases)}
+        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere" and id(c.point) in alone and not scoring.apart(c.point)]
         collectives.MEASURED = self.tables()  # what follows is fitted on top of them
         try:
             priced = Runs([(c.work, c.cluster) for c in self.priced])
         finally:
             collectives.MEASURED = None
         self.fit = fitting.Fit(priced, [(c.chip, c.work.software) for c in self.priced], np.array([c.seconds for c in self.priced]),
-                               fitting.weights_of([c.source for c in self.priced]))  # fmt: skip
+                               weights_of(self.priced))  # fmt: skip
         self.x = self.fit.solve()
 
     def tables(self) -> dict[str, Any]:
@@ -223,11 +282,21 @@ class Study:
             table["latency"][int(n)], table["bandwidth"][int(n)] = _short(v["alpha"]), _short(v["beta"])
         return found
 
+    @functools.cached_property
+    def near(self) -> LeftOut:
+        return LeftOut(self.fit, self.x)
+
+    def without(self, labels: list[str]) -> np.ndarray:
+        """The logarithm of predicted by measured seconds of each priced run, by a fit without the runs of its label; "": of all."""
+        errors, named = self.near.errors.copy(), np.array(labels)
+        for name in sorted(set(labels) - {""}):
+            errors[named == name] = self.near.without(named == name)[named == name]
+        return errors
+
     def left_out(self, label: str, progress: Callable[[str], None] = lambda text: None) -> dict[int, float]:
         """id of a case → its value, predicted with all of its `label` (model, source) left out."""
         progress(f"leaving one {label} out")
-        labels = [getattr(c, label) for c in self.priced]
-        errors = fitting.leave_out(self.fit, labels, self.x)
+        errors = self.without([getattr(c, label) for c in self.priced])
         out = {id(c): c.value(c.seconds * math.exp(e)) for c, e in zip(self.priced, errors)}
         for entry in sorted({c.entry for c in self.direct}):
             members = [c for c in self.direct if c.entry == entry]
@@ -346,6 +415,54 @@ def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]
     return out, reasons
 
 
+# ---------------------------------------------------------------- evaluations
+
+ALONE = {"H100": "", "B200": "", "A100": "torchtune"}  # chips whose runs are left out, their kernels kept, and the group that is scored; "": all
+BY_RATIO = re.compile("GB200|GB300|B300|TPU.*")  # chips without kernels of their own
+
+
+def entry(c: Case, error: float | None) -> scoring.Entry:
+    return scoring.Entry(c.point, c.group, c.chip, c.work.software, error)
+
+
+def _refused(reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
+    missed = scoring.once(p for points in reasons.values() for p in points if not scoring.apart(p) and (p.get("group") or timed(str(p.get("metric")))))
+    return [scoring.Entry(p, str(p.get("group") or "elsewhere")) for p in missed]
+
+
+def stated(results: list[Result], reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
+    """Runs as they are predicted, with the interval that the plan states."""
+    alone = {id(p) for p in scoring.once(r.case.point for r in results if not scoring.apart(r.case.point))}
+    found = []
+    for r in results:
+        if r.case.work is not None and r.case.work.software and id(r.case.point) in alone:
+            found.append(entry(r.case, math.log(slower(r.case, r.predicted))))
+            low, high = interval(r.case.work, bool(roofline.parameters(r.case.cluster.device, r.case.work.software)[1]))
+            found[-1].between = math.log(low), math.log(high)
+    return scoring.weigh([*found, *_refused(reasons)])
+
+
+def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple[str, list[scoring.Entry]]]:
+    """(what was left out, the runs that are scored so, with intervals that no residual of the same made). A refusal is in the first."""
+    cases = study.priced
+    pairs = {(c.source, c.chip, c.work.software) for c in cases}
+    shared = {key for key in pairs if any(o[0] != key[0] and o[1:] == key[1:] for o in pairs)}
+    chosen: list[tuple[str, Callable[[Case], str], list[scoring.Entry]]] = [
+        ("each model left out", lambda c: c.model, _refused(reasons)),
+        ("each group left out, where another has chip and program", lambda c: c.source if (c.source, c.chip, c.work.software) in shared else "", []),
+        ("each chip's runs left out, its kernels kept", lambda c: c.chip if c.chip in ALONE else "", []),
+        ("each chip's runs left out, by ratio", lambda c: c.chip if BY_RATIO.fullmatch(c.chip) else "", []),
+    ]  # fmt: skip
+    for title, label, more in chosen:
+        labels = [label(c) if c.work.software else "" for c in cases]
+        errors = study.without(labels)
+        every = scoring.weigh([dataclasses.replace(entry(c, -e), label=name) for c, e, name in zip(cases, errors, labels) if name])
+        scoring.intervals(every)
+        if "kernels" in title:
+            every = [e for e in every if ALONE[e.chip] in ("", e.group)]
+        yield title, scoring.weigh([*every, *more])
+
+
 # ---------------------------------------------------------------- what is kept
 
 
@@ -383,8 +500,7 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
     chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
-    known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
-    softwares = {s: fit.entry(x, fitting.keys_of("", s), [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
+    softwares = {s: fit.entry(x, fitting.keys_of("", s) - {"*"}, [*OF_SOFTWARE, "network"]) for s in sorted({c.work.software for c in study.priced} - {""})}
     softwares |= {name: entry for s in list(softwares) for name, entry in fit.on_families(x, s).items()}
     for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):
         fields = {field for s in EAGER for field in softwares.get(s + place, ())}

@@ -16,10 +16,10 @@ class LayerCache:
     encoder's output (or None), which are projected once. A slot a token; a layer with a window has as many slots as its
     window has tokens, and position p goes into slot p % window."""
 
-    def __init__(self, cache: Cache, shape: tuple[int, int, int, int], device, dtype):
+    def __init__(self, cache: Cache, shape: tuple[int, int, int, int], v_dim: int, device, dtype):
         self.cache = cache
         self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros((*shape[:3], v_dim), device=device, dtype=dtype)
         self.cross: tuple[Tensor, Tensor] | None = None
 
     def update(
@@ -67,17 +67,19 @@ class Cache:
     asking the device. Once `fixed`, all slots are in use: the shapes of a decoding step never change again.
 
     windows: of each layer, the tokens that its queries look at; None: all. lengths (batch,): of the tokens of each row
-    of a prompt those that are no padding, which a window would have no room for; None: all.
+    of a prompt those that are no padding, which a window would have no room for; None: all. v_dim: of values; None:
+    head_dim; 0 where they are made of the keys.
     """
 
     def __init__(
         self, n_layers: int, batch: int, n_kv_heads: int, head_dim: int, max_len: int, device=None,
-        dtype: torch.dtype = torch.float32, windows: Sequence[int | None] = (),
+        dtype: torch.dtype = torch.float32, windows: Sequence[int | None] = (), v_dim: int | None = None,
     ):  # fmt: skip
         self.batch, self.max_len, self.length, self.fixed = batch, max_len, 0, False
         self.lengths: Tensor | None = None
         slots = [min(max_len, window or max_len) for window in windows or [None] * n_layers]
-        self.layers = [LayerCache(self, (batch, n_kv_heads, n, head_dim), device, dtype) for n in slots]
+        v_dim = head_dim if v_dim is None else v_dim
+        self.layers = [LayerCache(self, (batch, n_kv_heads, n, head_dim), v_dim, device, dtype) for n in slots]
 
     def fix(self) -> None:
         self.length, self.fixed = self.max_len, True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradus.errors import UserError
 from gradus.models.family import lookup
+from gradus.models.weights import others
 from gradus.patch import replaced
 from gradus.recipe.schema import ModelConfig
 
@@ -69,6 +70,8 @@ def deferred(config: ModelConfig, seed: int | None) -> Deferred:
     """The same before it has memory. Errors as in `build`."""
     from gradus.models.values import drawn
 
+    if getattr(config, "latent", None):
+        raise UserError(others.not_computed("model.latent", "multi-head latent attention"))
     like = whole(config)
     return with_values(config, like, drawn(like, seed))
 

@@ -22,7 +22,7 @@ from gradus.plan.passes import Pass, Usage, active_elements
 from gradus.plan.profiles import block_kinds
 from gradus.plan.trace import Recorder
 from gradus.recipe.schema import ModelConfig
-from gradus.torch_private import FLASH, memory_id, tree_leaves
+from gradus.torch_private import EFFICIENT, FLASH, memory_id, tree_leaves
 
 
 class PassTracer(Recorder):
@@ -107,7 +107,9 @@ class PassTracer(Recorder):
 
 def _fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
     """Attention as one kernel; PyTorch would take the plain way for tensors without values."""
-    return FLASH(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+    if v.shape[-1] == q.shape[-1]:
+        return FLASH(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+    return EFFICIENT(q, k, v, None, False, 0.0, is_causal, scale=scale)[0]
 
 
 def _summed(model: nn.Module, family: Family) -> Iterator[nn.Module]:

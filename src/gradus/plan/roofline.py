@@ -239,7 +239,7 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
         cast = fit.cast * batch * m * k / speed if low else 0.0
         return together(op.flops / rate, memory) + launching + cast
     if op.kind == "attention":
-        _, _, queries, keys, head_dim = op.shape
+        _, _, queries, keys, head_dim, *_ = op.shape
         peak = peak_flops(device, op.dtype)
         share = fit.attention * attention_share(keys, head_dim, fit.keys, peak / units(device)) * fit.fused
         launching = launching if queries > 1 else fit.decode
