@@ -66,7 +66,7 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
     measured = roofline.fitted(roofline.KERNELS)["chips"]
     out = [Term(field, "*", math.log(start), wide) for field, (start, wide) in NETWORK.items()]
     for chip in chips:
-        near = measured.get(roofline.family(chip), {})
+        near = measured[roofline.family(chip) or "any"]
         fields = [field for field in CHIPS if field in near] if any(c == chip and software for c, software in runs) else ["matmul"]
         out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
     for field, (kind, *known) in SOFTWARE.items():
