@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-from gradus import hardware  # noqa: E402
 from published import runs, scoring, study  # noqa: E402
 from published.points import NotCovered, cleaned, load, named, stated  # noqa: E402
+
+from gradus import hardware  # noqa: E402
 
 
 def point(config=None, **fields):
