@@ -28,9 +28,9 @@ SOFTWARE = {"products": ("", 0.95, 0.12), "fused": ("attention", 0.85, 0.2), "ca
             "straggle": ("exchange", 0.005, 1.5)}  # fmt: skip
 # What is known of a feature beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
 KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0)}
-# FlashAttention 2 is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al. 2024). And how far a
-# program's products on one family of chips may lie from those on another.
-AFTER, OLDER, PAIR = ("H100", "B200"), (0.55, 0.15), 0.08
+# FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
+# 2024). And how far a program's products on one family of chips may lie from those on another.
+AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1}
 
 
@@ -76,7 +76,7 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
     for software in softwares:
         families = {roofline.family(chip) for chip, s in runs if s == software} - {""}
         out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
-    out += [Term("fused", f"attention flash@{family}", math.log(OLDER[0]), OLDER[1]) for family in AFTER]
+    out += [Term("fused", f"attention {kernel}@{family}", math.log(OLDER[0]), OLDER[1]) for kernel in AMPERE for family in AFTER]
     every = {key for software in softwares for key in keys_of("", software)}
     return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
 

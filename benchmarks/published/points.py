@@ -96,7 +96,11 @@ def stated(point: Point) -> ModelConfig:
     c, hidden = point["config"], point["config"]["hidden"]
     vocab, layers = c.get("vocab") or 51200, c.get("layers")
     layers = layers or round((point["params"] - vocab * hidden) / (12 * hidden**2))
-    heads = c.get("heads") or next(h for h in range(max(1, hidden // 128), 0, -1) if hidden % h == 0)
+    tensor = c.get("tp") or 1
+    heads = c.get("heads") or max(1, hidden // 128)
+    if hidden % heads or heads % tensor:  # not stated, or of no matter here
+        most = tensor * max(1, round(hidden / 128 / tensor))
+        heads = next((h for h in range(most, 0, -1) if hidden % h == 0 and h % tensor == 0), heads)
     if not (0 < layers < 1e4 and 0 < hidden < 1e6 and 0 < vocab < 1e7):
         raise NotCovered(f"{layers} layers of width {hidden} over {vocab} words are no model")
     size = {"n_layers": layers, "d_model": hidden, "n_heads": heads, "vocab_size": vocab}

@@ -77,11 +77,11 @@ def words(point: Point, *names: str) -> str:
 
 
 def program_of(point: Point, device: Device, sharded: bool) -> str:
-    """The program that a run was of, by the name of its framework, else by what its other fields say."""
+    """By the name of its framework, else by what its other fields say."""
     c, text = point["config"], words(point, "framework", "container", "kernels", "scheme")
-    for name, entry in software.table().items():
-        if any(word in text for word in entry.words):
-            return name
+    known = next((name for name, entry in software.table().items() if any(word in text for word in entry.words)), None)
+    if known:
+        return known
     if device.kind == "tpu" or "remat" in words(point, "recompute"):
         return "maxtext"
     if c.get("compile") or c.get("float8") or c.get("ac") or "compile" in words(point, "steps_of_ladder"):
@@ -229,12 +229,14 @@ def training(point: Point) -> Case:
     shard = d.groups // d.expert if sharded else 1
     if device.kind == "tpu":  # between slices weights are replicated
         shard = d.groups // (c.get("slices") or max(1, n // device.node))
-    kinds = {"reduce_dtype": half} if c.get("mixed_precision_mode") == "PURE" or name == "zero3" else {}
+    kinds = {"reduce_dtype": half} if c.get("mixed_precision_mode") == "PURE" else {}
     held = {"shard": shard, "param_dtype": half, **kinds} if shard > 1 else {"precision": half}
-    if program.precision.startswith("pure_") and name != "zero3" and shard == 1:
+    if program.precision.startswith("pure_") and shard == 1:
         held = {"precision": f"pure_{half}" if c.get("precision") else program.precision}
-    if name == "zero3" or (sharded and shard == 1):
-        held["precision"] = f"pure_{half}"
+    if sharded and shard == 1:
+        held = {"precision": f"pure_{half}"}
+    if name == "zero3":
+        held = {"precision": program.precision, "shard": shard, "reduce_dtype": "fp16"}
     layout = Layout(**held, tensor=d.tensor, pipeline=d.stages // sliced, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
                     sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
     run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, gathered=d.context > (c.get("cp") or 1),
@@ -282,6 +284,6 @@ def timm(point: Point) -> Case:
     patch, size = int(found.group(3)), int(found.group(4))
     model = ViTConfig(n_layers=layers, d_model=width, n_heads=heads, d_ff=d_ff, patch_size=patch, image_size=size, n_classes=1000)
     layout = Layout(precision="fp16", attention="naive", micro_batch=point["batch"])
-    case = made(point, "timm", "timm", Run(recipe_of(model, layout, point["batch"]), Cluster(device_of(point, "RTX-3090"), point["n_devices"]), "timm"))
+    case = made(point, Run(recipe_of(model, layout, point["batch"]), Cluster(device_of(point), point["n_devices"]), "timm"))
     case.model = found.group(0).replace("deit3_", "vit_").replace("deit_", "vit_").replace("beit_", "vit_").replace("_distilled", "")
     return case
