@@ -166,14 +166,15 @@ def _accumulated(ops: list[Op], tokens: float) -> list[Op]:
 
 def _dispatched(run: Any, ops: list[Op], transfers: list[Transfer]) -> tuple[list[Op], list[Transfer]]:
     """Rows go to their experts and back by kernels that read and write them once, where Gradus gathers, zeroes, weighs and adds them; a token goes
-    once to a process that has several of its experts (DeepEP; NVIDIA's HybridEP)."""
+    once to a node, or within one to a process, that has several of its experts (DeepEP; NVIDIA's HybridEP)."""
     model, layout = run.recipe.model, run.recipe.layout
     rows = 2.0 * (layout.micro_batch or 1) * model.seq_len * model.top_k * model.d_model  # bytes
     kept = [op for op in ops if not (op.kind == "memory" and op.name in MOVES and 0.9 <= op.bytes / rows <= 4)]
     layers = sum(map(model.has_experts, range(model.n_layers)))
     kept += [Op("memory", "permute", "bf16", phase, 0.0, 2 * rows, (), 2.0 * layers) for phase in sorted({op.phase for op in ops if op.name == "grouped_mm"})]
-    n = layout.expert
-    sent = n * (1 - (1 - 1 / n) ** model.top_k) / model.top_k  # processes that a token's experts are on, by them
+    nodes = run.cluster.link_of(layout.expert, 1)[1]
+    places = nodes if nodes > 1 else layout.expert
+    sent = places * (1 - (1 - 1 / places) ** model.top_k) / model.top_k  # places that a token's experts are at, by them
     return kept, [dataclasses.replace(x, payload=x.payload * sent) if (x.axis, x.kind) == ("expert", "all_to_all") else x for x in transfers]
 
 
