@@ -23,19 +23,20 @@ CHIPS = {"matmul": 0.1, "fp8": 0.1, "attention": 0.2, "bandwidth": 0.08, "kernel
 # field → (prior, how far its logarithm is expected to lie from it)
 NETWORK = {"misaligned": (0.33, 0.5), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
 # field → (feature of a program that it belongs to, "": the program itself; prior; how far its logarithm is expected to lie from it)
-SOFTWARE = {"products": ("", 0.95, 0.08), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
+SOFTWARE = {"products": ("", 0.95, 0.12), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
             "host": ("host", 1.2e-5, 1.0), "wait": ("exchange", 2e-5, 1.0), "overlap": ("exchange", 0.9, 0.1), "contention": ("exchange", 0.2, 1.0),
             "straggle": ("exchange", 0.005, 1.5)}  # fmt: skip
 # What is known of a feature beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
-# FlashAttention 2 reaches 35 % of an H100's peak (Shah et al. 2024), half of what its own kernels do.
-KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0), ("elementwise", "fusion eager"): (1.0, 0.15),
-         ("fused", "attention flash-hopper"): (0.5, 0.15)}
+KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0)}
+# FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
+# 2024). And how far a program's products on one family of chips may lie from those on another.
+AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1}
 
 
 @dataclasses.dataclass
 class Term:
-    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a program's or a feature's."""
+    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a program's or a feature's, or one of those on a family of chips."""
 
     field: str
     key: str
@@ -53,9 +54,10 @@ def feature(kind: str, software: str) -> str:
     return f"{kind} {getattr(table()[software], kind)}" if kind and software in table() else software
 
 
-def keys_of(software: str) -> set[str]:
-    """What a program's terms are of."""
-    return {feature(kind, software) for kind, *_ in SOFTWARE.values()}
+def keys_of(chip: str, software: str) -> set[str]:
+    """What a run's terms are of."""
+    own, family = {feature(kind, software) for kind, *_ in SOFTWARE.values()}, roofline.family(chip)
+    return {"*", chip, *own, *(f"{key}@{family}" for key in own)}
 
 
 def terms(runs: list[tuple[str, str]]) -> list[Term]:
@@ -64,13 +66,18 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
     measured = roofline.fitted(roofline.KERNELS)["chips"]
     out = [Term(field, "*", math.log(start), wide) for field, (start, wide) in NETWORK.items()]
     for chip in chips:
-        fields = CHIPS if any(c == chip and software for c, software in runs) else ["matmul"]
+        near = measured[roofline.family(chip) or "any"]
+        fields = [field for field in CHIPS if field in near] if any(c == chip and software for c, software in runs) else ["matmul"]
         out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
     for field, (kind, *known) in SOFTWARE.items():
         for key in sorted({feature(kind, software) for software in softwares}):
             start, wide = KNOWN.get((field, key), known)
             out.append(Term(field, key, math.log(start), wide))
-    every = {key for software in softwares for key in keys_of(software)}
+    for software in softwares:
+        families = {roofline.family(chip) for chip, s in runs if s == software} - {""}
+        out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
+    out += [Term("fused", f"attention {kernel}@{family}", math.log(OLDER[0]), OLDER[1]) for kernel in AMPERE for family in AFTER]
+    every = {key for software in softwares for key in keys_of("", software)}
     return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
 
 
@@ -122,14 +129,14 @@ class Fit:
         self.terms = terms(runs)
         self.prior = np.array([t.prior for t in self.terms])
         self.spread = np.array([t.spread for t in self.terms])
-        self.has = np.array([[self.applies(t, {"*", run[0], *keys_of(run[1])}) for t in self.terms] for run in runs], dtype=float)  # runs × terms
+        self.has = np.array([[self.applies(t, keys_of(*run)) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
         chips = {chip for chip, _ in runs}
         alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one program
         for i, t in enumerate(self.terms):
             if t.spread:
-                level = t.key if t.key == "*" else "chip" if t.key in chips else "program"
+                level = t.key if t.key == "*" else "chip" if t.key in chips else "family" if "@" in t.key else "program"
                 alike.setdefault((t.field, level), []).append(i)
         self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
         known = {chip: before_runs(chip) for chip in chips}
@@ -160,6 +167,15 @@ class Fit:
             if found:
                 start = math.prod(before_runs(t.key)[name] for t, _ in found if name in CHIPS)
                 out[name] = float(f"{min(start * math.exp(sum(v for _, v in found)), LIMIT.get(name, math.inf)):.4g}")
+        return out
+
+    def on_families(self, x: np.ndarray, software: str) -> dict[str, dict[str, float]]:
+        """What a software has otherwise on a family of chips, by `software@family`."""
+        out = {}
+        for family in sorted({t.key.partition("@")[2] for t in self.terms} - {""}):
+            keys = keys_of(family, software) - {"*", family}
+            if fields := sorted({t.field for t in self.terms if t.key in keys and "@" in t.key}):
+                out[f"{software}@{family}"] = self.entry(x, keys, fields)
         return out
 
 

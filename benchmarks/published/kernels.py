@@ -26,6 +26,7 @@ CHIPS = {"a100_sxm": "A100-80GB", "h100_sxm": "H100-SXM", "b200_sxm": "B200", "l
 CACHES = {"L40S": 96e6}  # bytes of a cache that makes small products faster than the memory: Ada's alone, by these rows
 DTYPES = {"bfloat16": "bf16", "bf16_r": "bf16", "fp8": "fp8", "f8_r": "fp8"}
 ARRAYS = {"rms_norm": 2, "layer_norm": 2, "fused_add_rms_norm": 4, "rope": 2, "cross_entropy": 2}  # read and written by Liger's forward kernel
+LIGER = ("liger", "liger_fused_add_rms_norm")
 SIGMA = 0.08
 # parameter → (prior, how far its logarithm may lie from it); beside the chip's: seconds around a kernel of each kind, and by how much a cache is faster
 PRIOR = {"matmul": (0.8, 0.3), "depth": (100.0, 1.0), "fp8": (0.7, 0.3), "attention": (0.55, 0.4), "keys": (800.0, 0.7), "bandwidth": (0.8, 0.2),
@@ -80,9 +81,8 @@ def kernels(rows: list[dict[str, Any]]) -> dict[str, list[Kernel]]:
             mine.append(_product(row))
         elif op.startswith("attention") and row["kv_dtype"] == "bfloat16" and row["head_dim"] <= 256:
             mine.append(_attention(row))
-        elif op.removeprefix("fused_") in ARRAYS and "time_s" in row and row["pass_"] == "forward" and row["kernel"].startswith("liger"):
-            if op != "fused_fused_add_rms_norm" or row["kernel"] != "liger_rms_norm":
-                mine.append(_memory(row))
+        elif op.removeprefix("fused_") in ARRAYS and "time_s" in row and row["pass_"] == "forward" and row["kernel"] in LIGER:
+            mine.append(_memory(row))
     return found
 
 

@@ -29,12 +29,12 @@ def _row(op: Op, cluster: Cluster) -> tuple:
     kind, peak = KINDS[op.kind], roofline.peak_flops(device, op.dtype)
     if op.kind == "matmul":
         batch, m, n, k = op.shape
-        peak *= roofline.matmul_share(batch, m, n, k, roofline._units(device.name) or roofline.UNITS_ASSUMED, fit.depth)
+        peak *= roofline.matmul_share(batch, m, n, k, roofline.units(device), fit.depth)
         odd = op.dtype in ("bf16", "fp16") and n % 8 != 0 and min(m, n, k) > 64
         if op.dtype in ("fp8", "fp4"):
             kind, cast = KINDS["fp8"], batch * m * k / device.bandwidth
     elif op.kind == "attention":
-        peak *= roofline.attention_share(op.shape[3], op.shape[4], fit.keys)
+        peak *= roofline.attention_share(op.shape[3], op.shape[4], fit.keys, peak / roofline.units(device))
     return (kind, PHASES[op.phase], op.flops / peak, odd, op.bytes / device.bandwidth, cast, roofline.fusible(op), op.stage_only, op.launches, op.count)
 
 

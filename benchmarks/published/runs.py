@@ -77,13 +77,6 @@ def words(point: Point, *names: str) -> str:
 
 
 def program_of(point: Point, device: Device, sharded: bool) -> str:
-    """The program that a run was of, as it is on such a chip."""
-    name = _program_of(point, device, sharded)
-    on_chip = f"{name}-{'hopper' if device.peaks.get('fp8') else 'ampere'}"
-    return on_chip if on_chip in software.table() else name
-
-
-def _program_of(point: Point, device: Device, sharded: bool) -> str:
     """By the name of its framework, else by what its other fields say."""
     c, text = point["config"], words(point, "framework", "container", "kernels", "scheme")
     known = next((name for name, entry in software.table().items() if any(word in text for word in entry.words)), None)

@@ -468,7 +468,7 @@ def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple
 
 OUTSIDE = 0.128  # on either side, with the source left out; less with the model left out, whose errors are smaller: a fifth of both together
 MANY = 20  # points of a software, for an interval of its own
-EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose host and overlap Gradus's are taken to be; its operations are a kernel each
+EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose parameters Gradus's are taken to be
 
 
 def _short(value: float) -> float:
@@ -500,9 +500,12 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
     chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
-    softwares = {s: fit.entry(x, fitting.keys_of(s), [*OF_SOFTWARE, "network"]) for s in sorted({c.work.software for c in study.priced} - {""})}
-    eager = {name: _short(math.exp(statistics.fmean(math.log(softwares[s][name]) for s in EAGER if s in softwares))) for name in OF_SOFTWARE}
-    softwares = {"gradus": eager | {"elementwise": 1.0}} | softwares
+    softwares = {s: fit.entry(x, fitting.keys_of("", s) - {"*"}, [*OF_SOFTWARE, "network"]) for s in sorted({c.work.software for c in study.priced} - {""})}
+    softwares |= {name: entry for s in list(softwares) for name, entry in fit.on_families(x, s).items()}
+    for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):
+        fields = {field for s in EAGER for field in softwares.get(s + place, ())}
+        named = {f: [softwares.get(s + place, {}).get(f, softwares[s][f]) for s in EAGER if s in softwares] for f in OF_SOFTWARE if f in fields}
+        softwares["gradus" + place] = {f: _short(math.exp(statistics.fmean(map(math.log, values)))) for f, values in named.items()}
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
              "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
     first["intervals"] = intervals(study.results("source", progress))

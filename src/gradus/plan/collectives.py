@@ -33,7 +33,7 @@ def _nominal(chip: str) -> float:
 
 
 def measured_links(device: Device, link: Link) -> tuple[dict, float] | None:
-    """What was measured between devices of its chip, else of the nearest, and by how much the link's maker says more."""
+    """What was measured between devices of its chip, else of the nearest; how much more the link's maker says."""
     tables = fitted(KERNELS)["links"] | (fitted().get("links", {}) if MEASURED is None else MEASURED)
     chip = chip_of(device)
     while chip and chip not in tables:

@@ -25,15 +25,19 @@ FITTED, KERNELS = (Path(__file__).with_name(name) for name in ("fitted.yaml", "k
 # byte of shared memory); and into how many parts they cut k where tiles are few.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.65))
 SPLITS = (1, 2, 4, 8, 16, 32)
-# softmax's exponentials take as long as this many products of a head's width
-EXPONENTIALS = 64
+# Softmax's exponentials take as long as products of so much of a head's width, by a multiprocessor's operations/s: 16
+# exponentials a cycle, for each four operations and the width, at 1.7 GHz (Shah et al. 2024, section 1).
+EXPONENTIALS = 1.1e11
 
 # units: multiprocessors by device family; nearest: the chip whose parameters are used where one has none; both as
 # patterns of names
 CHIPS = files.packaged("plan/chips.yaml")
+NAMED = re.compile(
+    r"RTX[ -]?\d+|TPU[ -]?V\d\w*|GAUDI ?\d|TRAINIUM\d|INFERENTIA\d|GB\d+|GH\d+|MI\d+|L40S|[A-Z]\d+"
+)  # of chips
 # dtype → those that stand in for it, fp32 last
 SIMILAR = {"bf16": ("fp16",), "fp16": ("bf16",), "tf32": ("fp32",), "fp8": ("bf16", "fp16"), "fp4": ("fp8", "bf16")}
-MEASURED_WELL = 5  # parameters of its own, with which a chip is no longer another
+MEASURED_WELL = 4  # parameters of its own, with which a chip is no longer another
 UNITS_ASSUMED = 108  # an A100's, for a GPU whose number is not known
 
 # Element-wise operations that a compiler or a hand-written kernel fuses; not normalisation, softmax, look-ups, copies.
@@ -90,14 +94,19 @@ def fitted(path: Path = FITTED) -> dict[str, Any]:
 def chip_of(device: Device | str) -> str:
     """The name of a device's chip: A100-80GB-SXM → A100, "RTX 3090" → RTX3090."""
     name = device if isinstance(device, str) else device.name
-    chip = re.search(r"(RTX[ -]?\d+|TPU[ -]?V\d\w*|GAUDI ?\d|TRAINIUM\d|INFERENTIA\d|GB\d+|GH\d+|MI\d+|L40S|[A-Z]\d+)", name.upper())
-    return chip.group(1).replace(" ", "").replace("-", "") if chip else name
+    chip = NAMED.search(name.upper())
+    return chip.group().replace(" ", "").replace("-", "") if chip else name
 
 
 def nearest(chip: str) -> str:
     """The chip whose parameters are used for those that `chip` lacks; "": those of all measured ones."""
     found = (name for name, pattern in CHIPS["nearest"].items() if re.fullmatch(pattern, chip))
     return next(found, "")
+
+
+def family(chip: str) -> str:
+    """The chip itself or the nearest one whose kernels were measured; "": none."""
+    return chip if not chip or chip in fitted(KERNELS)["chips"] else family(nearest(chip))
 
 
 def of_chip(chip: str, whole_runs: dict[str, Any]) -> dict[str, float]:
@@ -120,7 +129,9 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
         note = f"no fitted parameters for {chip}: {others} are used, expect errors of {expected}"
     elif len(own) < MEASURED_WELL:
         note = f"of {chip} only {', '.join(own)} was measured: {others} are used for the rest"
-    values = of_chip(chip, chips) | file.get("network", {}) | file.get("software", {}).get(software, {})
+    values = of_chip(chip, chips) | file.get("network", {})
+    for name in (software, f"{software}@{family(chip)}"):
+        values |= file.get("software", {}).get(name, {})
     values = {key: value for key, value in values.items() if key in FIELDS}
     return Parameters(**values), (f"{note}; gradus calibrate measures it",) if note else ()
 
@@ -142,6 +153,11 @@ def _units(name: str) -> int:
         if chip.replace(" ", "") in name.upper().replace(" ", "").replace("-", ""):
             return count
     return 1 if "CPU" in name.upper() else 0
+
+
+def units(device: Device) -> int:
+    """The number of multiprocessors, else an A100's."""
+    return _units(device.name) or UNITS_ASSUMED
 
 
 def peak_flops(device: Device, dtype: str) -> float:
@@ -174,9 +190,13 @@ def matmul_share(batch: float, m: float, n: float, k: float, units: int, depth: 
     return best
 
 
-def attention_share(keys: float, head_dim: float, half: float) -> float:
-    """Share of the best rate, at heads of 128, of fused attention to `keys`; half: `Parameters.keys`."""
-    return keys / (keys + half) * head_dim / (head_dim + EXPONENTIALS) * (128 + EXPONENTIALS) / 128
+def attention_share(keys: float, head_dim: float, half: float, peak: float) -> float:
+    """Share of the best rate, at heads of 128, of fused attention to `keys`.
+
+    half: `Parameters.keys`. peak: operations/s of a multiprocessor.
+    """
+    width = peak / EXPONENTIALS
+    return keys / (keys + half) * head_dim / (head_dim + width) * (128 + width) / 128
 
 
 def together(computing: float, moving: float) -> float:
@@ -212,7 +232,7 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
     if op.kind == "matmul":
         batch, m, n, k = op.shape
         low = op.dtype in ("fp8", "fp4")
-        share = matmul_share(batch, m, n, k, _units(device.name) or UNITS_ASSUMED, fit.depth)
+        share = matmul_share(batch, m, n, k, units(device), fit.depth)
         rate = peak_flops(device, op.dtype) * (fit.fp8 if low else fit.matmul) * share * fit.products
         if op.dtype in ("bf16", "fp16") and n % 8 and min(m, n, k) > 64:
             rate *= fit.misaligned
@@ -220,9 +240,10 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
         return together(op.flops / rate, memory) + launching + cast
     if op.kind == "attention":
         _, _, queries, keys, head_dim, *_ = op.shape
-        share = fit.attention * attention_share(keys, head_dim, fit.keys) * fit.fused
+        peak = peak_flops(device, op.dtype)
+        share = fit.attention * attention_share(keys, head_dim, fit.keys, peak / units(device)) * fit.fused
         launching = launching if queries > 1 else fit.decode
-        return together(op.flops / (peak_flops(device, op.dtype) * share), memory) + launching
+        return together(op.flops / (peak * share), memory) + launching
     return memory + launching
 
 
