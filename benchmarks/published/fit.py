@@ -31,7 +31,7 @@ KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero
 # FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
 # 2024). And how far a program's products on one family of chips may lie from those on another.
 AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
-LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1}
+LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1, "contention": 1.0}
 
 
 @dataclasses.dataclass

@@ -469,7 +469,7 @@ def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple
 
 OUTSIDE = 0.128  # on either side, with the source left out; less with the model left out, whose errors are smaller: a fifth of both together
 MANY = 20  # points of a software, for an interval of its own
-EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose parameters Gradus's are taken to be
+EAGER = ("mosaic", "titan")  # PyTorch programs, whose parameters Gradus's are taken to be
 
 
 def _short(value: float) -> float:

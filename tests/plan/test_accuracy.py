@@ -182,7 +182,8 @@ def test_fitting_finds_the_parameters_that_made_the_points_and_the_same_again():
     truth = dataclasses.replace(roofline.parameters(hardware.find("A100"))[0], products=0.87, contention=0.3)
     of = study.Study(cases_of(truth))
     assert np.abs(of.fit.errors(of.x)).max() < 0.06  # each parameter is drawn towards its prior
-    assert 0.87 < of.fit.entry(of.x, fitting.keys_of("", "mosaic"), ["products"])["products"] < 0.94 < fitting.SOFTWARE["products"][0]
+    keys = fitting.keys_of("A100", of.priced[0].work.software)
+    assert 0.87 < of.fit.entry(of.x, keys, ["products"])["products"] < 0.94 < fitting.SOFTWARE["products"][1]
     assert not of.fit.entry(of.x, {"A100"}, roofline.OF_CHIP)  # its kernels were measured
     assert (study.Study(of.cases).x == of.x).all()
 
