@@ -28,7 +28,8 @@ class Run:
     asynchronous: bool = False  # tensor parallel communication runs beside the products
     context: int = 1  # processes that share a sequence: in the recipe each has a sample as long as its part
     gathered: bool = False  # the whole sequence comes together for attention: tensor parallelism beside experts
-    sliced: int = 1  # stages of a pipeline of experts, which Gradus refuses: the recipe is of one stage alone
+    sliced: int = 1  # stages of a pipeline of experts, which Gradus refuses: the recipe is of one stage alone, of so many
+    layers: int = 0
     virtual: int = 1  # stages a device, interleaved
     wide_gradients: bool = False  # added up in fp32 beside half ones
 
@@ -76,7 +77,14 @@ def words(point: Point, *names: str) -> str:
     return " ".join(str(point["config"].get(name) or "") for name in names).lower()
 
 
-def program_of(point: Point, device: Device, sharded: bool) -> str:
+def program_of(point: Point, device: Device, sharded: bool, experts: bool = False) -> str:
+    """The program that a run was of, and its way with experts, of the version that is stated."""
+    name, text = _program_of(point, device, sharded), words(point, "container")
+    names = [f"{name}-experts", *(n for n, entry in software.table().items() if n.startswith(f"{name}-experts-") and any(w in text for w in entry.versions))]
+    return [n for n in (name, *names) if n in software.table()][-1] if experts else name
+
+
+def _program_of(point: Point, device: Device, sharded: bool) -> str:
     """By the name of its framework, else by what its other fields say."""
     c, text = point["config"], words(point, "framework", "container", "kernels", "scheme")
     known = next((name for name, entry in software.table().items() if any(word in text for word in entry.words)), None)
@@ -213,7 +221,7 @@ def training(point: Point) -> Case:
     if dtype == "fp4" and "fp4" not in device.peaks:
         raise NotCovered(f"the fp4 peak of {device.name} is not known")
     sharded = whole_sharded(point, device, (point["params"] or 0) / (d.tensor * d.stages)) and d.groups > 1
-    name = program_of(point, device, sharded)
+    name = program_of(point, device, sharded, getattr(model, "n_experts", None) is not None)
     program = software.table()[name]
     parts, local = batch * d.context, c.get("local_batch") or 0
     micro = c.get("micro_batch") or (1 if d.stages > 1 else local or divisor(max(parts // d.groups, 1), 8))
@@ -223,7 +231,7 @@ def training(point: Point) -> Case:
         model = (model if c.get("unpadded") and d.tensor == 1 else padded(model, d.tensor)).changed(dropout=0.1)
     if d.context > 1:
         model = model.changed(seq_len=model.seq_len // d.context)
-    sliced = d.stages if getattr(model, "n_experts", None) else 1
+    sliced, layers = d.stages if getattr(model, "n_experts", None) else 1, model.n_layers
     if sliced > 1:
         model = model.changed(n_layers=-(-model.n_layers // sliced), dense_layers=[])
     shard = d.groups // d.expert if sharded else 1
@@ -239,7 +247,7 @@ def training(point: Point) -> Case:
         held = {"precision": program.precision, "shard": shard, "reduce_dtype": "fp16"}
     layout = Layout(**held, tensor=d.tensor, pipeline=d.stages // sliced, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
                     sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
-    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, gathered=d.context > (c.get("cp") or 1),
+    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, layers=layers, gathered=d.context > (c.get("cp") or 1),
               asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")),
               virtual=virtual_of(point) if d.stages > 1 else 1, wide_gradients="bf16 +" in words(point, "precision"))  # fmt: skip
     run = with_recompute(run, recomputed(point) or program.recompute)

@@ -106,7 +106,8 @@ def intervals(entries: list[Entry]) -> None:
             if key not in pools:
                 pool = [o for o in known if o.label != e.label and o.kin[level] == kin]
                 size = sum(o.weight for o in pool)
-                out = 0.1 * (1 - 2 / max(size, 2))  # few say less than all would
+                labels = len({o.label for o in pool})
+                out = 0.1 * labels / (labels + 1)  # what one label holds is alike: few of them say less than all would
                 errors, weights = [o.error for o in pool], [o.weight for o in pool]
                 pools[key] = None if size < LEAST else (quantile(errors, weights, out), quantile(errors, weights, 1 - out))
             if pools[key]:

@@ -29,6 +29,7 @@ class Software:
     name: str
     like: str = ""
     words: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
     precision: str = "bf16"
     attention: str = "flash"
     fusion: str = "eager"
@@ -45,12 +46,14 @@ class Software:
     recompute: str = "none"
     adapter: str = "all-linear"
     dispatch: bool = False
+    loops: bool = False
 
 
 @functools.cache
 def table() -> dict[str, Software]:
     found = yaml.safe_load(Path(__file__).with_name("software.yaml").read_text())
-    found = {name: {**found.get(entry.get("like"), {}), **entry} for name, entry in found.items()}
+    for name, entry in found.items():  # what others are like stands before them
+        found[name] = {**found.get(entry.get("like"), {}), **({"words": []} if "like" in entry else {}), **entry}
     return {name: Software(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}) for name, entry in found.items()}
 
 
@@ -71,9 +74,8 @@ def whole(run: Any) -> Work:
     """The traced work of a run as its metrics count it: the attention of whole sequences, where processes share them."""
     work = traced(run.recipe, run.cluster.n // run.sliced).busiest
     if run.sliced > 1:
-        flops = [(op.flops * op.count, op.stage_only) for op in _marked(work.micro, run)]
-        last = sum(x for x, only in flops if only) / sum(x for x, _ in flops)
-        work = dataclasses.replace(work, model_flops=work.model_flops * (last + (1 - last) * run.sliced), stages=run.sliced)
+        whole, part = (sum(op.flops * op.count for op in ops) for ops in (work.micro, _marked(work.micro, run)))
+        work = dataclasses.replace(work, model_flops=work.model_flops * run.sliced * part / whole, stages=run.sliced)
     if run.context == 1:
         return work
     model = run.recipe.model
@@ -82,10 +84,12 @@ def whole(run: Any) -> Work:
 
 
 def _marked(ops: list[Op], run: Any) -> list[Op]:
-    """Of a stage traced as a model of its own: what the last stage alone does, by the number of words."""
-    model = run.recipe.model
+    """Of a stage traced as a model of its own: what the last stage alone does, by the number of words. Layers are dealt so that this counts too: a
+    stage does its part of them and of it."""
+    model, layers = run.recipe.model, run.layers / (run.sliced * run.recipe.model.n_layers)
     logits = 1.8 * model.vocab_size * model.seq_len * (run.recipe.layout.micro_batch or 1)  # bytes
-    return [op._replace(stage_only=model.vocab_size in op.shape or (op.kind == "memory" and op.bytes >= logits)) for op in ops]
+    last = [model.vocab_size in op.shape or (op.kind == "memory" and op.bytes >= logits) for op in ops]
+    return [op._replace(stage_only=only, count=op.count * (1 / run.sliced if only else layers)) for op, only in zip(ops, last)]
 
 
 def model_flops(case: Case) -> float:
@@ -166,15 +170,21 @@ def _accumulated(ops: list[Op], tokens: float) -> list[Op]:
 
 def _dispatched(run: Any, ops: list[Op], transfers: list[Transfer]) -> tuple[list[Op], list[Transfer]]:
     """Rows go to their experts and back by kernels that read and write them once, where Gradus gathers, zeroes, weighs and adds them; a token goes
-    once to a process that has several of its experts (DeepEP; NVIDIA's HybridEP)."""
+    once to a node, or within one to a process, that has several of its experts (DeepEP; NVIDIA's HybridEP)."""
     model, layout = run.recipe.model, run.recipe.layout
     rows = 2.0 * (layout.micro_batch or 1) * model.seq_len * model.top_k * model.d_model  # bytes
     kept = [op for op in ops if not (op.kind == "memory" and op.name in MOVES and 0.9 <= op.bytes / rows <= 4)]
     layers = sum(map(model.has_experts, range(model.n_layers)))
+    if table()[run.software].loops:
+        each = 3 if run.dtype else 1  # the product, and roundings of both its matrices
+        kept = [op._replace(launches=op.shape[0] * each) if op.name.startswith("grouped") else op for op in kept]
     kept += [Op("memory", "permute", "bf16", phase, 0.0, 2 * rows, (), 2.0 * layers) for phase in sorted({op.phase for op in ops if op.name == "grouped_mm"})]
-    n = layout.expert
-    sent = n * (1 - (1 - 1 / n) ** model.top_k) / model.top_k  # processes that a token's experts are on, by them
-    return kept, [dataclasses.replace(x, payload=x.payload * sent) if (x.axis, x.kind) == ("expert", "all_to_all") else x for x in transfers]
+    nodes = run.cluster.link_of(layout.expert, 1)[1]
+    places = nodes if nodes > 1 else layout.expert
+    sent = places * (1 - (1 - 1 / places) ** model.top_k) / model.top_k  # places that a token's experts are at, by them
+    exchanges = [dataclasses.replace(x, payload=x.payload * sent) for x in transfers if (x.axis, x.kind) == ("expert", "all_to_all")]
+    rest = [x for x in transfers if (x.axis, x.kind) != ("expert", "all_to_all")]
+    return kept, rest + [x for x in exchanges if x.payload > 1e5]  # their sizes go with them
 
 
 def _sums(software: Software, t: Traced, width: float) -> list[Transfer]:

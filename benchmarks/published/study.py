@@ -422,7 +422,7 @@ BY_RATIO = re.compile("GB200|GB300|B300|TPU.*")  # chips without kernels of thei
 
 
 def entry(c: Case, error: float | None) -> scoring.Entry:
-    return scoring.Entry(c.point, c.group, c.chip, c.work.software, error)
+    return scoring.Entry(c.point, c.group, c.chip, c.work.software.partition("-")[0], error)
 
 
 def _refused(reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
@@ -445,11 +445,12 @@ def stated(results: list[Result], reasons: dict[str, list[Point]]) -> list[scori
 def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple[str, list[scoring.Entry]]]:
     """(what was left out, the runs that are scored so, with intervals that no residual of the same made). A refusal is in the first."""
     cases = study.priced
-    pairs = {(c.source, c.chip, c.work.software) for c in cases}
+    family = {name: name.partition("-")[0] for name in {c.work.software for c in cases}}  # whatever its way with experts
+    pairs = {(c.source, c.chip, family[c.work.software]) for c in cases}
     shared = {key for key in pairs if any(o[0] != key[0] and o[1:] == key[1:] for o in pairs)}
     chosen: list[tuple[str, Callable[[Case], str], list[scoring.Entry]]] = [
         ("each model left out", lambda c: c.model, _refused(reasons)),
-        ("each group left out, where another has chip and program", lambda c: c.source if (c.source, c.chip, c.work.software) in shared else "", []),
+        ("each group left out, where another has chip and program", lambda c: c.source if (c.source, c.chip, family[c.work.software]) in shared else "", []),
         ("each chip's runs left out, its kernels kept", lambda c: c.chip if c.chip in ALONE else "", []),
         ("each chip's runs left out, by ratio", lambda c: c.chip if BY_RATIO.fullmatch(c.chip) else "", []),
     ]  # fmt: skip

@@ -75,9 +75,20 @@ def test_a_token_after_the_others_is_computed_from_what_is_kept():
     assert sum(x.k.numel() + x.v.numel() for x in cache.layers) == 3 * 2 * 9 * (20 + 8)
 
 
-def test_it_is_not_trained():
-    with pytest.raises(UserError, match=r"^model\.latent can be planned, not trained: multi-head latent attention is built for plans only$"):
-        models.build(CONFIG)
+EXPERTS = {"vocab_size": 97, "n_layers": 1, "d_model": 8, "n_heads": 2, "n_experts": 2, "d_shared": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (CONFIG, "latent"), (LlamaConfig(**EXPERTS, router="sigmoid"), "router=sigmoid"),
+        (LlamaConfig(**EXPERTS, shared_gate=False), "shared_gate=false"),
+    ],
+)
+def test_what_is_planned_only_is_not_trained(config, key):
+    assert models.count(config)["total"] > 0
+    with pytest.raises(UserError, match=rf"^this model can be planned, not trained: model\.{key} is built for plans only$"):
+        models.build(config)
 
 
 FOREIGN = {"n_kv_heads": 4, "d_head": 12, "qkv_bias": True, "qk_norm": True, "window": 8, "no_rotation_every": 4}

@@ -119,8 +119,14 @@ def test_in_use_a_token_attends_to_what_is_kept():
     assert (usage.prefill.operations, usage.decode.operations) == (batch * prompt, batch * token)
     norms = LAYERS * (2 * H + QR + R) + H
     assert usage.decode.weights == MATRICES + H * WORDS + norms
-    each = {row.name: row.value for row in serving(SMALL, batch=batch, seq_len=s, on=cluster("4xH100"))}
-    assert each["serving/kv_per_token"] == LAYERS * (R + ROPE) * 2
+
+
+def test_deepseek_v3_keeps_as_much_of_a_token_as_published(tmp_path):
+    """Zhao et al. 2025 (Insights into DeepSeek-V3), table 1: 70.272 KB, in bf16; on each device of a node that it is split over."""
+    config = read_hf(written(tmp_path, "deepseek_v3")).config
+    for on in (None, cluster("8xH200")):
+        rows = {row.name: row.value for row in serving(config, seq_len=64, on=on)}
+        assert rows["serving/kv_per_token"] == 70_272
 
 
 LAYOUTS = [{"expert": 2, "shard": 2, "precision": "bf16"}, {"shard": 4, "checkpointing": "selective"}, {"checkpointing": "attention"}]

@@ -70,8 +70,8 @@ def deferred(config: ModelConfig, seed: int | None) -> Deferred:
     """The same before it has memory. Errors as in `build`."""
     from gradus.models.values import drawn
 
-    if getattr(config, "latent", None):
-        raise UserError(others.not_computed("model.latent", "multi-head latent attention"))
+    if config.planned_only:
+        raise UserError(others.not_computed("this model", config.planned_only))
     like = whole(config)
     return with_values(config, like, drawn(like, seed))
 

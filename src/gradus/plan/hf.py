@@ -148,7 +148,7 @@ def _latent(hf: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     one; {} for what has neither."""
     said: dict[str, Any] = {our: hf[their] for our, their in entry.get("experts", {}).items()}
     if said:
-        types = hf.get("mlp_layer_types") or ["dense"] * hf["first_k_dense_replace"]
+        types = hf.get("mlp_layer_types") or ["dense"] * min(hf["first_k_dense_replace"], hf["num_hidden_layers"])
         said["dense_layers"] = [i for i, kind in enumerate(types) if kind == "dense"]
         said["d_shared"] = said["d_expert"] * (hf.get("n_shared_experts") or 0) or None
     if "latent" in entry:

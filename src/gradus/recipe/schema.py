@@ -133,6 +133,11 @@ class ModelConfig(Section):
         itself, of which several may hold; none: scores, the default for one output."""
         return "none" if self._outputs == "softmax" and getattr(self, "n_classes", None) == 1 else self._outputs
 
+    @property
+    def planned_only(self) -> str:
+        """The key of a part that can be planned, not trained; empty: there is none."""
+        return ""
+
     def changed(self, **fields: Any) -> Self:
         """The same configuration with other fields. Raises ValidationError where they contradict each other."""
         other = type(self)(**{**self.model_dump(), **fields}).named(self.classes, self._outputs)
@@ -430,8 +435,8 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     qk_norm: bool = False  # RMSNorm of each head's queries and keys, before their rotation
     d_expert: Hidden | None = None  # width of an expert; None: d_ff
     d_shared: Hidden | None = None  # width of an expert that every token takes, times a sigmoid gate; None: no such
-    shared_gate: bool = True  # whether it has the gate
-    router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts; sigmoid: with a bias that steers the choice
+    shared_gate: bool = True  # whether it has the gate; false: planned only
+    router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts; sigmoid, with a bias of each: planned only
     norm_top_k: bool = True  # the weights of the experts that a token takes sum to 1
     experts_every: Layers = 1  # every so many layers one has experts, the others a network of width d_ff
     dense_layers: list[Annotated[Whole, upto(limits.LAYERS, 0)]] = []  # layers without experts too, counted from 0
@@ -441,6 +446,12 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     @property
     def head_dim(self) -> int:
         return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def planned_only(self) -> str:
+        sigmoid, gate = self.router == "sigmoid", self.shared_gate
+        parts = {"latent": self.latent, "router=sigmoid": sigmoid, "shared_gate=false": not gate}
+        return next((f"model.{key}" for key, there in parts.items() if there), "")
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer, from 0, has them."""

@@ -138,7 +138,7 @@ def unknown_to_transformers(config: LlamaConfig) -> str:
 
 
 def rules(config: LlamaConfig) -> list[Rule]:
-    if config.latent:  # planned only
+    if config.planned_only:
         return []
     table = [
         Rule("token_embedding.weight", "model.embed_tokens.weight"),
