@@ -52,7 +52,7 @@ def collective(point: Point) -> Case:
         finally:
             collectives.MEASURED = was
 
-    return Case(point, f"{c['op'].replace('_', '-')} {chip}", f"links {chip}", f"{c['bytes']} bytes", float(point["value"]), base=crossed / 1e9,
+    return Case(point, f"{c['op'].replace('_', '-')} {chip}", f"links {chip}", f"{c['bytes']} bytes", float(point["value"]),
                 direct=seconds, entry=f"links/{chip}/{n}")  # fmt: skip
 
 
@@ -108,10 +108,10 @@ def litgpt(point: Point) -> Case:
         return 1000 * (max(host, device) + unpack + gather) / 60
 
     if metric == "minutes_per_1k_iterations":
-        return Case(point, "litgpt time", "litgpt", name, float(point["value"]), direct=minutes, entry="litgpt time", kind="other", base=float(count) ** 0.5)
-    case = Case(point, "litgpt memory", "litgpt", name, float(point["value"]), direct=memory, entry="litgpt memory", kind="other", base=float(count))
+        return Case(point, "litgpt time", "litgpt", name, float(point["value"]), direct=minutes, entry="litgpt time", kind="other")
+    case = Case(point, "litgpt memory", "litgpt", name, float(point["value"]), direct=memory, entry="litgpt memory", kind="other")
     if metric == "feasible":
-        case.direct, case.group, case.base = lambda v: float(memory(v) < 40 * 2**30 / 1e9), "feasible, litgpt", None
+        case.direct, case.group = lambda v: float(memory(v) < 40 * 2**30 / 1e9), "feasible"
     elif metric != "peak_memory":
         raise NotCovered(f"metric {metric} of this source")
     return case

@@ -40,9 +40,7 @@ class Case:
     value: Callable[[float], float] = float  # seconds of a step → the point's own unit
     direct: Callable[[dict[str, float]], float] | None = None  # of parameters to the value, for what is no step's time
     entry: str = ""  # whose parameters `direct` takes: of `others`
-    base: float | None = None  # of which the baseline is a constant multiple, for what is no step's time
     kind: str = "plan"  # other: a formula that no plan uses; identity: a count, or the source's own arithmetic: nothing is predicted
-    note: str = ""
 
     @property
     def chip(self) -> str:
@@ -58,10 +56,6 @@ class Case:
     def rate(self) -> bool:
         """Whether more is faster."""
         return self.value(2.0) < self.value(1.0)
-
-    def at_mfu(self, mfu: float) -> float:
-        """The value at a constant model FLOPs utilisation."""
-        return self.value(self.work.model_flops / (self.cluster.n * roofline.peak_flops(self.cluster.device, self.work.micro[0].dtype) * mfu))
 
 
 def load(path: str | Path) -> list[Point]:

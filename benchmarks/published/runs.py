@@ -265,7 +265,7 @@ def memory(point: Point, run: Run) -> Case:
     def total(v: dict[str, float]) -> float:
         return float(most + v["constant"] < 80 * 2**30 / 1e9) if feasible else most + v["constant"]
 
-    return Case(point, "", "", point["model"], float(point["value"]), direct=total, entry="memory/megatron", base=None if feasible else 1.0)
+    return Case(point, "", "", point["model"], float(point["value"]), direct=total, entry="memory/megatron")
 
 
 def virtual_of(point: Point) -> int:

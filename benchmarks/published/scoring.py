@@ -9,11 +9,11 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from published.points import Point
+from published.points import Case, Point
 
 REFUSED = 1.0
 LEAST = 10  # rows of a group that counts, and of a pool that makes an interval
@@ -73,6 +73,8 @@ class Entry:
     between: tuple[float, float] | None = None
     weight: float = 1.0
     label: str = ""  # what was left out with it
+    case: Case | None = None
+    value: float | None = None  # in the point's own unit
 
     @property
     def kin(self) -> tuple[tuple[str, ...], ...]:
@@ -95,9 +97,9 @@ def weigh(entries: list[Entry]) -> list[Entry]:
     return entries
 
 
-def intervals(entries: list[Entry]) -> None:
+def intervals(entries: list[Entry]) -> list[Entry]:
     """Give each run the interval that the residuals of runs with other labels make: of its chip and program, else of its program, else all.
-    Their errors are of fits without themselves; its own is in none of them."""
+    Their errors are of fits without themselves; its own is in none of them. Returns the same."""
     known = [e for e in entries if e.error is not None]
     pools: dict[tuple, tuple[float, float] | None] = {}
     for e in known:
@@ -113,6 +115,7 @@ def intervals(entries: list[Entry]) -> None:
             if pools[key]:
                 e.between = pools[key]
                 break
+    return entries
 
 
 def row(entries: list[Entry]) -> dict[str, float | None]:
@@ -126,29 +129,25 @@ def row(entries: list[Entry]) -> dict[str, float | None]:
             "width": math.exp(statistics.median(e.between[1] - e.between[0] for e in known)) if known else None}  # fmt: skip
 
 
-def table(title: str, entries: list[Entry], by: Callable[[Entry], str] = lambda e: e.group) -> Iterator[str]:
-    """A line a group, and the mean over those of LEAST rows, old and new apart."""
-    yield f"{title:44}{'runs':>6}{'cells':>7}{'covered %':>11}{'median %':>10}{'slower %':>10}{'inside %':>10}{'width':>8}"
+def table(entries: list[Entry]) -> dict[str, dict[str, float | None]]:
+    """A row a group, and the mean over those of LEAST runs, old and new apart."""
+    out = {}
+    for old, word in ((True, "old"), (False, "new")):
+        mine = [e for e in entries if e.old == old]
+        rows = {f"{word}: {name}": row([e for e in mine if e.group == name]) for name in sorted({e.group for e in mine})}
+        out |= rows
+        if large := [r for r in rows.values() if r["n"] >= LEAST]:
+            of = {name: [r[name] for r in large if r[name] is not None] for name in large[0]}
+            counts = {name: sum(values) for name, values in of.items() if name in ("n", "cells")}
+            out[f"{word}: mean of {len(large)} groups of {LEAST} runs and more"] = {name: statistics.fmean(values) if values else None for name, values in of.items()} | counts
+    return out
 
-    def line(name: str, r: dict) -> str:
-        cells = [f"{100 * r['covered']:11.1f}", f"{100 * r['median']:10.1f}", f"{100 * r['bias']:+10.1f}"]
-        cells += ["–".rjust(10) if r["inside"] is None else f"{100 * r['inside']:10.0f}", "–".rjust(8) if r["width"] is None else f"{r['width']:8.2f}"]
-        return f"{name:44}{r['n']:6d}{r['cells']:7d}" + "".join(cells)
 
-    for old in (True, False):
-        groups: dict[str, list[Entry]] = {}
-        for e in entries:
-            if e.old == old:
-                groups.setdefault(by(e), []).append(e)
-        rows = {name: row(found) for name, found in sorted(groups.items())}
-        yield from (line(f"{'old' if old else 'new'}: {name}", r) for name, r in rows.items())
-        large = [r for r in rows.values() if r["n"] >= LEAST]
-        if large:
-            known = [r for r in large if r["inside"] is not None]
-            together = row([e for e in entries if e.old == old])
-            mean = {name: statistics.fmean(r[name] for r in large) for name in ("covered", "median", "bias")}
-            mean |= {name: statistics.fmean(r[name] for r in known) if known else None for name in ("inside", "width")}
-            yield line(f"{'old' if old else 'new'}: mean of {len(large)} groups of {LEAST} rows and more", together | mean)
+def lines(title: str, entries: list[Entry]) -> Iterator[str]:
+    yield f"{title:58}{'runs':>6}{'cells':>7}{'covered %':>11}{'median %':>10}{'slower %':>10}{'inside %':>10}{'width':>8}"
+    for name, r in table(entries).items():
+        covered, median, bias, inside = ("–" if r[key] is None else f"{100 * r[key]:.1f}" for key in ("covered", "median", "bias", "inside"))
+        yield f"{name:58}{r['n']:6d}{r['cells']:7d}{covered:>11}{median:>10}{bias:>10}{inside:>10}" + ("–" if r["width"] is None else f"{r['width']:.2f}").rjust(8)
 
 
 def worst(entries: list[Entry], many: int = 10) -> Iterator[str]:
