@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -154,10 +153,8 @@ class Fit:
         """Logarithms of predicted over measured seconds."""
         return np.log(self.priced.seconds(self.parameters(x)) / self.measured)
 
-    def solve(self, without: np.ndarray | None = None, start: np.ndarray | None = None, rounds: int = 30) -> np.ndarray:
-        weights = self.weights * (1.0 if without is None else ~without)
-        start = self.prior if start is None else start
-        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, start, rounds, self.together)
+    def solve(self) -> np.ndarray:
+        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, self.weights, self.prior, 30, self.together)
 
     def entry(self, x: np.ndarray, keys: set[str], fields: Iterable[str]) -> dict[str, float]:
         """What a chip or a software has in the end, of what was fitted of it."""
@@ -177,18 +174,3 @@ class Fit:
             if fields := sorted({t.field for t in self.terms if t.key in keys and "@" in t.key}):
                 out[f"{software}@{family}"] = self.entry(x, keys, fields)
         return out
-
-
-def leave_out(fit: Fit, labels: list[str], whole: np.ndarray) -> np.ndarray:
-    """Errors of the runs, each with all of its label left out. whole: the fit of all, where the search starts."""
-    out, labels = np.zeros(len(labels)), np.array(labels)
-    for label in sorted(set(labels)):
-        without = labels == label
-        out[without] = fit.errors(fit.solve(without, whole, rounds=5))[without]
-    return out
-
-
-def weights_of(sources: list[str]) -> np.ndarray:
-    """A source of n runs counts as the root of n."""
-    many = Counter(sources)
-    return np.array([3 * many[s] ** -0.5 for s in sources])

@@ -198,15 +198,15 @@ def test_left_out_means_left_out():
     """Products of a chip whose kernels were measured, and of one that is then predicted by them."""
     points = [point(**PRODUCT, hardware="H100 one", value=500.0), point(**PRODUCT, hardware="GH200 two", value=500.0)]
     of = study.Study([study.case(p) for p in points])
-    one, two = of.results("model")
-    assert one.others == (1, 1)
-    assert one.predicted == pytest.approx(two.predicted, rel=1e-4)
-    assert one.predicted == pytest.approx(0.85 * 989, rel=0.03)
-    assert of.fit.parameters(of.x)[1, price.NAMES.index("matmul")] < 0.8 < two.predicted / 989  # with its own it is drawn to them
+    one, two = 500 / np.exp(of.without([c.model for c in of.priced]))  # TFLOP/s
+    assert one == pytest.approx(two, rel=1e-3)
+    assert one == pytest.approx(0.85 * 989, rel=0.03)
+    assert of.fit.parameters(of.x)[1, price.NAMES.index("matmul")] < 0.8 < two / 989  # with its own it is drawn to them
 
 
 def test_a_source_of_many_points_does_not_rule_the_others():
-    weights = fitting.weights_of(["many"] * 100 + ["few"])
+    cases = [Case(point(batch=i), "g", "many", "m", 1.0) for i in range(1, 101)] + [Case(point(batch=1), "g", "few", "m", 1.0)]
+    weights = study.weights_of(cases)
     assert weights[:100].sum() == pytest.approx(10 * weights[100])
 
 
