@@ -88,7 +88,7 @@ def test_a_laptops_card_is_not_the_desktops(name, cores, clock, tops, memory, po
     assert device.peaks["bf16"] == pytest.approx(tops * 1e12 / (16 if name >= "RTX 50" else 8), rel=5e-3)
     assert device.peaks["tf32"] == pytest.approx(device.peaks["bf16"] / 2, rel=5e-3)
     assert (device.memory, device.power, device.bandwidth, device.node) == (memory * 2**30, power, bandwidth * 1e9, 1)
-    assert roofline.parameters(device)[1] == (f"no fitted parameters for {name.replace(' Ti', '').replace(' ', '')}: those of RTX3090 are used, "
+    assert roofline.parameters(device)[1] == (f"no fitted parameters for {name.replace(' Ti', '').replace(' ', '')}LAPTOP: those of RTX3090 are used, "
                                               "expect errors of 20 % and more; gradus calibrate measures it",)  # fmt: skip
     assert CHIPS["units"][f"{name} Laptop".upper()] == cores / 128
 
