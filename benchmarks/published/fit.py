@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -177,18 +176,3 @@ class Fit:
             if fields := sorted({t.field for t in self.terms if t.key in keys and "@" in t.key}):
                 out[f"{software}@{family}"] = self.entry(x, keys, fields)
         return out
-
-
-def leave_out(fit: Fit, labels: list[str], whole: np.ndarray) -> np.ndarray:
-    """Errors of the runs, each with all of its label left out. whole: the fit of all, where the search starts."""
-    out, labels = np.zeros(len(labels)), np.array(labels)
-    for label in sorted(set(labels)):
-        without = labels == label
-        out[without] = fit.errors(fit.solve(without, whole, rounds=5))[without]
-    return out
-
-
-def weights_of(sources: list[str]) -> np.ndarray:
-    """A source of n runs counts as the root of n."""
-    many = Counter(sources)
-    return np.array([3 * many[s] ** -0.5 for s in sources])
