@@ -20,7 +20,7 @@ from published.software import table
 SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
 CHIPS = {"matmul": 0.1, "fp8": 0.1, "attention": 0.2, "bandwidth": 0.08, "kernel": 0.2}  # field → how far a chip's logarithm is expected to lie from the nearest one's
 # field → (prior, how far its logarithm is expected to lie from it)
-NETWORK = {"misaligned": (0.33, 0.5), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
+NETWORK = {"misaligned": (0.33, 0.5), "grouped": (0.8, 0.3), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
 # field → (feature of a program that it belongs to, "": the program itself; prior; how far its logarithm is expected to lie from it)
 SOFTWARE = {"products": ("", 0.95, 0.12), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
             "host": ("host", 1.2e-5, 1.0), "wait": ("exchange", 2e-5, 1.0), "overlap": ("exchange", 0.9, 0.1), "contention": ("exchange", 0.2, 1.0),
@@ -30,7 +30,7 @@ KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero
 # FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
 # 2024). And how far a program's products on one family of chips may lie from those on another.
 AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
-LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "elementwise": 1.0, "products": 1.1, "contention": 1.0}
+LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "grouped": 1.0, "elementwise": 1.0, "products": 1.1, "contention": 1.0}
 
 
 @dataclasses.dataclass
@@ -153,10 +153,8 @@ class Fit:
         """Logarithms of predicted over measured seconds."""
         return np.log(self.priced.seconds(self.parameters(x)) / self.measured)
 
-    def solve(self, without: np.ndarray | None = None, start: np.ndarray | None = None, rounds: int = 30) -> np.ndarray:
-        weights = self.weights * (1.0 if without is None else ~without)
-        start = self.prior if start is None else start
-        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, start, rounds, self.together)
+    def solve(self) -> np.ndarray:
+        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, self.weights, self.prior, 30, self.together)
 
     def entry(self, x: np.ndarray, keys: set[str], fields: Iterable[str]) -> dict[str, float]:
         """What a chip or a software has in the end, of what was fitted of it."""

@@ -24,7 +24,7 @@ ABLE = ("forward", "backward", "both")
 
 
 def _row(op: Op, cluster: Cluster) -> tuple:
-    """kind, phase, seconds at the peak and its share by shape, misaligned, seconds of its bytes and of an fp8 product's casts, chained, head, launches, count."""
+    """kind, phase, seconds at the peak and its share by shape, misaligned, grouped, seconds of its bytes and of an fp8 product's casts, chained, head, launches, count."""
     device, odd, cast, fit = cluster.device, False, 0.0, roofline.parameters(cluster.device)[0]
     kind, peak = KINDS[op.kind], roofline.peak_flops(device, op.dtype)
     if op.kind == "matmul":
@@ -35,7 +35,7 @@ def _row(op: Op, cluster: Cluster) -> tuple:
             kind, cast = KINDS["fp8"], batch * m * k / device.bandwidth
     elif op.kind == "attention":
         peak *= roofline.attention_share(op.shape[3], op.shape[4], fit.keys, peak / roofline.units(device))
-    return (kind, PHASES[op.phase], op.flops / peak, odd, op.bytes / device.bandwidth, cast, roofline.fusible(op), op.stage_only, op.launches, op.count)
+    return (kind, PHASES[op.phase], op.flops / peak, odd, op.name.startswith("grouped"), op.bytes / device.bandwidth, cast, roofline.fusible(op), op.stage_only, op.launches, op.count)
 
 
 def _sent(t: Transfer, cluster: Cluster) -> tuple:
@@ -68,9 +68,9 @@ class Runs:
             for t in work.transfers:
                 *row, calls = _sent(t, cluster)
                 sent[i, *row] = sent.get((i, *row), 0.0) + calls
-        ops = np.array([(*row, count) for row, count in rows.items()], dtype=float).reshape(-1, 11).T
+        ops = np.array([(*row, count) for row, count in rows.items()], dtype=float).reshape(-1, 12).T
         self.case, self.kind, self.phase = ops[:3].astype(int)
-        self.peak, self.odd, self.bytes, self.cast, self.chained, self.head, self.launches, self.count = ops[3:]
+        self.peak, self.odd, self.grouped, self.bytes, self.cast, self.chained, self.head, self.launches, self.count = ops[3:]
         by = np.array([(*row, calls) for row, calls in sent.items()], dtype=float).reshape(-1, 8).T
         self.of, self.when, self.hidden = by[:3].astype(int)
         self.outside, self.inside, self.doublings, self.waits, self.calls = by[3:]
@@ -84,9 +84,9 @@ class Runs:
 
     def seconds(self, parameters: np.ndarray) -> np.ndarray:
         p = {name: parameters[:, i] for i, name in enumerate(NAMES)}
-        of = {name: p[name][self.case] for name in ("matmul", "fp8", "products", "attention", "fused", "bandwidth", "kernel", "misaligned", "cast", "elementwise", "host")}
+        of = {name: p[name][self.case] for name in ("matmul", "fp8", "products", "attention", "fused", "bandwidth", "kernel", "misaligned", "grouped", "cast", "elementwise", "host")}
         rate = np.choose(self.kind, [of["matmul"] * of["products"], of["fp8"] * of["products"], of["attention"] * of["fused"], np.ones(len(self.case))])
-        rate = rate * np.where(self.odd > 0, of["misaligned"], 1.0)
+        rate = rate * np.where(self.odd > 0, of["misaligned"], 1.0) * np.where(self.grouped > 0, of["grouped"], 1.0)
         memory = self.bytes / of["bandwidth"]
         fused = np.where(self.chained > 0, of["elementwise"], 1.0)
         each = roofline.together(self.peak / rate, memory) + of["kernel"] * self.launches + self.cast * of["cast"] / of["bandwidth"]

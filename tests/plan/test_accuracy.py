@@ -144,7 +144,7 @@ def made_work(software: str = "megatron") -> Work:
     """A bit of everything."""
     ops = [Op("matmul", "mm", dtype, phase, 2.0 * m * 50_257 * 512, 1e8, (1, m, 50_257, 512), 3) for m in (64, 4096) for dtype in ("bf16", "fp8")
            for phase in ("forward", "backward", "recompute")]  # fmt: skip
-    ops += [Op("attention", "flash", "bf16", "forward", 1e12, 1e8, (1, 8, 512, 512, 64), 4), Op("memory", "gelu", "bf16", "backward", 0.0, 1e8, (), 7, 3),
+    ops += [Op("matmul", "grouped_mm", "bf16", "forward", 2.0 * 8 * 512**3, 1e7, (8, 512, 512, 512), 5), Op("attention", "flash", "bf16", "forward", 1e12, 1e8, (1, 8, 512, 512, 64), 4), Op("memory", "gelu", "bf16", "backward", 0.0, 1e8, (), 7, 3),
             Op("memory", "add", "bf16", "forward", 0.0, 3e8, stage_only=True), Op("memory", "softmax", "bf16", "recompute", 0.0, 1e6, (), 500)]  # fmt: skip
     sent = [Transfer(axis, kind, payload, 8, group, stride, phase, hidden) for axis, kind, payload, group, stride, phase, hidden in (
         ("tensor", "all_reduce", 1e8, 8, 1, "forward", ""), ("replicate", "all_reduce", 1e9, 4, 8, "optimizer", ""), ("shard", "all_gather", 1e9, 32, 1, "forward", "forward"),
@@ -160,7 +160,7 @@ def test_many_runs_at_once_are_what_step_time_says_of_each(device):
     shapes = {name: getattr(roofline.parameters(cluster.device)[0], name) for name in ("depth", "keys", "decode")}
     works = [made_work(), dataclasses.replace(made_work(), micro_batches=1, schedule="1f1b"), dataclasses.replace(made_work(), transfers=[]), study.case(point(**MULTI)).work]
     fits = [Parameters(**shapes, **own) for own in ({}, {"host": 1e-3, "elementwise": 0.5}, {"network": 0.05, "contention": 0.4, "straggle": 0.02, "overlap": 0.1},
-                                                    {"wait": 1e-3, "products": 0.6, "fused": 0.3, "cast": 9.0, "fp8": 0.4})]  # fmt: skip
+                                                    {"wait": 1e-3, "products": 0.6, "fused": 0.3, "cast": 9.0, "fp8": 0.4, "grouped": 0.5})]  # fmt: skip
     seconds = price.Runs([(w, cluster) for w in works]).seconds(np.array([[getattr(f, name) for name in price.NAMES] for f in fits]))
     assert seconds == pytest.approx([step_time(w, cluster, f).total for w, f in zip(works, fits)], rel=1e-12)
 

@@ -118,7 +118,7 @@ def test_whose_parameters_a_chip_takes(chip, near):
 def test_a_chip_takes_the_nearest_ones_kernels_and_all_chips_where_none_is_near():
     own, near = (find_parameters(chip, "gradus", roofline.FITTED)[0] for chip in ("H20", "H100"))
     assert dataclasses.asdict(own) == dataclasses.asdict(near)
-    general, notes = find_parameters("TPUV7X", "gradus", roofline.FITTED)
+    general, notes = find_parameters("INFERENTIA2", "gradus", roofline.FITTED)
     assert {field: getattr(general, field) for field in OF_CHIP} == KEPT["chips"]["any"]
     assert "general ones" in notes[0]
 

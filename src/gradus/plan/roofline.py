@@ -62,6 +62,7 @@ class Parameters:
     decode: float = 1e-5  # s, as `kernel`, of attention of one query a row: some kernels
     # rate of half-precision products with rows that are no multiple of 8 long (a vocabulary of 50,257), by the others'
     misaligned: float = 0.33
+    grouped: float = 0.8  # rate of products of rows by group (experts), by the others'
     network: float = 0.8  # share of the network's bandwidth that collectives between nodes reach
     latency: float = 2e-5  # s of a collective between nodes, per doubling of the nodes
     # rate of products in a whole step by the kernel's alone: older libraries, cold caches, a clock that power limits
@@ -78,7 +79,7 @@ class Parameters:
 
 
 FIELDS = [f.name for f in dataclasses.fields(Parameters)]
-OF_CHIP, OF_NETWORK, OF_SOFTWARE = FIELDS[:8], FIELDS[8:11], FIELDS[11:]
+OF_CHIP, OF_NETWORK, OF_SOFTWARE = FIELDS[:8], FIELDS[8:12], FIELDS[12:]
 
 
 @functools.cache
@@ -236,6 +237,8 @@ def op_seconds(op: Op, device: Device, fit: Parameters | None = None) -> float:
         rate = peak_flops(device, op.dtype) * (fit.fp8 if low else fit.matmul) * share * fit.products
         if op.dtype in ("bf16", "fp16") and n % 8 and min(m, n, k) > 64:
             rate *= fit.misaligned
+        if op.name.startswith("grouped"):
+            rate *= fit.grouped
         cast = fit.cast * batch * m * k / speed if low else 0.0
         return together(op.flops / rate, memory) + launching + cast
     if op.kind == "attention":
