@@ -184,28 +184,34 @@ def weights_of(cases: list[Case]) -> np.ndarray:
 
 
 class LeftOut:
-    """The errors of runs by fits without them, near the fit of all: slopes are taken there once."""
+    """The errors of runs by fits without them. A search that starts at the fit of all and stops where little is won keeps what it should not know:
+    these are Gauss-Newton steps of full length, with slopes taken at the fit of all, then anew."""
 
     def __init__(self, fit: fitting.Fit, x: np.ndarray):
         self.fit, self.x, self.free = fit, x, np.flatnonzero(fit.spread)
-        self.errors = fit.errors(x)
-        slopes = np.zeros((len(self.errors), len(x)))
-        for columns, on in fit.together:
+        self.errors, self.slopes = self.at(x)
+
+    def at(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Errors and their slopes."""
+        errors, slopes = self.fit.errors(x), np.zeros((len(self.fit.measured), len(x)))
+        for columns, on in self.fit.together:
             moved = x.copy()
             moved[columns] -= 1e-3
-            slope = ((self.errors - fit.errors(moved)) / 1e-3)[:, None]
+            slope = ((errors - self.fit.errors(moved)) / 1e-3)[:, None]
             slopes[:, columns] = slope if on is None else slope * on
-        self.slopes = slopes[:, self.free] / fitting.SIGMA
+        return errors, slopes[:, self.free] / fitting.SIGMA
 
-    def without(self, out: np.ndarray, rounds: int = 3) -> np.ndarray:
+    def without(self, out: np.ndarray) -> np.ndarray:
         """Errors of all runs by a fit without these."""
-        fit, x, errors = self.fit, self.x.copy(), self.errors
+        fit, x, errors, slopes = self.fit, self.x.copy(), self.errors, self.slopes
         spread, prior = fit.spread[self.free], fit.prior[self.free]
-        for _ in range(rounds):
+        for anew in (False, False, True, False):
+            if anew:
+                errors, slopes = self.at(x)
             e = errors / fitting.SIGMA
             weight = fit.weights * ~out / np.sqrt(1 + e**2)
-            matrix = self.slopes.T @ (self.slopes * weight[:, None]) + np.diag(1 / spread**2)
-            x[self.free] -= np.linalg.solve(matrix, self.slopes.T @ (weight * e) + (x[self.free] - prior) / spread**2)
+            matrix = slopes.T @ (slopes * weight[:, None]) + np.diag(1 / spread**2)
+            x[self.free] -= np.linalg.solve(matrix, slopes.T @ (weight * e) + (x[self.free] - prior) / spread**2)
             errors = fit.errors(x)
         return errors
 
