@@ -17,6 +17,7 @@ from gradus.plan.work import Op, Transfer, Work
 from gradus.recipe.schema import Layout, Recipe
 
 MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
+LOSS = {"log_softmax", "nll_loss_forward", "nll_loss_backward", "log_softmax_backward_data"}
 CORE = {"softmax", "native_dropout"}
 MOVES = {"index", "index_put", "new_zeros", "mul", "sum", "add", "to_copy", "expand"}  # of rows to experts and back
 NARROW = 64  # an adapter's rank is less
@@ -45,6 +46,7 @@ class Software:
     hidden: tuple[str, ...] = ()
     recompute: str = "none"
     adapter: str = "all-linear"
+    loss: str = ""
     dispatch: bool = False
     loops: bool = False
 
@@ -130,6 +132,14 @@ def _of_scores(op: Op, scores: set[float]) -> bool:
 
 def _fused_mask(ops: list[Op]) -> list[Op]:
     return [op for op in ops if not (op.kind == "memory" and op.name in MASKS and op.bytes > 1e6)]
+
+
+def _fused_loss(ops: list[Op]) -> list[Op]:
+    """Cross-entropy reads the logits, and writes their gradient in their place, in half."""
+    logits = sum(op.bytes * op.count / 8 for op in ops if op.name == "log_softmax")  # elements
+    rest = [op for op in ops if not (op.name in LOSS or (op.name == "to_copy" and logits and op.bytes * op.count == 6 * logits))]
+    size = {"forward": 2.0 * logits, "backward": 4.0 * logits}
+    return rest + [Op("memory", "cross_entropy", "bf16", phase, 0.0, nbytes, stage_only=True) for phase, nbytes in size.items() if nbytes]
 
 
 def _selective(ops: list[Op]) -> list[Op]:
@@ -259,6 +269,8 @@ def work_of(run: Any) -> Work:
     ops = _marked(ops, run) if run.sliced > 1 else ops
     if software.mask:
         ops = _fused_mask(ops)
+    if software.loss == "fused":
+        ops = _fused_loss(ops)
     if run.recompute == "selective":
         ops = _selective(ops)
     if run.recompute == "half":
