@@ -2,8 +2,9 @@
 
     python benchmarks/groundtruth.py POINTS.json                     # a table: per group and overall
     python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
-    python benchmarks/groundtruth.py POINTS.json --leave-out source  # fitted on the file itself, each point's source (or model) left out
-    python benchmarks/groundtruth.py POINTS.json --fit               # makes src/gradus/plan/fitted.yaml anew from the file: some ten minutes
+    python benchmarks/groundtruth.py POINTS.json ... --evaluate      # fitted on the files, with each model, group, chip left out: medians of groups, intervals
+    python benchmarks/groundtruth.py POINTS.json ... --fit           # makes src/gradus/plan/fitted.yaml anew from the files: some ten minutes
+    python benchmarks/groundtruth.py KERNELS.json --kernels          # makes src/gradus/plan/kernels.yaml anew: what single kernels say of a chip
 
 POINTS.json is a list of {id, model, params, config, hardware, n_devices, batch, seq, metric, value, unit, kind, source, note}.
 """
@@ -16,13 +17,12 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import others, points, study
+from published import kernels, others, points, scoring, study
 
 from gradus.errors import UserError
 from gradus.plan import roofline
 
 HEAD = "# Fitted by `python benchmarks/groundtruth.py POINTS.json --fit`: do not edit. Units are SI. What each parameter means: roofline.Parameters.\n"
-COLUMNS = ["n", "mean", "median", "max", "bias", "inside", "constant", "skill", "models", "sources"]
 
 
 def written(file: dict, depth: int = 1) -> str:
@@ -40,50 +40,56 @@ def written(file: dict, depth: int = 1) -> str:
 
 
 def fit(found: list[points.Point], date: str) -> None:
-    """Writes the parameters, and the errors of each point with its model and with its source left out."""
-    progress = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    """Writes the parameters, and the errors with each model, group and chip left out."""
     cases, reasons = study.read(found)
     of = study.Study(cases)
-    file, entries = study.kept(of, found, reasons, date, progress)
+    file, entries = study.kept(of, found, reasons, date)
+    for title, scored in study.evaluations(of, reasons):
+        print("\n".join([*scoring.lines(title, scored), *scoring.worst(scored), ""]))
+        rows = scoring.table(scored)
+        columns = [name for name in next(iter(rows.values())) if name != "cells"]
+        file[title] = {"columns": columns} | {name: [v if v is None or isinstance(v, int) else round(v, 3) for v in map(r.get, columns)] for name, r in rows.items()}
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
     (others.HERE / "others-fitted.yaml").write_text("# As fitted.yaml, of what only published points need.\n" + written(entries), encoding="utf-8")
     roofline.fitted.cache_clear()
     roofline.find_parameters.cache_clear()
-    others.fitted.cache_clear() if hasattr(others.fitted, "cache_clear") else None
-    for label in ("model", "source"):
-        table = study.grouped(of.results(label, progress))
-        file[f"without its {label}"] = {"columns": COLUMNS} | {
-            name: [v if v is None or k in ("n", "models", "sources") else round(v, 3) for k, v in ((k, row[k]) for k in COLUMNS)] for name, row in table.items()}
-        print(f"each point's {label} left out\n" + "\n".join(study.lines(table)))
     file["sample"] = study.sample(found)
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("points", type=Path)
+    parser.add_argument("points", type=Path, nargs="+")
     parser.add_argument("--to", type=Path, help="write every point as a JSON line")
-    parser.add_argument("--leave-out", choices=("model", "source"), help="fit on the file, each point's model or source left out")
+    parser.add_argument("--evaluate", action="store_true", help="fit on the files, each model, group and chip left out")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
+    parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
     arguments = parser.parse_args()
     try:
-        found = points.load(arguments.points)
+        found = [point for path in arguments.points for point in points.load(path)]
+        file, lines = kernels.fitted(found) if arguments.kernels else ({}, ())
     except UserError as error:
         sys.exit(str(error))
+    if arguments.kernels:
+        print("\n".join(lines))
+        roofline.KERNELS.write_text(kernels.HEAD + written(file), encoding="utf-8")
+        return
     if arguments.fit:
         fit(found, datetime.date.today().isoformat())
         return
-    if arguments.leave_out:
+    if arguments.evaluate:
         cases, reasons = study.read(found)
-        results = study.Study(cases).results(arguments.leave_out)
-    else:
-        results, reasons = study.score(found)
-    print(f"{len(found)} points, {len(results)} predicted, {sum(map(len, reasons.values()))} not")
-    table = study.grouped(results)
-    print("\n".join(study.lines(table)))
-    print("\n".join([*study.remarks(found, results), *study.not_predicted(reasons)]))
+        for title, entries in study.evaluations(study.Study(cases), reasons):
+            print("\n".join([*scoring.lines(title, entries), *scoring.worst(entries), ""]))
+        print("\n".join([*study.not_predicted(reasons), *scoring.set_apart(found)]))
+        return
+    entries, reasons = study.score(found)
+    print(f"{len(found)} points, {len(entries)} predicted, {sum(map(len, reasons.values()))} not")
+    direct = [e for e in entries if e.case.work is None]
+    print("\n".join([*scoring.lines("runs, each once", study.counted(entries, reasons)), *scoring.lines("what is no run", direct)]))
+    print("\n".join([*study.remarks(entries), *study.not_predicted(reasons), *scoring.set_apart(found)]))
     if arguments.to:
-        arguments.to.write_text("".join(row + "\n" for row in study.rows(results, reasons)), encoding="utf-8")
+        arguments.to.write_text("".join(row + "\n" for row in study.rows(entries, reasons)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,41 @@
-"""Chips' and softwares' parameters from all runs together: least squares on logarithms, robust, drawn to priors.
+"""Softwares' parameters, and those of chips whose kernels nobody measured, from all runs together: least squares on logarithms, robust, drawn
+to priors. What `kernels.yaml` says of a chip stays as it is.
 
-The logarithm of a run's parameter is a sum of terms: what all chips have, what its maker's and its chip have more (of a chip's parameters),
-or its software's own. A chip or a software that no run is left of has the rest of the sum, as a plan for it would.
+The logarithm of a run's parameter is a sum of terms: what its chip has more than the nearest one whose kernels were measured, or its
+software's own. A chip or a software that no run is left of has the rest of the sum, as a plan for it would.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from gradus.plan import roofline
 from published.price import NAMES, Runs
+from published.software import table
 
 SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
-# field → (prior of all chips, how far its logarithm is expected to lie from it; how far a maker's and a chip's lies from that)
-CHIPS = {"matmul": (0.8, 0.1, 0.08), "depth": (120.0, 0.7, 0.3), "attention": (0.35, 0.4, 0.2), "bandwidth": (0.8, 0.15, 0.08),
-         "kernel": (3e-6, 0.5, 0.2), "misaligned": (0.33, 0.5, 0.0), "low": (0.75, 0.2, 0.1)}  # fmt: skip
-NETWORK = {"network": (0.8, 0.3, 0.0), "latency": (2e-5, 0.7, 0.0)}
-SOFTWARE = {"fused": (1.0, 0.1), "elementwise": (0.8, 0.3), "host": (1.2e-5, 1.0), "wait": (2e-5, 1.0), "overlap": (0.9, 0.1), "contention": (0.2, 1.0), "straggle": (0.005, 1.5)}
-# What is known of a software beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
-# cuDNN's attention, which Transformer Engine calls, is up to twice FlashAttention 2 on an H100 (Shah et al. 2024).
-KNOWN = {("network", "zero3"): (0.125, 0.1), ("overlap", "zero3"): (0.01, 0.0), ("fused", "mcore"): (1.8, 0.3), ("elementwise", "timm"): (1.0, 0.15),
-         ("elementwise", "mosaic"): (1.0, 0.15)}  # fmt: skip
-LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "low": 1.0, "misaligned": 1.0, "elementwise": 1.0}
+CHIPS = {"matmul": 0.1, "fp8": 0.1, "attention": 0.2, "bandwidth": 0.08, "kernel": 0.2}  # field → how far a chip's logarithm is expected to lie from the nearest one's
+# field → (prior, how far its logarithm is expected to lie from it)
+NETWORK = {"misaligned": (0.33, 0.5), "grouped": (0.8, 0.3), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
+# field → (feature of a program that it belongs to, "": the program itself; prior; how far its logarithm is expected to lie from it)
+SOFTWARE = {"products": ("", 0.95, 0.12), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
+            "host": ("host", 1.2e-5, 1.0), "wait": ("exchange", 2e-5, 1.0), "overlap": ("exchange", 0.9, 0.1), "contention": ("exchange", 0.2, 1.0),
+            "straggle": ("exchange", 0.005, 1.5)}  # fmt: skip
+# What is known of a feature beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
+KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0)}
+# FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
+# 2024). And how far a program's products on one family of chips may lie from those on another.
+AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
+LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "grouped": 1.0, "elementwise": 1.0, "products": 1.1, "contention": 1.0}
 
 
 @dataclasses.dataclass
 class Term:
-    """A summand of the logarithm of a field: of all runs (key "*"), a maker's, a chip's or a software's."""
+    """A summand of the logarithm of a field: of all runs (key "*"), a chip's, a program's or a feature's, or one of those on a family of chips."""
 
     field: str
     key: str
@@ -40,30 +43,41 @@ class Term:
     spread: float
 
 
-def maker(chip: str) -> str:
-    return next((name for name, text in roofline.CHIPS["makers"].items() if re.match(text, chip)), "other")
+def before_runs(chip: str) -> dict[str, float]:
+    """A chip's parameters by kernels alone."""
+    return roofline.of_chip(chip, {})
+
+
+def feature(kind: str, software: str) -> str:
+    """What stands for a program's feature of a kind; kind "": for itself."""
+    return f"{kind} {getattr(table()[software], kind)}" if kind and software in table() else software
 
 
 def keys_of(chip: str, software: str) -> set[str]:
-    return {"*", maker(chip), chip, software}
+    """What a run's terms are of."""
+    own, family = {feature(kind, software) for kind, *_ in SOFTWARE.values()}, roofline.family(chip)
+    return {"*", chip, *own, *(f"{key}@{family}" for key in own)}
 
 
 def terms(runs: list[tuple[str, str]]) -> list[Term]:
     """Of runs as (chip, software)."""
     chips, softwares = sorted({chip for chip, _ in runs}), sorted({s for _, s in runs if s})
-    out = []
-    for field, (start, wide, apart) in (CHIPS | NETWORK).items():
-        out.append(Term(field, "*", math.log(start), wide))
-        if field in CHIPS and apart:
-            out += [Term(field, chip, 0.0, apart) for chip in chips]
-        if field == "matmul":
-            out += [Term(field, name, 0.0, 0.15) for name in sorted({maker(chip) for chip in chips} - {"nvidia"})]
+    measured = roofline.fitted(roofline.KERNELS)["chips"]
+    out = [Term(field, "*", math.log(start), wide) for field, (start, wide) in NETWORK.items()]
+    for chip in chips:
+        near = measured[roofline.family(chip) or "any"]
+        fields = [field for field in CHIPS if field in near] if any(c == chip and software for c, software in runs) else ["matmul"]
+        out += [Term(field, chip, 0.0, CHIPS[field]) for field in fields if field not in measured.get(chip, {})]
+    for field, (kind, *known) in SOFTWARE.items():
+        for key in sorted({feature(kind, software) for software in softwares}):
+            start, wide = KNOWN.get((field, key), known)
+            out.append(Term(field, key, math.log(start), wide))
     for software in softwares:
-        for field, known in SOFTWARE.items():
-            start, wide = KNOWN.get((field, software), known)
-            out.append(Term(field, software, math.log(start), wide))
-    out += [Term(field, name, math.log(start), wide) for (field, name), (start, wide) in KNOWN.items() if field in NETWORK and name in softwares]
-    return out
+        families = {roofline.family(chip) for chip, s in runs if s == software} - {""}
+        out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
+    out += [Term("fused", f"attention {kernel}@{family}", math.log(OLDER[0]), OLDER[1]) for kernel in AMPERE for family in AFTER]
+    every = {key for software in softwares for key in keys_of("", software)}
+    return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
 
 
 def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: np.ndarray, start: np.ndarray, rounds: int = 40, together=None) -> np.ndarray:
@@ -117,15 +131,15 @@ class Fit:
         self.has = np.array([[self.applies(t, keys_of(*run)) for t in self.terms] for run in runs], dtype=float)  # runs × terms
         self.into = np.array([[t.field == name for name in NAMES] for t in self.terms], dtype=float)  # terms × fields
         self.limit = np.log([LIMIT.get(name, np.inf) for name in NAMES])
-        chips, softwares = {chip for chip, _ in runs}, {software for _, software in runs}
-        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip, one maker and one software
+        chips = {chip for chip, _ in runs}
+        alike: dict[tuple[str, str], list[int]] = {}  # a run has one chip and one program
         for i, t in enumerate(self.terms):
             if t.spread:
-                level = "chip" if t.key in chips else "software" if t.key in softwares else "*" if t.key == "*" else "maker"
+                level = t.key if t.key == "*" else "chip" if t.key in chips else "family" if "@" in t.key else "program"
                 alike.setdefault((t.field, level), []).append(i)
         self.together = [(columns, self.has[:, columns]) for columns in alike.values()]
-        default = dataclasses.asdict(roofline.Parameters())
-        self.base = np.array([0.0 if any(t.field == name for t in self.terms) else math.log(default[name] or 1e-12) for name in NAMES])
+        known = {chip: before_runs(chip) for chip in chips}
+        self.base = np.log([[known[chip].get(name, 1.0) for name in NAMES] for chip, _ in runs])  # runs × fields
 
     @staticmethod
     def applies(t: Term, keys: set[str]) -> bool:
@@ -139,28 +153,25 @@ class Fit:
         """Logarithms of predicted over measured seconds."""
         return np.log(self.priced.seconds(self.parameters(x)) / self.measured)
 
-    def solve(self, without: np.ndarray | None = None, start: np.ndarray | None = None, rounds: int = 30) -> np.ndarray:
+    def solve(self, without: np.ndarray | None = None) -> np.ndarray:
         weights = self.weights * (1.0 if without is None else ~without)
-        start = self.prior if start is None else start
-        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, start, rounds, self.together)
+        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, self.prior, 30, self.together)
 
     def entry(self, x: np.ndarray, keys: set[str], fields: Iterable[str]) -> dict[str, float]:
-        """The sums of the terms with these keys: what a chip, a maker or a software has in the end."""
-        sums = {name: sum(v for t, v in zip(self.terms, x) if t.field == name and self.applies(t, keys)) for name in fields}
-        known = {t.field for t in self.terms}
-        return {name: float(f"{min(math.exp(v), LIMIT.get(name, math.inf)):.4g}") for name, v in sums.items() if name in known}
+        """What a chip or a software has in the end, of what was fitted of it."""
+        out = {}
+        for name in fields:
+            found = [(t, v) for t, v in zip(self.terms, x) if t.field == name and self.applies(t, keys)]
+            if found:
+                start = math.prod(before_runs(t.key)[name] for t, _ in found if name in CHIPS)
+                out[name] = float(f"{min(start * math.exp(sum(v for _, v in found)), LIMIT.get(name, math.inf)):.4g}")
+        return out
 
-
-def leave_out(fit: Fit, labels: list[str], whole: np.ndarray) -> np.ndarray:
-    """Errors of the runs, each with all of its label left out. whole: the fit of all, where the search starts."""
-    out, labels = np.zeros(len(labels)), np.array(labels)
-    for label in sorted(set(labels)):
-        without = labels == label
-        out[without] = fit.errors(fit.solve(without, whole, rounds=5))[without]
-    return out
-
-
-def weights_of(sources: list[str]) -> np.ndarray:
-    """A source of n runs counts as the root of n."""
-    many = Counter(sources)
-    return np.array([3 * many[s] ** -0.5 for s in sources])
+    def on_families(self, x: np.ndarray, software: str) -> dict[str, dict[str, float]]:
+        """What a software has otherwise on a family of chips, by `software@family`."""
+        out = {}
+        for family in sorted({t.key.partition("@")[2] for t in self.terms} - {""}):
+            keys = keys_of(family, software) - {"*", family}
+            if fields := sorted({t.field for t in self.terms if t.key in keys and "@" in t.key}):
+                out[f"{software}@{family}"] = self.entry(x, keys, fields)
+        return out

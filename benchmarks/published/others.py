@@ -15,7 +15,7 @@ from gradus.hardware import Cluster, Device
 from gradus.plan import collectives, roofline
 from gradus.plan.work import Op, Work
 from gradus.recipe.presets import config_of
-from published.points import FOR_TOKENS, GPT, LLAMA, Case, NotCovered, Point, device_of, llama, number
+from published.points import FOR_TOKENS, Case, NotCovered, Point, device_of, named, number
 
 HERE = Path(__file__).parent
 LARGEST = 16384  # sides of the largest products that are tried (stas00/ml-engineering, MAMF finder)
@@ -52,7 +52,7 @@ def collective(point: Point) -> Case:
         finally:
             collectives.MEASURED = was
 
-    return Case(point, f"{c['op'].replace('_', '-')} {chip}", f"links {chip}", f"{c['bytes']} bytes", float(point["value"]), base=crossed / 1e9,
+    return Case(point, f"{c['op'].replace('_', '-')} {chip}", f"links {chip}", f"{c['bytes']} bytes", float(point["value"]),
                 direct=seconds, entry=f"links/{chip}/{n}")  # fmt: skip
 
 
@@ -108,10 +108,10 @@ def litgpt(point: Point) -> Case:
         return 1000 * (max(host, device) + unpack + gather) / 60
 
     if metric == "minutes_per_1k_iterations":
-        return Case(point, "litgpt time", "litgpt", name, float(point["value"]), direct=minutes, entry="litgpt time", kind="other", base=float(count) ** 0.5)
-    case = Case(point, "litgpt memory", "litgpt", name, float(point["value"]), direct=memory, entry="litgpt memory", kind="other", base=float(count))
+        return Case(point, "litgpt time", "litgpt", name, float(point["value"]), direct=minutes, entry="litgpt time", kind="other")
+    case = Case(point, "litgpt memory", "litgpt", name, float(point["value"]), direct=memory, entry="litgpt memory", kind="other")
     if metric == "feasible":
-        case.direct, case.group, case.base = lambda v: float(memory(v) < 40 * 2**30 / 1e9), "feasible, litgpt", None
+        case.direct, case.group = lambda v: float(memory(v) < 40 * 2**30 / 1e9), "feasible"
     elif metric != "peak_memory":
         raise NotCovered(f"metric {metric} of this source")
     return case
@@ -140,7 +140,8 @@ def hours(point: Point) -> Case:
     if isinstance(tokens, str):  # "15T+"
         tokens = float(re.sub(r"[^0-9.]", "", tokens)) * (1e9 if "B" in tokens else 1e12)
     device = device_of(point)
-    sizes = (*LLAMA[name][:2], point["seq"] or 4096) if name in LLAMA else WHOLE.get(name)
+    model = named(name)
+    sizes = (model.n_layers, model.d_model, point["seq"] or 4096) if model else WHOLE.get(name)
     attention = 12 * math.prod(sizes) if sizes else 0.0  # its full matrix (Chowdhery et al. 2022); not counted where the sizes are not known
     whole = (6 * (c.get("active_params") or n) + attention) * tokens
     whole /= roofline.peak_flops(device, "bf16") * 3600
@@ -182,7 +183,7 @@ def count(point: Point) -> Case:
         attention, feed = 4 * h * h + 4 * h, 2 * h * f + f + h
         value = v * h + 2 * (1026 * h + 2 * h) + layers * (attention + feed + 4 * h) + layers * (2 * attention + feed + 6 * h)
     elif name == "TinyLlama-1.1B":
-        value = models.count(llama("tinyllama", 2048))["total"]
+        value = models.count(named("tinyllama"))["total"]
     else:
         training = name.endswith("ForPreTraining")
         preset = COUNTED.get(name.replace("ForPreTraining", "BertModel"))
@@ -219,7 +220,8 @@ def saved(point: Point) -> Case:
 def korthikanti_memory(point: Point) -> Case:
     """The paper's own analytic bars: equal to its formulas, or our reading of them is wrong."""
     name, metric = point["model"], point["metric"]
-    layers, h, a = GPT[name]
+    model = named(name)
+    layers, h, a = model.n_layers, model.d_model, model.n_heads
     s, t = point["seq"] or 2048, 8
     b, pp, virtual = {"GPT-22B": (4, 1, 1), "GPT-175B": (1, 8, 3), "MT-NLG-530B": (1, 35, 3), "GPT-1T": (1, 64, 1)}[name]
     stage = layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)  # layers' worth of activations that the first stage keeps

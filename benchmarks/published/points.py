@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from gradus import hardware, limits
 from gradus.errors import UserError
@@ -15,19 +18,9 @@ from gradus.hardware import Cluster, Device
 from gradus.plan import roofline
 from gradus.plan.work import Work
 from gradus.recipe.presets import PRESETS, config_of
-from gradus.recipe.schema import GPTConfig, LlamaConfig, ModelConfig
+from gradus.recipe.schema import MODELS, GPTConfig, LlamaConfig, ModelConfig
 
 Point = dict[str, Any]
-
-# Decoders that points call by name: (layers, d_model, heads). MPT: llm-foundry's configurations; GPT: Korthikanti et al. 2022, table 3.
-MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32),
-       "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64)}  # fmt: skip
-GPT = {"GPT-22B": (48, 6144, 64), "GPT-175B": (96, 12288, 96), "MT-NLG-530B": (105, 20480, 128), "GPT-1T": (128, 25600, 160)}
-# (layers, d_model, heads, kv_heads, d_ff, vocabulary)
-LLAMA = {"tinyllama": (22, 2048, 32, 4, 5632, 32000), "llama 2 7": (32, 4096, 32, 32, 11008, 32000), "llama 2 13": (40, 5120, 40, 40, 13824, 32000),
-         "llama 2 70": (80, 8192, 64, 8, 28672, 32000), "llama 3 8": (32, 4096, 32, 8, 14336, 128256), "llama 3 70": (80, 8192, 64, 8, 28672, 128256),
-         "llama 3 405": (126, 16384, 128, 8, 53248, 128256)}  # fmt: skip
-
 
 class NotCovered(Exception):
     """A point that the planner says nothing about; the text says why."""
@@ -47,9 +40,7 @@ class Case:
     value: Callable[[float], float] = float  # seconds of a step → the point's own unit
     direct: Callable[[dict[str, float]], float] | None = None  # of parameters to the value, for what is no step's time
     entry: str = ""  # whose parameters `direct` takes: of `others`
-    base: float | None = None  # of which the baseline is a constant multiple, for what is no step's time
     kind: str = "plan"  # other: a formula that no plan uses; identity: a count, or the source's own arithmetic: nothing is predicted
-    note: str = ""
 
     @property
     def chip(self) -> str:
@@ -66,10 +57,6 @@ class Case:
         """Whether more is faster."""
         return self.value(2.0) < self.value(1.0)
 
-    def at_mfu(self, mfu: float) -> float:
-        """The value at a constant model FLOPs utilisation."""
-        return self.value(self.work.model_flops / (self.cluster.n * roofline.peak_flops(self.cluster.device, self.work.micro[0].dtype) * mfu))
-
 
 def load(path: str | Path) -> list[Point]:
     """The points of a file. Raises UserError where it is no list of points."""
@@ -82,52 +69,62 @@ def load(path: str | Path) -> list[Point]:
 # ---------------------------------------------------------------- models and devices
 
 
-def gpt(layers: int, d_model: int, heads: int, seq: int, vocab: int, **fields: Any) -> GPTConfig:
-    if not (0 < layers < 1e4 and 0 < d_model < 1e6 and 0 < vocab < 1e7):
-        raise NotCovered(f"{layers} layers of width {d_model} over {vocab} words are no model")
-    if d_model % heads:
-        raise NotCovered(f"{heads} heads do not divide a width of {d_model}")
-    return GPTConfig(n_layers=layers, d_model=d_model, n_heads=heads, seq_len=seq, vocab_size=vocab, **fields)
+@functools.cache
+def sizes() -> list[tuple[str, dict[str, Any]]]:
+    """(pattern of a name, fields) of models.yaml."""
+    return [tuple(entry) for entry in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())]
 
 
-def llama(name: str, seq: int) -> LlamaConfig:
-    layers, d_model, heads, kv, d_ff, vocab = LLAMA[name]
-    return LlamaConfig(n_layers=layers, d_model=d_model, n_heads=heads, n_kv_heads=kv, d_ff=d_ff, seq_len=seq, vocab_size=vocab)
+def named(model: str) -> ModelConfig | None:
+    """The model that a text calls by its name, of its own length; None: not known. "Llama 3.1 8B pre-training" is llama3.1-8b."""
+    key = re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*|pre-training|2-node", "", model.lower()))
+    fields = next((fields for pattern, fields in sizes() if re.fullmatch(pattern, key)), None)
+    preset = next((p for p in PRESETS if re.sub(r"[^a-z0-9]", "", p.lower()) == key), None)
+    if fields is None:
+        return config_of(preset) if preset else None
+    return config_of(fields["preset"]) if "preset" in fields else MODELS[fields["family"]].model_validate(fields)
 
 
-def llama_name(model: str) -> str:
-    """LLAMA3.1_405B, "Llama 2-7 B", Llama-3.1-8B → a key of LLAMA."""
-    text = re.sub(r"[\s_-]+", " ", model.lower())
-    if "tinyllama" in text:
-        return "tinyllama"
-    found = re.search(r"llama ?(\d)(?:\.\d)?[ -]+(\d+)", text)
-    key = f"llama {found.group(1)} {found.group(2)}" if found else ""
-    if key not in LLAMA:
-        raise NotCovered(f"model {model}: sizes not known")
-    return key
+def stated(point: Point) -> ModelConfig:
+    """A decoder of the sizes that the point states. Gated, as Llama, where keys have fewer heads or the network is not four times as wide."""
+    c, hidden = point["config"], point["config"]["hidden"]
+    vocab, layers = c.get("vocab") or 51200, c.get("layers")
+    layers = layers or round((point["params"] - vocab * hidden) / (12 * hidden**2))
+    tensor = c.get("tp") or 1
+    heads = c.get("heads") or max(1, hidden // 128)
+    if hidden % heads or heads % tensor:  # not stated, or of no matter here
+        most = tensor * max(1, round(hidden / 128 / tensor))
+        heads = next((h for h in range(most, 0, -1) if hidden % h == 0 and h % tensor == 0), heads)
+    if not (0 < layers < 1e4 and 0 < hidden < 1e6 and 0 < vocab < 1e7):
+        raise NotCovered(f"{layers} layers of width {hidden} over {vocab} words are no model")
+    size = {"n_layers": layers, "d_model": hidden, "n_heads": heads, "vocab_size": vocab}
+    kv, inner = c.get("kv_heads") or heads, c.get("ffn") or 4 * hidden
+    if kv != heads or inner != 4 * hidden:
+        return LlamaConfig(**size, n_kv_heads=kv, d_ff=inner, d_head=c.get("head_dim") or None)
+    if hidden % heads:
+        raise NotCovered(f"{heads} heads do not divide a width of {hidden}")
+    return GPTConfig(**size)
 
 
 def model_of(point: Point) -> ModelConfig:
-    """A model by its stated sizes, else by its name."""
-    c, name = point["config"], str(point["model"])
-    key = re.sub(r"[\s_-]+", "", name.lower())
-    if c.get("hidden") and c.get("layers"):
-        return gpt(c["layers"], c["hidden"], c.get("heads") or max(1, c["hidden"] // 128), point["seq"] or 2048, c.get("vocab") or 50304)
-    for names in (GPT, MPT):
-        for known, size in names.items():
-            if key in (known.lower().replace("-", ""), "mpt" + known):
-                return gpt(*size, point["seq"] or 2048, 50304)
-    preset = next((p for p in PRESETS if re.sub(r"[\s_-]+", "", p) == key), None)
-    return config_of(preset) if preset else llama(llama_name(name), point["seq"] or 2048)
+    """A model by its name, else by its stated sizes, with the point's length where it states one."""
+    model, sized = named(point["model"]), point["config"].get("hidden") is not None
+    if model is None and not sized:
+        raise NotCovered(f"model {point['model']}: sizes not known")
+    if model is None or (sized and isinstance(model, GPTConfig)):
+        model = stated(point)
+    return model.changed(seq_len=point["seq"]) if point["seq"] and hasattr(model, "seq_len") else model
 
 
-def device_of(point: Point, known: str = "") -> Device:
-    """The device that the point's text names: `known` (which of its kind the source has) where it is one of those, or not said."""
-    text = str(point.get("hardware") or known)
-    if known and roofline.chip_of(text) == roofline.chip_of(known):
-        return hardware.find(known)
-    words = re.sub(r"\(.*|,.*|NVIDIA|DGX[- ]|HGX[- ]", "", text).split()
-    for name in (*(" ".join(words[:i]) for i in range(len(words), 0, -1)), roofline.chip_of(text)):
+CALLED = {r"H100 96GB": "H100-96GB-500W", r"V100-32GB": "V100-32GB", r"A100[- _]40GB": "A100-40GB", r"[Hh]100[-_ ]80[Gg][Bb]": "H100-SXM"}
+
+
+def device_of(point: Point) -> Device:
+    """The device that the point's text names."""
+    text = str(point.get("hardware") or "")
+    words = re.sub(r"\(.*|,.*|NVIDIA|AWS|DGX[- ]|HGX[- ]", "", text).replace("_", "-").split()
+    called = next((name for pattern, name in CALLED.items() if re.search(pattern, text)), "")
+    for name in (called, *(" ".join(words[:i]) for i in range(len(words), 0, -1)), roofline.chip_of(text)):
         try:
             return hardware.find(name)
         except UserError:
@@ -141,7 +138,7 @@ def divisor(total: int, limit: int) -> int:
 
 # ---------------------------------------------------------------- metrics
 
-RATES = ("step_time", "tokens_per_s", "samples_per_s", "train_samples_per_s", "images_per_s", "mfu", "hfu", "model_tflops", "hardware_tflops",
+RATES = ("step_time", "tokens_per_s", "samples_per_s", "sequences_per_s", "train_samples_per_s", "images_per_s", "mfu", "hfu", "model_tflops", "hardware_tflops",
          "aggregate_pflops")  # and each by _per_gpu; and days_for_300B_tokens, gpu_hours_for_300B_tokens  # fmt: skip
 FOR_TOKENS = re.compile(r"(days|gpu_hours)_for_([\d.]+)([BT])_tokens")
 
@@ -161,9 +158,9 @@ def core_share(work: Work, n: int) -> float:
     return flops * work.stages * work.micro_batches * n / work.stages / work.model_flops
 
 
-def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str, hardware_flops: float | None = None) -> Callable[[float], float]:
+def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str) -> Callable[[float], float]:
     """Seconds of a step → what the point's metric and unit make of them. Hardware FLOPs add what `recompute` ("full", "selective": attention's
-    inner part) does again (Korthikanti et al. 2022, section 4), or are given. Raises NotCovered for a metric that is no step's time."""
+    inner part) does again (Korthikanti et al. 2022, section 4). Raises NotCovered for a metric that is no step's time."""
     metric, unit, n = point["metric"], (point.get("unit") or "").lower(), cluster.n
     if not timed(metric):
         raise NotCovered(f"metric {metric} of this source: nothing predicts it")
@@ -173,7 +170,7 @@ def in_metric(point: Point, work: Work, cluster: Cluster, recompute: str, hardwa
         return lambda t: steps * t * each
     flops, name = work.model_flops, metric.removesuffix("_per_gpu")
     if name in ("hfu", "hardware_tflops", "aggregate_pflops"):
-        flops = hardware_flops or flops * {"full": 4 / 3, "selective": 1 + core_share(work, n)}.get(recompute, 1.0)
+        flops *= {"full": 4 / 3, "selective": 1 + core_share(work, n)}.get(recompute, 1.0)
     share = 1 if unit in ("fraction", "ratio", "share") else 100
     among = n if metric.endswith("_per_gpu") else 1
     peak = n * roofline.peak_flops(cluster.device, "bf16")
@@ -199,9 +196,9 @@ class Asked(dict):
 
 
 # of config
-NUMBERS = {"hidden", "layers", "heads", "vocab", "tp", "pp", "cp", "dp", "vp", "fsdp", "zero", "interleave", "micro_batch", "local_batch",
-           "grad_accum", "batch", "bytes", "theoretical", "active_params", "tdp_w", "zettaflops"}  # fmt: skip
-TEXTS = {"recompute", "precision", "schedule", "ac", "scheme", "method", "quant", "attn", "mixed_precision_mode", "op"}
+NUMBERS = {"hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tp", "pp", "cp", "ep", "dp", "vp", "fsdp", "interleave", "micro_batch",
+           "local_batch", "grad_accum", "batch", "slices", "bytes", "theoretical", "active_params", "tdp_w", "zettaflops"}  # fmt: skip
+TEXTS = {"recompute", "precision", "schedule", "ac", "scheme", "method", "quant", "attn", "mixed_precision_mode", "op", "framework", "container", "kernels"}
 
 
 def cleaned(point: Point) -> Asked:
@@ -223,8 +220,9 @@ def cleaned(point: Point) -> Asked:
     for name in ("n_devices", "batch", "seq", "params"):
         value = point.get(name)
         most = 1e15 if name == "params" else 1e7
-        good = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < most and (name == "params" or value % 1 == 0)
-        found[name] = None if not good else value if name == "params" else int(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < most
+        whole = good and abs(value - round(value)) <= 1e-3 * value  # tokens over length, rounded
+        found[name] = (value if good else None) if name == "params" else round(value) if whole else None
     if found.get("n_devices") is None and found["config"].get("dp"):
         found["n_devices"] = math.prod(found["config"].get(axis) or 1 for axis in ("tp", "pp", "cp", "dp"))
     return found

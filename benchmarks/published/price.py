@@ -1,4 +1,7 @@
-"""Seconds of a step of many runs at once: what `gradus.plan.step.step_time` says of each, in arrays. A test holds the two together."""
+"""Seconds of a step of many runs at once: what `gradus.plan.step.step_time` says of each, in arrays. A test holds the two together.
+
+How shapes count (`depth`, `keys`, `decode`) is the device's: kernels say it, no run.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,24 @@ from gradus.plan.step import HOST_TO_DEVICE, bubble_share
 from gradus.plan.work import Op, Transfer, Work
 
 PHASES = {"forward": 0, "backward": 1, "recompute": 2, "optimizer": 3}
-KINDS = {"matmul": 0, "attention": 1, "memory": 2}
+KINDS = {"matmul": 0, "fp8": 1, "attention": 2, "memory": 3}
 NAMES = [f.name for f in dataclasses.fields(Parameters)]
 ABLE = ("forward", "backward", "both")
 
 
 def _row(op: Op, cluster: Cluster) -> tuple:
-    """kind, phase, seconds at the peak, share of the peak by whole tiles, k, misaligned, low, seconds of its bytes, chained, head, launches, count."""
-    device, used, k, odd = cluster.device, 1.0, 1.0, False
-    peak = roofline.peak_flops(device, op.dtype)
+    """kind, phase, seconds at the peak and its share by shape, misaligned, grouped, seconds of its bytes and of an fp8 product's casts, chained, head, launches, count."""
+    device, odd, cast, fit = cluster.device, False, 0.0, roofline.parameters(cluster.device)[0]
+    kind, peak = KINDS[op.kind], roofline.peak_flops(device, op.dtype)
     if op.kind == "matmul":
         batch, m, n, k = op.shape
-        used = roofline.matmul_share(batch, m, n, 1e30, roofline._units(device.name) or roofline.UNITS_ASSUMED, 0.0)
+        peak *= roofline.matmul_share(batch, m, n, k, roofline.units(device), fit.depth)
         odd = op.dtype in ("bf16", "fp16") and n % 8 != 0 and min(m, n, k) > 64
-    return (KINDS[op.kind], PHASES[op.phase], op.flops / peak, used, k, odd, op.dtype in ("fp8", "fp4") and op.kind == "matmul", op.bytes / device.bandwidth,
-            roofline.fusible(op), op.stage_only, op.launches, op.count)  # fmt: skip
+        if op.dtype in ("fp8", "fp4"):
+            kind, cast = KINDS["fp8"], batch * m * k / device.bandwidth
+    elif op.kind == "attention":
+        peak *= roofline.attention_share(op.shape[3], op.shape[4], fit.keys, peak / roofline.units(device))
+    return (kind, PHASES[op.phase], op.flops / peak, odd, op.name.startswith("grouped"), op.bytes / device.bandwidth, cast, roofline.fusible(op), op.stage_only, op.launches, op.count)
 
 
 def _sent(t: Transfer, cluster: Cluster) -> tuple:
@@ -62,9 +68,9 @@ class Runs:
             for t in work.transfers:
                 *row, calls = _sent(t, cluster)
                 sent[i, *row] = sent.get((i, *row), 0.0) + calls
-        ops = np.array([(*row, count) for row, count in rows.items()], dtype=float).reshape(-1, 13).T
+        ops = np.array([(*row, count) for row, count in rows.items()], dtype=float).reshape(-1, 12).T
         self.case, self.kind, self.phase = ops[:3].astype(int)
-        self.peak, self.used, self.k, self.odd, self.low, self.bytes, self.chained, self.head, self.launches, self.count = ops[3:]
+        self.peak, self.odd, self.grouped, self.bytes, self.cast, self.chained, self.head, self.launches, self.count = ops[3:]
         by = np.array([(*row, calls) for row, calls in sent.items()], dtype=float).reshape(-1, 8).T
         self.of, self.when, self.hidden = by[:3].astype(int)
         self.outside, self.inside, self.doublings, self.waits, self.calls = by[3:]
@@ -78,12 +84,12 @@ class Runs:
 
     def seconds(self, parameters: np.ndarray) -> np.ndarray:
         p = {name: parameters[:, i] for i, name in enumerate(NAMES)}
-        of = {name: p[name][self.case] for name in ("matmul", "depth", "attention", "bandwidth", "kernel", "misaligned", "low", "fused", "elementwise", "host")}
-        rate = np.where(self.kind == 0, of["matmul"] * np.minimum(self.used, 1.0) * self.k / (self.k + of["depth"]), of["attention"] * of["fused"])
-        rate = rate * np.where(self.odd > 0, of["misaligned"], 1.0) * np.where(self.low > 0, of["low"], 1.0)
+        of = {name: p[name][self.case] for name in ("matmul", "fp8", "products", "attention", "fused", "bandwidth", "kernel", "misaligned", "grouped", "cast", "elementwise", "host")}
+        rate = np.choose(self.kind, [of["matmul"] * of["products"], of["fp8"] * of["products"], of["attention"] * of["fused"], np.ones(len(self.case))])
+        rate = rate * np.where(self.odd > 0, of["misaligned"], 1.0) * np.where(self.grouped > 0, of["grouped"], 1.0)
         memory = self.bytes / of["bandwidth"]
         fused = np.where(self.chained > 0, of["elementwise"], 1.0)
-        each = np.where(self.kind < 2, np.maximum(self.peak / rate, memory), memory) + of["kernel"] * self.launches
+        each = roofline.together(self.peak / rate, memory) + of["kernel"] * self.launches + self.cast * of["cast"] / of["bandwidth"]
         each = each * fused * self.count
         launch = self.launches * self.count * of["host"] * fused
         every = np.ones(len(self.case), bool)

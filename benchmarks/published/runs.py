@@ -1,31 +1,16 @@
-"""A published run as a recipe, a cluster and a software: one reader a source, and one for any other."""
+"""A published training run as a recipe, a cluster and a program: read by its fields, whatever source it is from."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from typing import Any
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Link
-from gradus.recipe.schema import Layout, ModelConfig, Recipe, ViTConfig
+from gradus.recipe.schema import GPTConfig, Layout, ModelConfig, Recipe, ViTConfig
 from published import software
-from published.points import (
-    GPT,
-    MPT,
-    Case,
-    NotCovered,
-    Point,
-    device_of,
-    divisor,
-    gpt,
-    in_metric,
-    llama,
-    llama_name,
-    model_of,
-    timed,
-)
+from published.points import Case, NotCovered, Point, device_of, divisor, in_metric, model_of, timed
 
 VIT = {"tiny": (12, 192, 3, 768), "small": (12, 384, 6, 1536), "base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096),
        "huge": (32, 1280, 16, 5120), "giant": (40, 1408, 16, 6144), "gigantic": (48, 1664, 16, 8192)}  # fmt: skip
@@ -38,11 +23,13 @@ class Run:
     recipe: Recipe
     cluster: Cluster
     software: str
-    recompute: str = "none"  # none, selective (attention's inner part), full
+    recompute: str = "none"  # none, selective (attention's inner part), cheap (all but products), half (and every other product), full
     dtype: str = ""  # of linear layers' products, where it is not the traced one
-    frozen: bool = False  # only adapters are trained
     asynchronous: bool = False  # tensor parallel communication runs beside the products
     context: int = 1  # processes that share a sequence: in the recipe each has a sample as long as its part
+    gathered: bool = False  # the whole sequence comes together for attention: tensor parallelism beside experts
+    sliced: int = 1  # stages of a pipeline of experts, which Gradus refuses: the recipe is of one stage alone, of so many
+    layers: int = 0
     virtual: int = 1  # stages a device, interleaved
     wide_gradients: bool = False  # added up in fp32 beside half ones
 
@@ -50,13 +37,13 @@ class Run:
     def replicas(self) -> int:
         """Processes that see different tokens."""
         layout = self.recipe.layout
-        return self.cluster.n // (layout.tensor * layout.pipeline)
+        return self.cluster.n // (layout.tensor * layout.pipeline * self.sliced)
 
 
 LARGEST = 2**22, 10**5  # tokens of a micro-batch, micro-batches: what is traced in seconds
 
 
-def recipe_of(model: ModelConfig, layout: Layout, samples: int) -> Recipe:
+def recipe_of(model: ModelConfig, layout: Layout, samples: int, adapter: dict[str, Any] | None = None) -> Recipe:
     """Raises NotCovered for what no device was given."""
     images, micro = isinstance(model, ViTConfig), min(layout.micro_batch or samples, samples)
     if micro * (1 if images else model.seq_len) > LARGEST[0] or samples / micro / layout.shard > LARGEST[1]:
@@ -64,17 +51,17 @@ def recipe_of(model: ModelConfig, layout: Layout, samples: int) -> Recipe:
     return Recipe.model_validate({
         "name": "published", "model": model.model_dump(), "task": {"name": "classification" if images else "causal_lm"},
         "data": {"kind": "images" if images else "text", "path": "-"}, "optimizer": {"name": "adamw", "lr": 1e-4}, "batch": {"samples": samples},
-        "train": {"steps": 100, "clip_norm": 1.0}, "layout": layout.model_dump() | {"device": "cuda"},
+        "train": {"steps": 100, "clip_norm": 1.0}, "layout": layout.model_dump() | {"device": "cuda"}, "adapter": adapter,
     })  # fmt: skip
 
 
-def made(point: Point, group: str, source: str, run: Run, **more: Any) -> Case:
+def made(point: Point, run: Run) -> Case:
     """The case of a run. Raises NotCovered where the metric is no step's time, UserError where the layout does not fit."""
     if not timed(point["metric"]):
-        raise NotCovered(f"metric {point['metric']} of this source: nothing predicts it")
+        raise NotCovered(f"metric {point['metric']}: nothing predicts it of a run")
     work = software.work_of(run)
-    value = in_metric(point, work, run.cluster, run.recompute, more.pop("hardware_flops", None))
-    return Case(point, group, source, point["model"], float(point["value"]), work, run.cluster, value, **more)
+    value = in_metric(point, work, run.cluster, run.recompute)
+    return Case(point, "", "", point["model"], float(point["value"]), work, run.cluster, value)
 
 
 def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> dict[str, Any]:
@@ -82,51 +69,84 @@ def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> d
     return {"shard": processes, "param_dtype": half, "reduce_dtype": reduced} if processes > 1 else {"precision": half}
 
 
-def on(device: Device, network: str | float | None) -> Device:
-    """A device with the network of the place where it stood."""
-    if network is None:
-        return device
-    return dataclasses.replace(device, network=Link("network", network) if isinstance(network, float) else hardware.links()[network])
+# ---------------------------------------------------------------- fields
 
 
-# ---------------------------------------------------------------- Megatron
+def words(point: Point, *names: str) -> str:
+    """What stands in these fields of the configuration, in lower case."""
+    return " ".join(str(point["config"].get(name) or "") for name in names).lower()
 
 
-def megatron_run(point: Point, device: Device, *, vocab: int = 51200, virtual: int = 1, sequence: bool = False, precision: str = "pure_fp16",
-                 shard: int = 1, pad: bool = True) -> Run:  # fmt: skip
-    """A run of Megatron-LM or Megatron-DeepSpeed. pad: the vocabulary is a multiple of 128 × tensor."""
+def program_of(point: Point, device: Device, sharded: bool, experts: bool = False) -> str:
+    """The program that a run was of, and its way with experts, of the version that is stated."""
+    name, text = _program_of(point, device, sharded), words(point, "container")
+    names = [f"{name}-experts", *(n for n, entry in software.table().items() if n.startswith(f"{name}-experts-") and any(w in text for w in entry.versions))]
+    return [n for n in (name, *names) if n in software.table()][-1] if experts else name
+
+
+def _program_of(point: Point, device: Device, sharded: bool) -> str:
+    """By the name of its framework, else by what its other fields say."""
+    c, text = point["config"], words(point, "framework", "container", "kernels", "scheme")
+    known = next((name for name, entry in software.table().items() if any(word in text for word in entry.words)), None)
+    if known:
+        return known
+    if device.kind == "tpu" or "remat" in words(point, "recompute"):
+        return "maxtext"
+    if c.get("compile") or c.get("float8") or c.get("ac") or "compile" in words(point, "steps_of_ladder"):
+        return "titan"
+    if sharded or c.get("steps_of_ladder"):
+        return "flash" if c.get("flash_attention") else "mosaic"
+    if not c.get("tp") or ("zero" in c and c["tp"] * (c.get("pp") or 1) == 1):
+        return "flash"
+    return "mcore" if device.peaks.get("fp8") or c.get("ep") else "megatron"
+
+
+RECOMPUTED = [(r"none|.*modules=\[\]|.*modules=.*(norm|act|up_proj|mlp)", "none"), (r"selective \(per-op.*", "half"), ("selective", "selective"),
+              (r"remat_policy=minimal.*", "cheap"), (r"full|true|remat_policy=.*", "full")]  # fmt: skip
+
+
+def recomputed(point: Point) -> str:
+    """What a run computes again, as far as it says so: a way of Run.recompute; "" where it does not."""
     c = point["config"]
-    seq, n, batch = point["seq"] or 2048, point["n_devices"], point["batch"]
-    name = re.sub(r"\s.*", "", point["model"])
-    if c.get("hidden") is None and name in GPT:
-        layers, hidden, heads = GPT[name]
-    else:
-        hidden, heads = c["hidden"], c.get("heads")
-        layers = c.get("layers") or round((point["params"] - vocab * hidden) / (12 * hidden**2))
-    tp, pp = c.get("tp") or 1, c.get("pp") or 1
-    heads = heads or max(1, hidden // 128)
-    if hidden % heads or heads % tp:  # not stated, or of no matter here
-        heads = tp * max(1, round(hidden / 128 / tp))
-        heads = next(h for h in range(heads, 0, -1) if hidden % h == 0 and h % tp == 0)
-    dp = n // (tp * pp)
-    interleave = c.get("interleave") or virtual
-    micro = c.get("micro_batch") or (1 if pp > 1 else divisor(batch // dp, 8))
-    recompute = {"full": "full", "selective": "selective"}.get(c.get("recompute"), "none")
-    layout = Layout(precision=precision, tensor=tp, pipeline=pp, shard=shard, reduce_dtype="fp16" if shard > 1 else None,
-                    checkpointing="full" if recompute == "full" else "none", micro_batch=micro, attention="naive",
-                    sequence_parallel=tp == 1 or bool(c.get("sequence_parallel", sequence)))  # fmt: skip
-    words = -(-vocab // (128 * tp)) * 128 * tp if pad else vocab
-    model = gpt(layers, hidden, heads, seq, words, dropout=0.1)
-    samples = max(1, round(batch / (dp * micro))) * dp * micro
-    return Run(recipe_of(model, layout, samples), Cluster(device, n), "megatron", recompute, virtual=interleave if pp > 1 else 1)
+    text = str(c.get("recompute") or c.get("ac") or c.get("activation_checkpointing", "")).lower().replace("false", "none")
+    if "activation checkpointing" in words(point, "steps_of_ladder"):
+        return "full"
+    return next((way for pattern, way in RECOMPUTED if re.match(pattern, text)), "")
 
 
-def vtrain(point: Point) -> Case:
-    single = "single" in point["source"]
-    name = "vtrain-single" if single else "vtrain-multi"
-    device = on(device_of(point, "A100-80GB"), None if single else 12.5e9)
-    run = megatron_run(point, device, vocab=point["config"].get("vocab") or 50257, pad=not single or (point["config"].get("tp") or 1) > 1)
-    return made(point, name, name, run)
+def precision_of(point: Point) -> tuple[str, str]:
+    """(half type, type of linear layers' products where it is another)."""
+    text = words(point, "precision") + (" fp8" if point["config"].get("float8") else "")
+    dtype = "fp4" if "fp4" in text else "fp8" if re.search(r"fp8|float8", text) else ""
+    return "fp16" if "fp16" in text else "bf16", dtype
+
+
+def adapter_of(point: Point, n: int, device: Device, beside: str) -> dict[str, Any] | None:
+    """Small matrices beside a frozen base, where the run trained only such: said so, or no room for a whole optimizer."""
+    method = words(point, "method", "steps_of_ladder")
+    small = not method and precision_of(point)[1] and 16 * (point["params"] or 0) > n * device.memory
+    if "lora" not in method and not small:
+        return None
+    return {"rank": 16, "targets": [beside], "base": "nf4" if "qlora" in method else None}
+
+
+NETWORKS = {"omni-path": "Omni-Path 100 (half a port)", "selene": "InfiniBand HDR"}  # of the place where a machine stood
+
+
+def device_at(point: Point) -> Device:
+    """The device, with the links of the place where it stood."""
+    device, place = device_of(point), point["hardware"].lower()
+    network = next((hardware.links()[name] for word, name in NETWORKS.items() if word in place), None)
+    if "dgx-2" in place:  # a switch between the GPUs, where the measured V100 node has a cube
+        device = dataclasses.replace(device, link=Link("NVSwitch", device.link.bandwidth))
+    if bandwidth := point["config"].get("network"):
+        network = Link("network", bandwidth)
+    return dataclasses.replace(device, network=network) if network else device
+
+
+# What a source says of all its runs and its points do not: of a point's configuration, where it has none.
+SPECIAL = [("vTrain@f8dda84 data/ground_truth_multi", {"network": 12.5e9}), ("vTrain@f8dda84 data/ground_truth_single", {"vocab": 50257, "unpadded": True}),
+           ("Korthikanti", {"micro_batch": 1, "interleave": 3}), ("Narayanan", {"interleave": 2})]  # fmt: skip
 
 
 def on_one_node(point: Point) -> bool:
@@ -134,130 +154,133 @@ def on_one_node(point: Point) -> bool:
     return point.get("n_devices") == 8 and point.get("metric") == "step_time" and "bigscience" in str(point.get("source"))
 
 
-def bloom(point: Point) -> Case:
-    wide = "bf16 +" in (point["config"].get("precision") or "")
-    point = {**point, "batch": 512} if on_one_node(point) else point
-    device = on(device_of(point, "A100-80GB"), "Omni-Path 100 (half a port)")
-    run = megatron_run(point, device, vocab=point["config"].get("vocab") or 250880, precision="pure_bf16" if wide else "pure_fp16")
-    run.wide_gradients = wide
-    if point["metric"] in ("peak_memory", "feasible"):
-        feasible = point["metric"] == "feasible"
-        most = software.memory_of(run) / 1e9
-
-        def total(v: dict[str, float]) -> float:
-            return float(most + v["constant"] < 80 * 2**30 / 1e9) if feasible else most + v["constant"]
-
-        return Case(point, "feasible" if feasible else "bloom memory", "bloom", point["model"], float(point["value"]), direct=total,
-                    entry="memory/megatron", base=None if feasible else 1.0)  # fmt: skip
-    return made(point, "bloom time", "bloom", run)
+def completed(point: Point) -> Point:
+    """With what its source says of all its runs."""
+    more = next((more for text, more in SPECIAL if text in point["source"]), {})
+    return type(point)(point, config={**more, **point["config"]}, batch=512 if on_one_node(point) else point.get("batch"))
 
 
-def korthikanti(point: Point) -> Case:
-    point = {**point, "config": {"micro_batch": 1, "interleave": 3 if "530B" in point["model"] else 1, **point["config"]}}
-    return made(point, "korthikanti", "korthikanti", megatron_run(point, on(device_of(point, "A100-80GB"), "InfiniBand HDR")))
+NODE = 8  # devices that tensor parallelism is assumed to go over, where it is not stated
 
 
-def hardware_flops(layers: int, hidden: int, seq: int, batch: int, vocab: int = 51200) -> float:
-    """Of a step with all activations computed again (Narayanan et al. 2021, equation 3)."""
-    return 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
+@dataclasses.dataclass
+class Degrees:
+    """How many processes share what. groups: those that see different tokens, parts of a sequence counted apart."""
+
+    tensor: int
+    stages: int
+    context: int
+    expert: int
+    groups: int
 
 
-def narayanan(point: Point) -> Case:
-    c = point["config"]
-    zero = c.get("scheme") == "zero3"
-    run = megatron_run(point, on(device_of(point, "A100-80GB"), "InfiniBand HDR"), virtual=2, shard=point["n_devices"] if zero else 1)
-    if zero:
-        run.software = "zero3"
-    flops = hardware_flops(c["layers"], c["hidden"], point["seq"], point["batch"])
-    return made(point, "narayanan zero3" if zero else "narayanan", "narayanan zero3" if zero else "narayanan", run, hardware_flops=flops)
+def degrees_of(point: Point, model: ModelConfig, n: int, batch: int) -> Degrees:
+    """As stated; where there are more devices than samples and nothing is said, tensor parallelism in a node makes up for it, then a pipeline;
+    a dispatcher of experts without a degree goes over all."""
+    c, heads = point["config"], getattr(model, "n_kv_heads", None) or model.n_heads
+    tensor, stages, context = (int(c.get(key) or 1) for key in ("tp", "pp", "cp"))
+    if not c.get("tp") and (ways := n // (stages * context * batch)) > 1:
+        tensor = max(t for t in range(1, min(ways, NODE) + 1) if ways % t == 0 and heads % t == 0)
+        stages *= ways // tensor
+    experts = getattr(model, "n_experts", None)
+    if experts and tensor > 1:  # which it does not split: their processes take parts of the sequence
+        tensor, context = 1, context * tensor
+    groups = n // (tensor * stages)
+    if groups < 1 or groups * tensor * stages != n or groups % context:
+        raise NotCovered(f"{n} devices are no multiple of {tensor} x {stages} x {context}")
+    most = groups if (c.get("ep") or 1) == 1 and "deepep" in words(point, "kernels") else c.get("ep") or 1
+    expert = next((e for e in range(min(most, groups), 0, -1) if groups % e == 0 and experts % e == 0), 1) if experts else 1
+    return Degrees(tensor, stages, context, expert, groups)
 
 
-def megatron2020(point: Point) -> Case:
-    device = device_of(point, "V100-32GB" if "V100" in point["hardware"] else "A100-40GB")
-    if "DGX-2" in point["hardware"]:  # a switch between the GPUs, where the measured V100 node has a cube
-        device = dataclasses.replace(device, link=Link("NVSwitch", device.link.bandwidth))
-    return made(point, "megatron 2020", "megatron 2020", megatron_run(point, device))
+def whole_sharded(point: Point, device: Device, held: int) -> bool:
+    """Whether weights are sharded over all replicas (FSDP, ZeRO-3): said so, or no room for them. held: the parameters of one process."""
+    c, text = point["config"], words(point, "zero", "sharding", "scheme", "framework", "fsdp")
+    said = re.search(r"fsdp|zero-?3|full_shard|^3", text) or (c.get("fsdp") or 0) > 1 or str(c.get("zero")) == "3"
+    return bool(said) or (16 * held > device.capacity and not c.get("tp"))
 
 
-# ---------------------------------------------------------------- others
+def padded(model: ModelConfig, tensor: int) -> ModelConfig:
+    """With a vocabulary of a multiple of 128 × tensor, as Megatron makes it."""
+    return model.changed(vocab_size=-(-model.vocab_size // (128 * tensor)) * 128 * tensor)
 
 
-def mosaic(point: Point) -> Case:
-    c = point["config"]
-    size = point["model"].lower().removeprefix("mpt-")
-    if size not in MPT:
-        raise NotCovered(f"model {point['model']}: sizes not known")
-    device = device_of({**point, "hardware": point["hardware"].replace("_", "-")}, "H100-SXM")
-    layers, hidden, heads = MPT[size]
-    n, pure = point["n_devices"], c.get("mixed_precision_mode") == "PURE"
-    full = bool(c.get("activation_checkpointing"))
-    layout = Layout(**sharded(n, "bf16" if pure else None),
-                    checkpointing="full" if full else "none", micro_batch=c["micro_batch"])  # fmt: skip
-    model = gpt(layers, hidden, heads, point["seq"], 50368, bias=False)
-    run = Run(recipe_of(model, layout, point["batch"]), Cluster(device, n), "mosaic", "full" if full else "none",
-              "fp8" if "fp8" in str(c.get("precision")) else "")  # fmt: skip
-    return made(point, f"mosaic {point['hardware']}", "mosaic", run)
-
-
-def flash(point: Point) -> Case:
+def training(point: Point) -> Case:
+    """A point of a training run. Raises NotCovered for what is not stated and cannot be assumed."""
+    point = completed(point)
     c, n = point["config"], point["n_devices"]
-    model = gpt(c["layers"], c["hidden"], c["heads"], point["seq"], 50304)
-    full = c.get("recompute") == "full"
-    layout = Layout(precision="bf16", checkpointing="full" if full else "none", micro_batch=8)
-    samples = -(-point["batch"] // (8 * n)) * 8 * n
-    return made(point, "flash-attention", "flash-attention", Run(recipe_of(model, layout, samples), Cluster(device_of(point, "A100-80GB"), n), "flash", "full" if full else "none"))
-
-
-def tinyllama(point: Point) -> Case:
-    if "tinyllama" not in point["model"].lower() or point["metric"] == "gpu_hours":
-        raise NotCovered("a whole run")
-    layout = Layout(**sharded(16), micro_batch=8)
-    model = llama("tinyllama", 2048)
-    return made(point, "tinyllama", "tinyllama", Run(recipe_of(model, layout, 16 * 8 * 4), Cluster(device_of(point, "A100-40GB"), 16), "flash"))
-
-
-def titan(point: Point) -> Case:
-    c, n = point["config"], point["n_devices"]
-    if point["metric"] == "peak_memory":
-        raise NotCovered("torchtitan's peak memory: its allocator and compiler are not modelled")
-    text = json.dumps(c).lower()
-    tensor, stages, context = c.get("tp") or 1, c.get("pp") or 1, c.get("cp") or 1
-    schedule = "interleaved" if "interleaved" in (c.get("schedule") or "").lower() else "1f1b"
-    shard = n // (tensor * stages)
-    local = c.get("local_batch") or point["batch"] * context // shard
-    ac = c.get("ac") if c.get("ac") in ("full", "selective") else "none"
-    model = llama(llama_name(point["model"]), point["seq"] // context)
-    layout = Layout(**sharded(shard), tensor=tensor, pipeline=stages, checkpointing=ac, micro_batch=1 if stages > 1 else local)
-    run = Run(recipe_of(model, layout, local * shard), Cluster(device_of(point, "H100-96GB-500W"), n), "titan", ac, "fp8" if "float8" in text else "",
-              asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")), context=context, virtual=2 if schedule == "interleaved" else 1)  # fmt: skip
-    return made(point, "torchtitan", "torchtitan " + ("70B" if "asyncTP" in point["source"] else "405B"), run)
-
-
-def bridge(point: Point) -> Case:
-    c, n = point["config"], point["n_devices"]
-    device = device_of(point)
-    tensor, stages, context, micro = c.get("tp") or 1, c.get("pp") or 1, c.get("cp") or 1, c.get("micro_batch") or 1
-    virtual = (c.get("vp") or 1) if stages > 1 else 1
-    precision = (c.get("precision") or "bf16").lower()
-    dtype = "fp4" if "fp4" in precision else "fp8" if "fp8" in precision else ""
+    if re.search(r"(vit|deit3?|beit(?:v2)?)_", point["model"]):
+        return timm(point)
+    device, model = device_at(point), model_of(point)
+    shape = f"{model.family} {model.n_layers} x {model.d_model}" + (f", {model.n_experts} experts" if getattr(model, "n_experts", None) else "")
+    batch = point["batch"] or c.get("batch") or (c.get("micro_batch") and c.get("dp") and c["micro_batch"] * c["dp"] * (c.get("grad_accum") or 1))
+    batch = batch or (n and point["metric"] == "tokens_per_s_per_gpu" and c.get("fsdp") and 32 * n)  # of no matter to a rate
+    if not n or not batch:
+        raise NotCovered(f"{'the number of devices' if not n else 'the batch'} is not given")
+    d, (half, dtype) = degrees_of(point, model, n, batch), precision_of(point)
     if dtype == "fp4" and "fp4" not in device.peaks:
         raise NotCovered(f"the fp4 peak of {device.name} is not known")
-    shard = c.get("fsdp") or 1
-    frozen = 16 * (point["params"] or 0) > n * device.memory  # what cannot be trained whole on so few is an adapter's fine-tuning
-    held = sharded(shard * context) if shard > 1 else {"precision": "pure_bf16"}
-    layout = Layout(**held, tensor=tensor, pipeline=stages, micro_batch=micro)
-    model = llama(llama_name(point["model"]), point["seq"] // context)
-    run = Run(recipe_of(model, layout, point["batch"] * context), Cluster(device, n), "mcore", dtype=dtype, frozen=frozen, context=context, virtual=virtual)
-    return made(point, "megatron-bridge", "megatron-bridge", run)
+    sharded = whole_sharded(point, device, (point["params"] or 0) / (d.tensor * d.stages)) and d.groups > 1
+    name = program_of(point, device, sharded, getattr(model, "n_experts", None) is not None)
+    program = software.table()[name]
+    parts, local = batch * d.context, c.get("local_batch") or 0
+    micro = c.get("micro_batch") or (1 if d.stages > 1 else local or divisor(max(parts // d.groups, 1), 8))
+    micro = max(1, min(int(micro), parts // d.groups))
+    samples = max(1, round(parts / (d.groups * micro))) * d.groups * micro
+    if isinstance(model, GPTConfig) and name in ("megatron", "zero3"):
+        model = (model if c.get("unpadded") and d.tensor == 1 else padded(model, d.tensor)).changed(dropout=0.1)
+    if d.context > 1:
+        model = model.changed(seq_len=model.seq_len // d.context)
+    sliced, layers = d.stages if getattr(model, "n_experts", None) else 1, model.n_layers
+    if sliced > 1:
+        model = model.changed(n_layers=-(-model.n_layers // sliced), dense_layers=[])
+    shard = d.groups // d.expert if sharded else 1
+    if device.kind == "tpu":  # between slices weights are replicated
+        shard = d.groups // (c.get("slices") or max(1, n // device.node))
+    kinds = {"reduce_dtype": half} if c.get("mixed_precision_mode") == "PURE" else {}
+    held = {"shard": shard, "param_dtype": half, **kinds} if shard > 1 else {"precision": half}
+    if program.precision.startswith("pure_") and shard == 1:
+        held = {"precision": f"pure_{half}" if c.get("precision") else program.precision}
+    if sharded and shard == 1:
+        held = {"precision": f"pure_{half}"}
+    if name == "zero3":
+        held = {"precision": program.precision, "shard": shard, "reduce_dtype": "fp16"}
+    layout = Layout(**held, tensor=d.tensor, pipeline=d.stages // sliced, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
+                    sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
+    run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, layers=layers, gathered=d.context > (c.get("cp") or 1),
+              asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")),
+              virtual=virtual_of(point) if d.stages > 1 else 1, wide_gradients="bf16 +" in words(point, "precision"))  # fmt: skip
+    run = with_recompute(run, recomputed(point) or program.recompute)
+    found = memory(point, run) if point["metric"] in ("peak_memory", "feasible") else made(point, run)
+    found.model = shape
+    return found
 
 
-def mcore(point: Point) -> Case:
-    c, n = point["config"], point["n_devices"]
-    stages, micro = c.get("pp") or 1, c.get("micro_batch") or 1
-    layout = Layout(precision="pure_bf16", tensor=c["tp"], pipeline=stages, micro_batch=micro)
-    model = gpt(c["layers"], c["hidden"], c["heads"], point["seq"], c["vocab"])
-    run = Run(recipe_of(model, layout, point["batch"]), Cluster(device_of(point, "H100-SXM"), n), "mcore", virtual=2 if stages > 1 else 1)
-    return made(point, "megatron-core", "megatron-core", run)
+def memory(point: Point, run: Run) -> Case:
+    """The memory of a process, and whether it is there."""
+    if run.software != "megatron":
+        raise NotCovered(f"peak memory of {run.software}: its allocator and compiler are not modelled")
+    feasible, most = point["metric"] == "feasible", software.memory_of(run) / 1e9
+
+    def total(v: dict[str, float]) -> float:
+        return float(most + v["constant"] < 80 * 2**30 / 1e9) if feasible else most + v["constant"]
+
+    return Case(point, "", "", point["model"], float(point["value"]), direct=total, entry="memory/megatron")
+
+
+def virtual_of(point: Point) -> int:
+    """Stages a device."""
+    c = point["config"]
+    return int(c.get("vp") or c.get("interleave") or (2 if "interleaved" in words(point, "schedule") else 1))
+
+
+def with_recompute(run: Run, way: str) -> Run:
+    """The run with what it computes again. needed: all, where the whole does not fit."""
+    if way == "needed":
+        way = "full" if software.memory_of(run) > run.cluster.device.capacity else "none"
+    checkpointing = {"full": "full", "cheap": "selective", "half": "selective"}.get(way, "none")
+    layout = run.recipe.layout.model_copy(update={"checkpointing": checkpointing})
+    return dataclasses.replace(run, recipe=run.recipe.model_copy(update={"layout": layout}), recompute=way)
 
 
 def timm(point: Point) -> Case:
@@ -269,49 +292,6 @@ def timm(point: Point) -> Case:
     patch, size = int(found.group(3)), int(found.group(4))
     model = ViTConfig(n_layers=layers, d_model=width, n_heads=heads, d_ff=d_ff, patch_size=patch, image_size=size, n_classes=1000)
     layout = Layout(precision="fp16", attention="naive", micro_batch=point["batch"])
-    case = made(point, "timm", "timm", Run(recipe_of(model, layout, point["batch"]), Cluster(device_of(point, "RTX-3090"), point["n_devices"]), "timm"))
+    case = made(point, Run(recipe_of(model, layout, point["batch"]), Cluster(device_of(point), point["n_devices"]), "timm"))
     case.model = found.group(0).replace("deit3_", "vit_").replace("deit_", "vit_").replace("beit_", "vit_").replace("_distilled", "")
     return case
-
-
-def elsewhere(point: Point) -> Case:
-    """A run that no reader above knows: the layout as far as it is stated, by the nearest software."""
-    c, text = point["config"], json.dumps({k: v for k, v in point.items() if k != "note"}).lower()
-    device, model = device_of(point), model_of(point)
-    tensor, stages, context = (int(c.get(key) or 1) for key in ("tp", "pp", "cp"))
-    dp = c.get("dp") or c.get("fsdp")
-    n = point["n_devices"]
-    batch = point["batch"] or c.get("batch") or (c.get("micro_batch") and dp and c["micro_batch"] * dp * (c.get("grad_accum") or 1))
-    if not n or not batch:
-        raise NotCovered(f"{'the number of devices' if not n else 'the batch'} is not given")
-    if not c.get("tp") and n // (stages * context) > batch:  # split what has more devices than samples
-        tensor = next(t for t in range(1, n + 1) if n % t == 0 and n // (t * stages * context) <= batch and model.n_heads % t == 0)
-    groups = n // (tensor * stages * context)
-    if groups < 1 or groups * tensor * stages * context != n:
-        raise NotCovered(f"{n} devices are no multiple of {tensor} x {stages} x {context}")
-    micro = min(c.get("micro_batch") or (1 if stages > 1 else divisor(max(batch // groups, 1), 8)), max(1, batch // groups))
-    mine, room = tensor * stages, device.capacity
-    whole = c.get("zero") == 3 or any(word in text for word in ("fsdp", "zero-3", "full_shard")) or 16 * (point["params"] or 0) / mine > room
-    tokens = point["seq"] or getattr(model, "seq_len", 512)
-    kept = 34 * tokens * micro * model.d_model * model.n_layers / (tensor * context)  # bytes, of as many micro-batches as there are stages
-    needed = point["metric"] == "hfu" or kept + 16 * (point["params"] or 0) / (mine * (groups if whole else 1)) > room
-    recompute = str(c.get("recompute") or c.get("ac") or ("full" if c.get("activation_checkpointing", needed) else "none")).lower()
-    recompute = recompute if recompute in ("full", "selective") else "none"
-    name = next((name for name, words in NAMED.items() if any(word in text for word in words)), "mosaic")
-    whole = whole and groups > 1
-    half = "fp16" if "fp16" in text else "fp32" if "fp32" in str(c.get("precision")) else "bf16"
-    pure = software.table()[name].precision.startswith("pure_") and half != "fp32" and not whole
-    held = sharded(groups * context, half=half) if whole and half != "fp32" else {"precision": f"pure_{half}" if pure else half, "shard": groups * context if whole else 1}
-    layout = Layout(**held, tensor=tensor, pipeline=stages, micro_batch=micro, attention="naive" if software.table()[name].attention == "plain" else "sdpa",
-                    sequence_parallel=tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")),
-                    checkpointing="full" if recompute == "full" else "none")  # fmt: skip
-    if context > 1:
-        model = model.model_copy(update={"seq_len": (point["seq"] or model.seq_len) // context})
-    samples = max(1, round(batch / (groups * micro))) * groups * micro
-    case = made(point, "elsewhere", "elsewhere " + str(point["source"])[:40], Run(recipe_of(model, layout, samples * context), Cluster(device, n), name, recompute, context=context))
-    case.note = f"a source without a reader of its own: read as a run of {name}, its layout where it is stated"
-    return case
-
-
-NAMED = {"mcore": ("megatron-core", "megatron-bridge", "nemo"), "megatron": ("megatron",), "titan": ("torchtitan", "fsdp2"),
-         "timm": ("timm", "pytorch-image-models"), "flash": ("flash-attention", "flash_attention")}  # fmt: skip

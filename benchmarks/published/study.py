@@ -1,10 +1,11 @@
-"""All points of a file: read, fitted, predicted with their model or their source left out, summed up."""
+"""All points of a file: read, fitted, predicted with their model, their source or their chip left out."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,18 +18,14 @@ from gradus.plan import collectives, roofline
 from gradus.plan.roofline import OF_CHIP, OF_NETWORK, OF_SOFTWARE
 from gradus.plan.step import interval, step_time
 from published import fit as fitting
-from published import others, runs
+from published import others, runs, scoring
 from published.points import Asked, Case, NotCovered, Point, cleaned, timed
 from published.price import Runs
 
+# of points that are no run: text of their source, metric → reader
 READERS: list[tuple[str, str, Callable[[Point], Case]]] = [
-    ("vTrain@f8dda84 data/ground_truth", "", runs.vtrain), ("vTrain@f8dda84 trace", "collective_time", others.collective), ("bigscience", "", runs.bloom),
-    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("Korthikanti", "", runs.korthikanti), ("Narayanan", "", runs.narayanan),
-    ("Megatron-LM@152aab304d", "step_time", runs.megatron2020), ("llm-foundry", "tokens_per_s_per_gpu", runs.mosaic), ("flash-attention", "", runs.flash),
-    ("TinyLlama", "tokens_per_s_per_gpu", runs.tinyllama), ("torchtitan", "", runs.titan), ("Megatron-Bridge", "tokens_per_s_per_gpu", runs.bridge),
-    ("Megatron-LM@d98e8a64dd", "", runs.mcore), ("pytorch-image-models", "", runs.timm), ("litgpt", "", others.litgpt),
-    ("MAMF", "max_achievable_matmul_tflops", others.largest_product), ("MLCarbon", "", others.bookkeeping), ("", "parameter_count", others.count),
-    ("", "saved_activation_bytes_per_sbh", others.saved),
+    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("litgpt", "", others.litgpt), ("MLCarbon", "", others.bookkeeping),
+    ("", "parameter_count", others.count), ("", "saved_activation_bytes_per_sbh", others.saved),
 ]  # fmt: skip
 BY_METRIC = {"gpu_hours": others.hours, "chip_hours": others.hours, "energy": others.hours, "carbon": others.hours, "carbon_location_based": others.hours,
              "collective_time": others.collective, "max_achievable_matmul_tflops": others.largest_product}  # fmt: skip
@@ -39,13 +36,37 @@ WRONG = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryErr
 # ---------------------------------------------------------------- reading
 
 
+# of old files, whose points have no group: text of the source → group of the table, what is left out together
+GROUPS = [("ground_truth_single", "vtrain-single", ""), ("vTrain", "vtrain-multi", ""), ("bigscience", "bloom time", ""), ("Korthikanti", "korthikanti", ""),
+          ("Narayanan", "narayanan", ""), ("Megatron-LM@152aab304d", "megatron 2020", ""), ("llm-foundry", "mosaic", ""), ("flash-attention", "flash-attention", ""),
+          ("TinyLlama", "tinyllama", ""), ("torchtitan", "torchtitan", "asyncTP"), ("Megatron-Bridge", "megatron-bridge", ""),
+          ("Megatron-LM@d98e8a64dd", "megatron-core", ""), ("pytorch-image-models", "timm", "")]  # fmt: skip
+
+
+def label(found: Case, point: Point) -> None:
+    """Give a run's case its group and its source, which no prediction depends on."""
+    text = str(point.get("source") or "")
+    group, apart = next(((group, apart) for word, group, apart in GROUPS if word in text), ("elsewhere", ""))
+    group, apart = (point["group"], "") if isinstance(point.get("group"), str) else (group, apart)
+    found.source = f"{group} {apart}" if apart and apart in text else group
+    if group == "mosaic":
+        group += f" {point.get('hardware')}"
+    if group == "narayanan" and found.work is not None and found.work.software == "zero3":
+        group = found.source = "narayanan zero3"
+    if found.work is None and group == "bloom time":
+        group = "feasible" if point["metric"] == "feasible" else "bloom memory"
+    if group == "elsewhere":
+        found.source += f" {text[:40]}"
+    found.group = group
+
+
 def _by_metric(point: Point) -> Case:
     """What any source's point of a metric is predicted by."""
     metric = point["metric"]
     if "_for_" in metric and not (point.get("batch") or point["config"].get("batch")):
         return others.hours(point)
-    if timed(metric):
-        return runs.elsewhere(point)
+    if timed(metric) or metric in ("peak_memory", "feasible"):
+        return runs.training(point)
     if metric not in BY_METRIC:
         raise NotCovered(f"metric {metric}: nothing predicts it")
     return BY_METRIC[metric](point)
@@ -68,6 +89,8 @@ def case(point: Point) -> Case:
             if not math.isfinite(predicted(found)):
                 raise NotCovered(f"{metric}: no finite prediction")
             found.point = point
+            if not found.group:
+                label(found, point)
             return found
         except NotCovered as reason:
             why = why or str(reason)
@@ -117,64 +140,19 @@ def predicted(c: Case) -> float:
     return c.value(step_time(c.work, c.cluster, roofline.parameters(c.cluster.device, c.work.software)[0]).total)
 
 
-@dataclasses.dataclass
-class Result:
-    """A point, predicted. inside: whether it lies in the stated interval; others: (models, sources) that stood in its fit."""
-
-    case: Case
-    predicted: float
-    baseline: float | None = None
-    inside: bool | None = None
-    others: tuple[int, int] = (0, 0)
-
-    @property
-    def error(self) -> float:
-        """Relative; of values that are 0 or 1 the difference."""
-        return (self.predicted - self.case.measured) / (abs(self.case.measured) or 1.0)
-
-
 def slower(c: Case, value: float) -> float:
     """Measured by predicted seconds."""
     return value / c.measured if c.rate else c.measured / value
 
 
-def inside(c: Case, value: float, foreign: bool) -> bool | None:
-    """Whether the measured step lies in the interval that the plan states with its prediction."""
-    if c.work is None or not c.work.software:
-        return None
-    low, high = interval(c.work, foreign)
-    return low <= slower(c, value) <= high
-
-
-# ---------------------------------------------------------------- the baseline
-
-
-def kind(c: Case) -> str:
-    """Within which the baseline is one constant: chip and kind of source."""
-    return f"{c.chip} {c.group}" if c.work is not None and c.work.software else c.group
-
-
-def constant_of(c: Case) -> float | None:
-    """What the baseline takes as constant: the utilisation (MFU) that a measured time means, or the value over its reference."""
-    if c.work is None:
-        return c.measured / c.base if c.base and c.measured > 0 else None
-    ratio = c.measured / c.at_mfu(1.0)
-    return ratio if c.rate else 1 / ratio
-
-
-def constants(cases: Iterable[Case]) -> dict[str, float]:
-    """The baseline's constant of each kind: a geometric mean."""
-    found: dict[str, list[float]] = {}
-    for c in cases:
-        if constant := constant_of(c):
-            found.setdefault(kind(c), []).append(math.log(constant))
-    return {name: math.exp(statistics.fmean(logs)) for name, logs in found.items()}
-
-
-def baseline(c: Case, constant: float | None) -> float | None:
-    if constant is None or (c.work is None and not c.base):
-        return None
-    return c.at_mfu(constant) if c.work is not None else c.base * constant
+def entry(c: Case, value: float | None, label: str = "") -> scoring.Entry:
+    """The point with what is predicted of it. Of what is 0 or 1 the error is that of a refusal, or none."""
+    program = c.work.software.partition("-")[0] if c.work is not None else c.entry  # whatever its way with experts
+    if c.group == "feasible":
+        error = 0.0 if value == c.measured else scoring.REFUSED
+    else:
+        error = math.log(slower(c, value) if c.work is not None else c.measured / value)
+    return scoring.Entry(c.point, c.group, c.chip, program, error, label=label, case=c, value=value)
 
 
 # ---------------------------------------------------------------- left out
@@ -182,7 +160,7 @@ def baseline(c: Case, constant: float | None) -> float | None:
 
 def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     """Parameters of an entry's formula, fitted on these."""
-    cases = [c for c in cases if not c.group.startswith("feasible")]  # yes or no has no logarithm
+    cases = [c for c in cases if c.group != "feasible"]  # yes or no has no logarithm
     start = {"alpha": 5e-5, "beta": 1.5e11} if entry.startswith("links/") else others.starts().get(entry, {})
     names = [name for name in start if name != "tokens"]
     if not cases or not names:
@@ -198,6 +176,46 @@ def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     return values(fitting.minimise(errors, prior, np.full(len(names), 0.7), np.ones(len(cases)), prior))
 
 
+def weights_of(cases: list[Case]) -> np.ndarray:
+    """A source of n cells (`scoring.cell`) counts as the root of n; the rows of a cell share its weight."""
+    cells = [(c.source, *scoring.cell(c.point)) for c in cases]
+    rows, many = Counter(cells), Counter(source for source, *_ in set(cells))
+    return np.array([3 * many[source] ** -0.5 / rows[source, *rest] for source, *rest in cells])
+
+
+class LeftOut:
+    """The errors of runs by fits without them. A search that starts at the fit of all and stops where little is won keeps what it should not know:
+    these are Gauss-Newton steps of full length, with slopes taken at the fit of all, then anew."""
+
+    def __init__(self, fit: fitting.Fit, x: np.ndarray):
+        self.fit, self.x, self.free = fit, x, np.flatnonzero(fit.spread)
+        self.errors, self.slopes = self.at(x)
+
+    def at(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Errors and their slopes."""
+        errors, slopes = self.fit.errors(x), np.zeros((len(self.fit.measured), len(x)))
+        for columns, on in self.fit.together:
+            moved = x.copy()
+            moved[columns] -= 1e-3
+            slope = ((errors - self.fit.errors(moved)) / 1e-3)[:, None]
+            slopes[:, columns] = slope if on is None else slope * on
+        return errors, slopes[:, self.free] / fitting.SIGMA
+
+    def without(self, out: np.ndarray) -> np.ndarray:
+        """Errors of all runs by a fit without these."""
+        fit, x, errors, slopes = self.fit, self.x.copy(), self.errors, self.slopes
+        spread, prior = fit.spread[self.free], fit.prior[self.free]
+        for anew in (False, False, True, False):
+            if anew:
+                errors, slopes = self.at(x)
+            e = errors / fitting.SIGMA
+            weight = fit.weights * ~out / np.sqrt(1 + e**2)
+            matrix = slopes.T @ (slopes * weight[:, None]) + np.diag(1 / spread**2)
+            x[self.free] -= np.linalg.solve(matrix, slopes.T @ (weight * e) + (x[self.free] - prior) / spread**2)
+            errors = fit.errors(x)
+        return errors
+
+
 class Study:
     """Cases with a joint fit of those that are work, and one of each formula."""
 
@@ -205,14 +223,15 @@ class Study:
         self.cases = cases
         self.direct = [c for c in cases if c.work is None]
         self.links = {e: _formula([c for c in self.direct if c.entry == e], e) for e in sorted({c.entry for c in self.direct if c.entry.startswith("links/")})}
-        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere"]
+        alone = {id(p) for p in scoring.once(c.point for c in cases)}
+        self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere" and id(c.point) in alone and not scoring.apart(c.point)]
         collectives.MEASURED = self.tables()  # what follows is fitted on top of them
         try:
             priced = Runs([(c.work, c.cluster) for c in self.priced])
         finally:
             collectives.MEASURED = None
         self.fit = fitting.Fit(priced, [(c.chip, c.work.software) for c in self.priced], np.array([c.seconds for c in self.priced]),
-                               fitting.weights_of([c.source for c in self.priced]))  # fmt: skip
+                               weights_of(self.priced))  # fmt: skip
         self.x = self.fit.solve()
 
     def tables(self) -> dict[str, Any]:
@@ -223,98 +242,35 @@ class Study:
             table["latency"][int(n)], table["bandwidth"][int(n)] = _short(v["alpha"]), _short(v["beta"])
         return found
 
-    def left_out(self, label: str, progress: Callable[[str], None] = lambda text: None) -> dict[int, float]:
-        """id of a case → its value, predicted with all of its `label` (model, source) left out."""
-        progress(f"leaving one {label} out")
-        labels = [getattr(c, label) for c in self.priced]
-        errors = fitting.leave_out(self.fit, labels, self.x)
-        out = {id(c): c.value(c.seconds * math.exp(e)) for c, e in zip(self.priced, errors)}
-        for entry in sorted({c.entry for c in self.direct}):
-            members = [c for c in self.direct if c.entry == entry]
-            for name in sorted({getattr(c, label) for c in members}):
-                v = _formula([c for c in members if getattr(c, label) != name], entry)
-                out |= {id(c): c.direct(v) for c in members if getattr(c, label) == name}
-        return out
+    @functools.cached_property
+    def near(self) -> LeftOut:
+        return LeftOut(self.fit, self.x)
 
-    def foreign(self, c: Case, label: str) -> bool:
-        """Whether no run on its chip is left."""
-        return not any(o.chip == c.chip for o in self.priced if getattr(o, label) != getattr(c, label))
+    def without(self, labels: list[str]) -> np.ndarray:
+        """The logarithm of predicted by measured seconds of each priced run, by a fit without the runs of its label; "": of all."""
+        errors, named = self.near.errors.copy(), np.array(labels)
+        for name in sorted(set(labels) - {""}):
+            errors[named == name] = self.near.without(named == name)[named == name]
+        return errors
 
-    def beside(self, c: Case, label: str) -> tuple[int, int]:
-        """Models and sources that are left with its chip or its software, or its formula."""
-        def alike(o: Case) -> bool:
-            return o.entry == c.entry if c.work is None else o.work is not None and (o.chip == c.chip or o.work.software == c.work.software)
+    def left_out(self, label: Callable[[Case], str]) -> list[scoring.Entry]:
+        """Runs by a fit without those of their label; "": not among them."""
+        labels = [label(c) if c.work.software else "" for c in self.priced]
+        found = zip(self.priced, self.without(labels), labels)
+        every = [entry(c, c.value(c.seconds * math.exp(e)), name) for c, e, name in found if name]
+        return scoring.intervals(scoring.weigh(every))
 
-        left = [o for o in self.cases if alike(o) and getattr(o, label) != getattr(c, label)]
-        return len({o.model for o in left}), len({o.source for o in left})
-
-    def results(self, label: str, progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-        values, rest = self.left_out(label, progress), {}
-        for name in {getattr(c, label) for c in self.cases}:
-            rest[name] = constants(o for o in self.cases if getattr(o, label) != name)
-        out = []
-        for c in self.cases:
-            value = values.get(id(c), math.nan)
-            if math.isnan(value):  # elsewhere: never in the fit
-                value = predicted(c)
-            foreign = c.work is not None and (c.group == "elsewhere" or self.foreign(c, label))
-            out.append(Result(c, value, baseline(c, rest[getattr(c, label)].get(kind(c))), inside(c, value, foreign), self.beside(c, label)))
-        return out
+    def formulas(self) -> list[scoring.Entry]:
+        """What is no run by its formula, fitted without the model."""
+        found = []
+        for name, model in sorted({(c.entry, c.model) for c in self.direct}):
+            members = [c for c in self.direct if c.entry == name]
+            v = _formula([c for c in members if c.model != model], name)
+            found += [entry(c, c.direct(v)) for c in members if c.model == model]
+        return scoring.weigh(found)
 
 
 # ---------------------------------------------------------------- summing up
-
-
-def summary(results: list[Result]) -> dict[str, float | None]:
-    """n, mean, median and largest absolute error, bias (geometric), the share inside the stated interval, the baseline's mean error and the
-    skill over it, models and sources that stood in the fits (medians)."""
-    errors = [abs(r.error) for r in results]
-    both = [r for r in results if r.baseline is not None]
-    plain = statistics.fmean(abs(r.baseline - r.case.measured) / abs(r.case.measured) for r in both) if both else None
-    mine = statistics.fmean(abs(r.error) for r in both) if both else None
-    ratios = [math.log(r.predicted / r.case.measured) for r in results if r.predicted > 0 and r.case.measured > 0]
-    known = [r.inside for r in results if r.inside is not None]
-    return {"n": len(results), "mean": statistics.fmean(errors), "median": statistics.median(errors), "max": max(errors),
-            "bias": math.exp(statistics.fmean(ratios)) - 1 if ratios else 0.0, "inside": statistics.fmean(known) if known else None,
-            "constant": plain, "skill": 1 - mine / plain if plain else None,
-            "models": statistics.median(r.others[0] for r in results), "sources": statistics.median(r.others[1] for r in results)}  # fmt: skip
-
-
-APART = ("all-reduce", "bloom memory", "feasible", "largest")  # what is no step's time
-JOINED = {"steps (all)": lambda g: not g.startswith(APART),
-          "mosaic (all)": lambda g: g.startswith("mosaic"),
-          "multi-node A100, Megatron (all)": lambda g: g in ("vtrain-multi", "bloom time", "korthikanti", "narayanan")}  # fmt: skip
-
-
-def grouped(results: list[Result]) -> dict[str, dict[str, float | None]]:
-    """By group; what the plan predicts first, and that together; then formulas of their own; then identities."""
-    table = {}
-    for which, total in (("plan", "all together"), ("other", None), ("identity", None)):
-        mine = [r for r in results if r.case.kind == which]
-        groups: dict[str, list[Result]] = {}
-        for r in mine:
-            groups.setdefault(r.case.group, []).append(r)
-        table |= {name: summary(rows) for name, rows in sorted(groups.items())}
-        if total and mine:
-            for name, chosen in JOINED.items():
-                rows = [r for r in mine if chosen(r.case.group)]
-                table |= {name: summary(rows)} if rows else {}
-            table[total] = summary([r for r in mine if not r.case.group.startswith("feasible")] or mine)
-    return table
-
-
-HEAD = f"{'group':34}{'points':>7}{'mean %':>8}{'median':>8}{'max':>8}{'bias':>8}{'inside':>8}{'constant':>9}{'skill':>7}{'models':>7}{'sources':>8}"
-
-
-def lines(table: dict[str, dict[str, float | None]]) -> Iterator[str]:
-    def cell(value: float | None, width: int = 8, sign: bool = False) -> str:
-        return "–".rjust(width) if value is None else f"{100 * value:{'+' if sign else ''}{width}.1f}"
-
-    yield HEAD
-    for name, row in table.items():
-        skill = "–".rjust(7) if row["skill"] is None else f"{row['skill']:7.2f}"
-        numbers = "".join(cell(row[key]) for key in ("mean", "median", "max")) + cell(row["bias"], sign=True) + cell(row["inside"])
-        yield f"{name:34}{int(row['n']):7d}{numbers}{cell(row['constant'], 9)}{skill}{int(row['models']):7d}{int(row['sources']):8d}"
 
 
 def not_predicted(reasons: dict[str, list[Point]]) -> Iterator[str]:
@@ -324,26 +280,55 @@ def not_predicted(reasons: dict[str, list[Point]]) -> Iterator[str]:
         yield f"not predicted: {len(points):4d}  {reason}  ({names}{', ...' if len(points) > 3 else ''})"
 
 
-def remarks(points: list[Point], results: list[Result]) -> list[str]:
+def remarks(entries: list[scoring.Entry]) -> list[str]:
     """What a reader of the table must know of how the points were read, and whose parameters were taken."""
-    n = sum(map(runs.on_one_node, points))
+    cases = [e.case for e in entries if e.case]
+    n = sum(runs.on_one_node(c.point) for c in cases)
     text = "points of bloom time are read as 512 samples a step, not the published 2,048: their own TFLOP/s and seconds imply 512"
-    notes: Counter[str] = Counter()
-    for r in results:
-        notes.update(note for note in (r.case.note, *(roofline.parameters(r.case.cluster.device, r.case.work.software)[1] if r.case.work else ())) if note)
+    notes = Counter(note for c in cases if c.work is not None for note in roofline.parameters(c.cluster.device, c.work.software)[1])
     return ([f"note: {n} {text}"] if n else []) + [f"note: {count} points: {note}" for note, count in notes.most_common()]
 
 
-def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]]:
-    """Points of any file of the schema, with the committed parameters and the committed constants of the baseline: nothing is fitted."""
+def score(points: Iterable[Point]) -> tuple[list[scoring.Entry], dict[str, list[Point]]]:
+    """Points of any file of the schema with the committed parameters, and the interval that the plan states: nothing is fitted."""
     cases, reasons = read(points)
-    known = others.fitted().get("constants", {})
     out = []
     for c in cases:
-        value = predicted(c)
-        foreign = c.work is not None and bool(roofline.parameters(c.cluster.device, c.work.software)[1])
-        out.append(Result(c, value, baseline(c, known.get(kind(c))), inside(c, value, foreign)))
-    return out, reasons
+        out.append(entry(c, predicted(c)))
+        if c.work is not None and c.work.software:
+            low, high = interval(c.work, bool(roofline.parameters(c.cluster.device, c.work.software)[1]))
+            out[-1].between = math.log(low), math.log(high)
+    return scoring.weigh(out), reasons
+
+
+# ---------------------------------------------------------------- evaluations
+
+ALONE = {"H100": "", "B200": "", "A100": "torchtune"}  # chips whose runs are left out, their kernels kept, and the group that is scored; "": all
+BY_RATIO = re.compile("GB200|GB300|B300|TPU.*")  # chips without kernels of their own
+
+
+def _refused(reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
+    missed = scoring.once(p for points in reasons.values() for p in points if not scoring.apart(p) and (p.get("group") or timed(str(p.get("metric")))))
+    return [scoring.Entry(p, str(p.get("group") or "elsewhere")) for p in missed]
+
+
+def counted(entries: list[scoring.Entry], reasons: dict[str, list[Point]]) -> list[scoring.Entry]:
+    """Each run once, those in scope that are refused with them."""
+    alone = {id(p) for p in scoring.once(e.point for e in entries if not scoring.apart(e.point))}
+    return scoring.weigh([*(e for e in entries if e.case.work is not None and id(e.point) in alone), *_refused(reasons)])
+
+
+def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple[str, list[scoring.Entry]]]:
+    """(what was left out, the runs that are scored so, with intervals that no residual of the same made). A refusal is in the first."""
+    family = {c.work.software: c.work.software.partition("-")[0] for c in study.priced}
+    pairs = {(c.source, c.chip, family[c.work.software]) for c in study.priced}
+    shared = {key for key in pairs if any(o[0] != key[0] and o[1:] == key[1:] for o in pairs)}
+    yield "each model left out", scoring.weigh([*study.left_out(lambda c: c.model), *_refused(reasons)])
+    yield "each group left out, if another has its chip and program", study.left_out(lambda c: c.source if (c.source, c.chip, family[c.work.software]) in shared else "")
+    found = study.left_out(lambda c: c.chip if c.chip in ALONE else "")
+    yield "each chip's runs left out, its kernels kept", [e for e in found if ALONE[e.chip] in ("", e.group)]
+    yield "each chip's runs left out, by ratio", study.left_out(lambda c: c.chip if BY_RATIO.fullmatch(c.chip) else "")
+    yield "formulas of their own, each model left out", study.formulas()
 
 
 # ---------------------------------------------------------------- what is kept
@@ -351,62 +336,53 @@ def score(points: Iterable[Point]) -> tuple[list[Result], dict[str, list[Point]]
 
 OUTSIDE = 0.128  # on either side, with the source left out; less with the model left out, whose errors are smaller: a fifth of both together
 MANY = 20  # points of a software, for an interval of its own
-EAGER = ("mosaic", "timm", "titan")  # PyTorch programs, whose host and overlap Gradus's are taken to be; its operations are a kernel each
+EAGER = ("mosaic", "titan")  # PyTorch programs, whose parameters Gradus's are taken to be
 
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def quantile(values: list[float], q: float) -> float:
-    return float(np.quantile(np.array(values), q))
-
-
-def intervals(results: Iterable[Result]) -> dict[str, list[float]]:
+def intervals(study: Study) -> dict[str, list[float]]:
     """Between which 80 % of the measured steps lie (see OUTSIDE), by predictions with their source left out: of a software with MANY points
     its own, else of all. Of Gradus, of which no step on a GPU was measured, 90 % of all, and no less than any other's."""
     found: dict[str, list[float]] = {}
-    for r in results:
-        if r.case.work is not None and r.case.work.software and r.case.group != "elsewhere":
-            found.setdefault(r.case.work.software, []).append(slower(r.case, r.predicted))
+    for c, error in zip(study.priced, study.without([c.source for c in study.priced])):
+        if c.work.software:
+            found.setdefault(c.work.software, []).append(math.exp(-error))
     every = [v for values in found.values() for v in values]
 
     def between(values: list[float], out: float) -> tuple[float, float]:
-        return min(1.0, quantile(values, out)), max(1.0, quantile(values, 1 - out))
+        low, high = np.quantile(np.array(values), (out, 1 - out))
+        return min(1.0, low), max(1.0, high)
 
     own = {name: between(values if len(values) >= MANY else every, OUTSIDE) for name, values in sorted(found.items())}
     lows, highs = zip(*own.values(), between(every, 0.05))
     return {name: [_short(low), _short(high)] for name, (low, high) in (own | {"gradus": (min(lows), max(highs))}).items()}
 
 
-def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], date: str, progress: Callable[[str], None]) -> tuple[dict, dict]:
+def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], date: str) -> tuple[dict, dict]:
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
-    makers = sorted({fitting.maker(c.chip) for c in study.priced} - {"other"})
-    chips = {m: fit.entry(x, {"*", m}, OF_CHIP if m == "nvidia" else ["matmul"]) for m in makers}
-    for chip in sorted({c.chip for c in study.priced}):
-        run = any(c.work.software for c in study.priced if c.chip == chip)
-        chips[chip] = fit.entry(x, {"*", fitting.maker(chip), chip}, OF_CHIP if run else ["matmul"])
-    known = {name for _, name in fitting.KNOWN if ("network", name) in fitting.KNOWN}
-    softwares = {s: fit.entry(x, {s}, [*OF_SOFTWARE, *(("network",) if s in known else ())]) for s in sorted({c.work.software for c in study.priced} - {""})}
-    eager = {name: _short(math.exp(statistics.fmean(math.log(softwares[s][name]) for s in EAGER if s in softwares))) for name in OF_SOFTWARE}
-    softwares = {"gradus": eager | {"elementwise": 1.0}} | softwares
+    chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
+    softwares = {s: fit.entry(x, fitting.keys_of("", s) - {"*"}, [*OF_SOFTWARE, "network"]) for s in sorted({c.work.software for c in study.priced} - {""})}
+    softwares |= {name: entry for s in list(softwares) for name, entry in fit.on_families(x, s).items()}
+    for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):
+        fields = {field for s in EAGER for field in softwares.get(s + place, ())}
+        named = {f: [softwares.get(s + place, {}).get(f, softwares[s][f]) for s in EAGER if s in softwares] for f in OF_SOFTWARE if f in fields}
+        softwares["gradus" + place] = {f: _short(math.exp(statistics.fmean(map(math.log, values)))) for f, values in named.items()}
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
              "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
-    first["intervals"] = intervals(study.results("source", progress))
-    first |= {"uncovered": {why: len(p) for why, p in reasons.items()}}
+    first |= {"intervals": intervals(study), "uncovered": {why: len(p) for why, p in reasons.items()}}
     entries = {e: {k: _short(v) for k, v in _formula([c for c in study.direct if c.entry == e], e).items()} for e in sorted({c.entry for c in study.direct}) if e in others.starts()}
-    many = Counter(kind(c) for c in study.cases)  # a constant of so few would be their own value
-    entries["constants"] = {k: _short(v) for k, v in sorted(constants(study.cases).items()) if many[k] > 3}
     return first, entries
 
 
-def rows(results: list[Result], reasons: dict[str, list[Point]]) -> Iterator[str]:
-    """Every point as a line of JSON."""
-    for r in results:
-        p = r.case.point
-        yield json.dumps({"id": p.get("id"), "group": r.case.group, "model": p.get("model"), "metric": p.get("metric"), "unit": p.get("unit"),
-                          "measured": r.case.measured, "predicted": r.predicted, "error": r.error, "constant": r.baseline, "inside": r.inside})  # fmt: skip
+def rows(entries: list[scoring.Entry], reasons: dict[str, list[Point]]) -> Iterator[str]:
+    """Every point as a line of JSON. error: the logarithm of measured by predicted seconds."""
+    for e in entries:
+        about = {name: e.point.get(name) for name in ("id", "model", "metric", "unit")}
+        yield json.dumps({**about, "group": e.group, "measured": e.case.measured, "predicted": e.value, "error": e.error, "inside": e.inside})
     for reason, missed in reasons.items():
         for p in missed:
             yield json.dumps({"id": p.get("id"), "model": p.get("model"), "metric": p.get("metric"), "not_predicted": reason})

@@ -46,7 +46,7 @@ GOOD = {"peaks": {"fp32": "1 TFLOP/s"}, "memory": "4 GiB", "bandwidth": "5 GB/s"
         ({"power": "4 GW"}, r"devices\.X\.power: '4 GW'"),
         ({"node": 0}, r"devices\.X\.node: 0: .* greater than or equal to 1"),
         ({"node": 2.5}, r"devices\.X\.node: 2.5: .* valid integer"),
-        ({"kind": "fpga"}, r"devices\.X\.kind: 'fpga': .* 'gpu', 'tpu' or 'cpu'"),
+        ({"kind": "fpga"}, r"devices\.X\.kind: 'fpga': .* 'gpu', 'tpu', 'npu' or 'cpu'"),
         ({"link": "NVLink 7"}, r"devices\.X\.link: 'NVLink 7' is not a known link\. Did you mean NVLink"),
         ({"link": {"bandwidth": "5 GB"}}, r"devices\.X\.link\.bandwidth: '5 GB'"),
         ({"link": {"bandwidth": "5 GB/s", "efficiency": 80}}, r"devices\.X\.link\.efficiency: 80: .* less than or equal to 1"),

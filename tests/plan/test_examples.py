@@ -58,7 +58,7 @@ def test_llama2_serving_and_its_device():
     for bits, needed in ((32, 32.3), (16, 16.2)):  # 33.6 and 16.8 from 7e9 parameters
         rule = next(row for row in serving(config, bits=bits) if row.name == "serving/rule")
         assert rule.value / GB == pytest.approx(needed, abs=0.05)
-    for batch, needed, memory, holds in ((1, 15.6, 24, True), (8, 30.7, 32, False), (32, 82.2, 80, False)):
+    for batch, needed, memory, holds in ((1, 15.6, 16, True), (8, 30.7, 32, False), (32, 82.2, 80, False)):
         found = {row.name: row for row in serving(config, batch=batch)}
         assert found["serving/total"].value / GB == pytest.approx(needed, abs=0.05)
         assert found["serving/rule"].conditions["holds"] is holds

@@ -42,8 +42,15 @@ def test_a_chip_has_its_own_multiprocessors(name):
 
 def test_share_of_the_peak_whole_waves_of_whole_tiles():
     assert matmul_share(1, 256 * 10, 128 * 10, 4096, 100, 0.0) == 1.0  # 100 tiles on 100 units
-    assert matmul_share(1, 256 * 101, 128, 4096, 100, 0.0) == pytest.approx(0.8 * 404 / 500)  # 128 × 64: small tiles waste less of the last wave
+    # 128 × 64: small tiles waste less of the last wave; k is too short to be cut
+    assert matmul_share(1, 256 * 101, 128, 4096, 100, 1000.0) == pytest.approx(0.8 * 404 / 500 * 4096 / 5096)
     assert matmul_share(1, 2560, 1280, 1000, 100, 250.0) == pytest.approx(0.8)  # 1000 / (1000 + 250)
+
+
+def test_a_long_k_is_cut_where_tiles_are_few():
+    """One tile of 64 × 64 on 100 units, its k in 32 parts: each fills a pipeline of its own."""
+    assert matmul_share(1, 64, 64, 2**20, 100, 512.0) == pytest.approx(0.65 * 32 / 100 * 2**20 / (2**20 + 32 * 512))
+    assert matmul_share(1, 64, 64, 512, 100, 512.0) < 0.01
 
 
 def test_a_product_with_rows_of_odd_length_is_slower():
@@ -67,7 +74,7 @@ def test_what_was_not_fitted_is_said():
     assert "A100" in roofline.parameters(hardware.find("A800"))[1][0]
 
 
-@pytest.mark.parametrize(("name", "chip"), [("A100-80GB", "A100"), ("H100-96GB-500W", "H100"), ("RTX-3090", "RTX3090"), ("GB200", "GB200"), ("L40S", "L40")])
+@pytest.mark.parametrize(("name", "chip"), [("A100-80GB", "A100"), ("H100-96GB-500W", "H100"), ("RTX-3090", "RTX3090"), ("GB200", "GB200"), ("L40S", "L40S"), ("Trainium1", "TRAINIUM1")])
 def test_chip_of_a_device(name, chip):
     assert roofline.chip_of(name) == chip
 
@@ -75,10 +82,9 @@ def test_chip_of_a_device(name, chip):
 def test_devices_are_compared_with_one_software():
     """A chip's parameters are the chip's: no fused kernels, fp8 recipes or the like of whoever measured on it."""
     shared = [dataclasses.asdict(roofline.parameters(hardware.find(name))[0]) for name in ("A100-80GB", "H100", "GB300", "MI300X", "RTX-3090")]
-    for field in roofline.OF_SOFTWARE:
+    for field in set(roofline.OF_SOFTWARE) - {"products", "fused"}:  # which one software has otherwise on a family of chips
         assert len({p[field] for p in shared}) == 1
-    assert shared[0]["elementwise"] == 1.0
-    assert all(p["matmul"] < 0.95 for p in shared)
+    assert all(p["matmul"] < 1 for p in shared)
     large = matmul(16384, 16384, 16384)
     h100, mi300 = (op_seconds(large, hardware.find(name), roofline.parameters(hardware.find(name))[0]) for name in ("H100", "MI300X"))
     assert mi300 > 0.9 * h100  # its measured share of the peak is low

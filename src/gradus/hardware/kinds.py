@@ -109,7 +109,7 @@ class Device:
     power: Watts | None = None
     memory_type: str | None = None
     year: Whole | None = None
-    kind: Literal["gpu", "tpu", "cpu"] = "gpu"
+    kind: Literal["gpu", "tpu", "npu", "cpu"] = "gpu"
     vendor: str | None = None
     node: Whole = 8  # devices per node
     link: Linked = None  # within the node
@@ -120,7 +120,14 @@ class Device:
     bridge: Linked = None  # between two cards only
     aliases: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
     driver: Annotated[str | None, AfterValidator(_pattern)] = None  # pattern of whole names as the driver gives them
+    # figures that its maker does not state: computed, or of others' pages; `usable` is measured
+    inferred: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
     date: Day = ""  # of the entry
+
+    @property
+    def runs(self) -> bool:
+        """Whether Gradus runs on it."""
+        return self.kind in ("gpu", "cpu")
 
     @property
     def capacity(self) -> float:

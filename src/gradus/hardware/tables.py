@@ -96,7 +96,7 @@ def of_device(d: Device) -> list[str]:
     links = (("link", d.link), ("bridge", d.bridge), ("network", d.network))
     quotes = [f"{q.low:.2f} to {q.high:.2f} {q.currency} per hour, {q.date}: {q.source}" for q in files.quotes(d.name)]
     return [d.name + (f" ({', '.join(d.aliases)})" if d.aliases else ""), *labelled([
-        ("dense peak", ", ".join(f"{n} {v / 1e12:.4g} TFLOP/s" for n, v in d.peaks.items())),
+        ("dense peak", ", ".join(f"{n} {v / 1e12:.5g} TFLOP/s" for n, v in d.peaks.items())),
         ("memory", f"{gib(d.memory)} = {d.memory / 1e9:.4g} GB{of} at {gb_s(d.bandwidth)}{usable}"),
         ("vendor", d.vendor),
         ("power", d.power and f"{d.power:.0f} W"),
@@ -106,5 +106,6 @@ def of_device(d: Device) -> list[str]:
         *(("price", quote) for quote in quotes),
         ("", taken),
         ("measured", d.measured and f"by gradus calibrate: {', '.join(map(str, d.measured))}"),
+        ("inferred", ", ".join(d.inferred)),
         ("source", f"{d.source or '-'} ({d.date or 'no date'})"),
     ])]  # fmt: skip

@@ -286,8 +286,8 @@ def _cluster(request: Request) -> tuple[Cluster | None, bool]:
     cluster = hardware.cluster(request.on)
     if cluster.n > MOST_DEVICES:
         raise UserError(f"--on={request.on}: {cluster.n:,} devices; the plan goes up to {MOST_DEVICES:,}.")
-    if cluster.device.kind == "tpu":
-        why = "Gradus does not run on TPUs; their entry is for comparison (gradus hardware)"
+    if not cluster.device.runs:
+        why = f"Gradus does not run on {cluster.device.kind.upper()}s; their entry is for comparison (gradus hardware)"
         raise UserError(f"{request.on}: {why}. Use a GPU.")
     return cluster, bool(re.match(r"\d[\d_,]*\s*[x×*]", request.on.strip()))
 

@@ -6,10 +6,12 @@ imports torch.
 
 from __future__ import annotations
 
+import functools
 import math
 
-from gradus.hardware import Cluster, Link
-from gradus.plan.roofline import Parameters, chip_of, fitted, parameters
+from gradus import hardware
+from gradus.hardware import Cluster, Device, Link
+from gradus.plan.roofline import KERNELS, Parameters, chip_of, fitted, nearest, parameters
 from gradus.plan.work import Transfer
 
 # s of a collective within a node where none was measured: between A100's with 2 and with 8 ranks (nccl-tests)
@@ -25,23 +27,41 @@ def ring_factor(kind: str, group: int) -> float:
     return {"all_reduce": 2 * part, "send": 1.0, "broadcast": 1.0}.get(kind, part)
 
 
+@functools.cache
+def _nominal(chip: str) -> float:
+    return hardware.find(chip).link.bandwidth
+
+
+def measured_links(device: Device, link: Link) -> tuple[dict, float] | None:
+    """What was measured between devices of its chip, else of the nearest; how much more the link's maker says."""
+    tables = fitted(KERNELS)["links"] | (fitted().get("links", {}) if MEASURED is None else MEASURED)
+    chip = chip_of(device)
+    while chip and chip not in tables:
+        chip = nearest(chip)
+    if not chip or not link.name.startswith(tables[chip].get("link", "NVLink")) or "bridge" in link.name:
+        return None
+    return tables[chip], link.bandwidth / _nominal(chip)
+
+
 def intra_node_seconds(kind: str, payload: float, group: int, cluster: Cluster) -> float:
     """Seconds within a node: by latency and bandwidth measured for the group's size, else by the link's own.
 
-    payload: bytes, as in `collective_seconds`.
+    payload: bytes, as in `collective_seconds`. Where both count they add up by halves (`bend` below 1): a middle
+    payload is slower than either says.
     """
-    device = cluster.device
+    device, bend = cluster.device, 1.0
     link = device.link or device.network or HOST_LINK
-    measured = (fitted().get("links", {}) if MEASURED is None else MEASURED).get(chip_of(device))
-    if measured and kind != "send" and link.name.startswith("NVLink"):
-        size = min(sorted(measured["bandwidth"]), key=lambda size: abs(size - group))
-        latency, bandwidth = measured["latency"][size], measured["bandwidth"][size]
+    measured = measured_links(device, link) if kind != "send" else None
+    if measured:
+        table, faster = measured
+        size = min(sorted(table["bandwidth"]), key=lambda size: abs(size - group))
+        latency, bandwidth, bend = table["latency"][size], table["bandwidth"][size] * faster, table.get("bend", 1.0)
         if kind != "all_reduce":
-            latency /= 2
+            latency *= (group + 2) / (2 * group)
     else:
         latency = link.latency if kind == "send" else max(link.latency, NODE_LATENCY)
         bandwidth = link.bandwidth * link.efficiency
-    return latency + ring_factor(kind, group) * payload / bandwidth
+    return (latency**bend + (ring_factor(kind, group) * payload / bandwidth) ** bend) ** (1 / bend)
 
 
 def unknown_links(transfers: list[Transfer], cluster: Cluster) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def rank_devices(
     none of its own. The software is the same on all: Gradus's.
 
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The
-    recipe's batch, micro-batch and checkpointing stay. TPUs are left out: Gradus does not run on them. Raises UserError
+    recipe's batch, micro-batch and checkpointing stay. What Gradus does not run on (TPUs) is left out. Raises UserError
     for an unknown name.
     """
     from gradus.plan import engine
@@ -84,7 +84,7 @@ def rank_devices(
     ranked = []
     for device in [hardware.find(name) for name in names] if names else hardware.devices().values():
         for numbers in PRECISIONS:
-            if device.kind == "tpu" or numbers not in device.peaks:
+            if not device.runs or numbers not in device.peaks:
                 continue
             memory, work = traced(numbers.replace("tf32", "fp32"), "cpu" if device.kind == "cpu" else "cuda")
             work = in_tf32(work) if numbers == "tf32" else work

@@ -14,12 +14,12 @@ from gradus.plan.roofline import chip_of, fitted, parameters
 from gradus.text import table
 
 EXPLAINED = (
-    "Errors in percent. inside: points within the interval that the plan states (80 % expected). skill: 1 - error / "
-    "mean error of a constant utilisation (or value) that was fitted to the other models.",
+    "Runs count once; n: how many. Errors are medians in percent, of a model on a chip with as many devices and "
+    "samples one. covered: the rest is refused, an error of 100 %. bias: measured by predicted time. inside: within "
+    "the interval (80 % expected) that others' errors make, as wide as the factor.",
     "What this means: parameters were fitted without what was left out, but the formulas were chosen with all points "
     "in view.",
 )
-SHOWN = ("n", "mean", "median", "max", "bias", "inside", "skill")  # columns of the table; the file has more
 
 
 def lines(path: str | None = None, on: str | None = None) -> Iterator[str]:
@@ -34,13 +34,11 @@ def lines(path: str | None = None, on: str | None = None) -> Iterator[str]:
         return
     yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
     yield from EXPLAINED
-    for label in ("model", "source"):
-        scores = dict(file.get(f"without its {label}", {}))
-        columns = scores.pop("columns", [])
-        places = {name: columns.index(name) for name in SHOWN} if columns else {}
-        rows = [[group, *(_cell(name, row[i]) for name, i in places.items())] for group, row in scores.items()]
-        head = [f"each point, its {label} left out", *SHOWN]
-        yield from ("", *table(head, rows if columns else [], set(range(1, 8))))
+    for title in [name for name, entry in file.items() if isinstance(entry, dict) and "columns" in entry]:
+        scores = dict(file[title])
+        columns = scores.pop("columns")
+        rows = [[group, *map(_cell, columns, row)] for group, row in scores.items()]
+        yield from ("", *table([title, *columns], rows, set(range(1, 1 + len(columns)))))
     yield ""
     uncovered = sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1])
     yield from (f"not predicted: {n:4d}  {why}" for why, n in uncovered)
@@ -68,4 +66,4 @@ def _of(device: hardware.Device, file: dict) -> Iterator[str]:
 def _cell(column: str, value: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:.0f}" if column == "n" else f"{value:.2f}" if column == "skill" else f"{100 * value:.1f}"
+    return f"{value:.0f}" if column == "n" else f"{value:.2f}" if column == "width" else f"{100 * value:.1f}"
