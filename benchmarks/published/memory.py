@@ -50,6 +50,8 @@ class Keeps:
     buffers: float = 0.0
     balance: bool = False
     paged: bool = False
+    pipelined: float = 0.0
+    routed: float = 0.0
     recompute: tuple[str, ...] = ("none",)
     outside: float = 0.6
     communicator: float = 0.5
@@ -88,6 +90,7 @@ class Question:
     in_backward: bool = False  # the optimizer steps in the backward pass
     state: float | None = None  # bytes of the optimizer's state a trained parameter, where it is stated
     wide: bool = False  # gradients are added up in fp32 beside half ones
+    alive: float = 0.0  # tokens of a micro-batch as it usually is
     capacity: float = math.inf  # of the device, where what is not stated depends on it
     options: tuple[Question, ...] = ()  # ways to recompute, where none is stated: the first that fits
 
@@ -113,7 +116,7 @@ def keeps_of(point: Point) -> Keeps:
         if any(word in text for word in keeps.words):
             return keeps
     method = str(c.get("method") or "").lower()
-    if "async_tp" in c or "fsdp2" in str(c.get("zero")).lower():
+    if "async_tp" in c or "local_batch" in c or "fsdp" in c or "fsdp2" in str(c.get("zero")).lower():
         return known["titan"]
     if (c.get("tp") or 1) * (c.get("pp") or 1) > 1:
         return known["megatron"]
@@ -137,8 +140,12 @@ def model_of(point: Point, seq: int, heads: int = 0) -> ModelConfig:
         routed = {"n_experts": experts, "top_k": c.get("top_k") or 1, "d_expert": c.get("expert_ffn")} if experts else {}
         if experts and shared:
             routed["d_shared"] = shared["ffn"] * shared["count"] if isinstance(shared, dict) else shared * (c.get("expert_ffn") or c["ffn"])
-        return LlamaConfig(**sizes, n_kv_heads=c.get("kv_heads") or heads, d_head=c.get("head_dim"), d_ff=c.get("ffn") or c.get("expert_ffn"),
-                           tie_output=bool(c.get("tied")), qk_norm="qwen3" in name, **routed)  # fmt: skip
+        found = LlamaConfig(**sizes, n_kv_heads=c.get("kv_heads") or heads, d_head=c.get("head_dim"), d_ff=c.get("ffn") or c.get("expert_ffn"),
+                            tie_output=bool(c.get("tied")), qk_norm="qwen3" in name, **routed)  # fmt: skip
+        if c.get("tied") is None and point.get("params"):
+            tied = found.model_copy(update={"tie_output": True})
+            found = min((found, tied), key=lambda model: abs(models.count(model)["total"] - point["params"]))
+        return found
     key = re.sub(r"[\s_-]+", " ", name)
     for known, (layers, hidden, heads, d_ff, vocab) in NAMED.items():
         if known in key:
@@ -160,11 +167,16 @@ def widths(model: Any) -> dict[str, tuple[int, int]]:
     return {"to_q": (h, a), "to_k": (h, kv), "to_v": (h, kv), "to_out": (a, h), "up": (h, f), "down": (f, h)} | gate
 
 
+def vocabulary(point: Point) -> int:
+    return model_of(point, 128).vocab_size
+
+
 def seq_of(point: Point) -> int:
-    """Of the longest batch: stated, the most tokens that a sample may have, or of a data set the most that it has."""
+    """Of the longest batch: stated, the most tokens that a sample may have, or of a data set the most that it has: of a range, whose ends are
+    tokenizers', the upper one with a small vocabulary."""
     c = point["config"]
     longest = [int(n) for n in re.findall(r"\d+", re.search(r"max [\d-]+ tokens|$", str(c.get("dataset") or ""))[0])]
-    seq = point.get("seq") or c.get("max_length") or c.get("max_seq_len") or (min(longest) if longest else None)
+    seq = point.get("seq") or c.get("max_length") or c.get("max_seq_len") or (longest and (max if (c.get("vocab") or vocabulary(point)) <= 32000 else min)(longest))
     if not seq:
         raise NotCovered("seq not given")
     return int(seq)
@@ -256,7 +268,7 @@ def question_of(point: Point) -> Question:
     attention = "naive" if "naive" in str(c.get("attention")) or "eager" in str(c.get("attention")) or keeps.name == "megatron" and "flash" not in str(c.get("attention")) else "sdpa"
     virtual = int(c.get("vp") or (2 if "interleaved" in str(c.get("schedule")) else 1)) if pp > 1 else 1
     def recipe(way: str) -> Recipe:
-        layout = Layout(device="cuda", **held, tensor=tp, pipeline=pp, micro_batch=int(micro), attention=attention,
+        layout = Layout(device="cuda", **held, offload="offload" in method and dp * cp > 1, tensor=tp, pipeline=pp, micro_batch=int(micro), attention=attention,
                         checkpointing={"sac": "none"}.get(way, way) or "none", sequence_parallel=tp == 1 or bool(c.get("sequence_parallel", keeps.name != "megatron")),
                         reshard=pp == 1 or not sharded or dp * cp == 1, **({"schedule": "interleaved", "stages": virtual} if virtual > 1 else {}))  # fmt: skip
         many = max(1, round(batch / (dp * micro)))
@@ -276,7 +288,7 @@ def question_of(point: Point) -> Question:
     fields = {"zero": 3 if sharded else int(zero) if zero in ("1", "2", "3") else 1 if c.get("dist_optimizer") else 0, "replicas": dp * cp,
               "compiled": bool(c.get("compile")) or "compile" in text, "chunked": 8 if "chunked" in text or (keeps.name == "torchtune" and not ladder) else 0,
               "trained": trained, "scales": "v2" in text, "ends": "embeddings" in text, "bits": bits, "offload": "offload" in method,
-              "offload_activations": "activation offloading" in text, "in_backward": "in backward" in text or paged, "state": state,
+              "alive": micro * (c.get("mean_length_padded") or seq), "offload_activations": "activation offloading" in text, "in_backward": "in backward" in text or paged, "state": state,
               "wide": keeps.half and ("fp32 grad" in precision or "float32" in str(c.get("gradients"))) and not keeps.gradients > 2, "capacity": capacity}  # fmt: skip
     questions = [Question(recipe(way), model, n, keeps, kind_of(point, keeps), recompute=way, **fields) for way in ways]
     return dataclasses.replace(questions[0], options=tuple(questions)) if len(questions) > 1 or keeps.paged else questions[0]
@@ -323,13 +335,13 @@ def _changed(piece: Piece, profile: Profile, kind: str, full: bool, change: Chan
     stack, _ = profile.block_of(piece.unit)
     own, s = bool(stack) and piece.unit.count(".") == stack.count(".") + 1, piece.stretch
     kept = again = 0.0
-    if own and piece.edge == "pre_forward" and kind == "forward" and not full:
+    if own and piece.edge == "pre_forward" and kind == "forward" and (not full or change.offloaded):
         kept = -s.net[INDEX["activations"]] if change.offloaded else change.block
         return dataclasses.replace(piece, stretch=Stretch(_row(s.peak, change, kept), _row(s.net, change, kept, net=True), s.ops, s.transfers))
     if own and piece.edge == "pre_backward":
-        if not full:
-            kept = -s.net[INDEX["activations"]] if change.offloaded else -change.block
-        again = max(change.block, 0.0) if full else change.again - (s.net[INDEX["activations"]] if change.offloaded else 0.0)
+        kept = -s.net[INDEX["activations"]] if change.offloaded else 0.0 if full else -change.block
+        again = max(change.block, 0.0) if full else change.again
+        again += kept if change.offloaded else 0.0  # it comes back
     return dataclasses.replace(piece, stretch=Stretch(_row(s.peak, change, 0.0, again), _row(s.net, change, kept, net=True), s.ops, s.transfers))
 
 
@@ -352,15 +364,16 @@ def kept_otherwise(q: Question) -> Change:
     tp = layout.tensor
     outer = 1 / tp if layout.sequence_parallel else 1.0  # of norms and residuals
     tokens = layout.micro_batch * model.seq_len
-    block = again = 0.0
+    block = 2 * keeps.routed * h * model.top_k if getattr(model, "n_experts", None) else 0.0
+    again = 0.0
     frozen = q.recipe.adapter is not None
     inner = 1 / tp
-    if q.compiled or q.recompute == "sac":
-        cheap = 2 * (2 * h * outer + (2 if gated else 1) * f * inner)  # norms, activation, product
-        if q.recompute == "sac":
-            cheap += 2 * (h * outer + kv * inner + f * inner) - 2 * h * outer
-        block -= cheap
-        again += cheap if q.recompute == "sac" else 0.0
+    if q.recompute == "sac":  # input, queries, values, attention's output, gate, the block's last product (torchtitan, every second product)
+        qk = (a + kv) * inner if getattr(model, "qk_norm", False) else 0.0
+        again += 2 * (3 * h * outer - h * outer + (kv + 3 * f) * inner + qk)
+        block -= again
+    elif q.compiled and not getattr(model, "n_experts", None):
+        block -= 2 * f * inner if gated else 0.0  # the activation's output is computed again
     elif keeps.norms and gated:
         block += 2 * (2 if frozen and keeps.norms != "both" else 4) * h * outer
     if keeps.repeated and a > kv and layout.attention == "sdpa":
@@ -402,6 +415,9 @@ def _kept_state(q: Question, p: Process) -> tuple[float, float]:
     standing = elements * keeps.gradients / (replicas if q.zero == 2 else 1) if keeps.standing or q.zero == 2 else 0.0
     if q.wide:
         standing += 4 * elements
+    if layout.shard > 1 and layout.pipeline > 1:  # added up whole, in fp32, beside the last micro-batch's in half
+        standing += 6 * elements * layout.shard
+    standing += keeps.pipelined * q.base.vocab_size * layout.micro_batch * q.base.seq_len / layout.tensor * (layout.pipeline > 1 and q.kind != "after")
     return standing + whole + (1e9 * keeps.buffers + 4 * min(1e9, elements) if q.zero == 3 and keeps.buffers else 0.0), state
 
 
@@ -436,15 +452,24 @@ def planned(q: Question) -> float:
     """Bytes of the process that needs most."""
     if q.options:
         values = [planned(dataclasses.replace(option, options=())) for option in q.options]
-        return next((value for value in values if value <= q.capacity), min(values))
+        value = next((value for value in values if value <= q.capacity), min(values))
+        if value > q.capacity and q.keeps.paged and q.state:  # a paged optimizer's state goes to the host
+            return min(planned(dataclasses.replace(option, options=(), state=0.0)) for option in q.options)
+        return value
     most = 0.0
     for p in theirs(q):
         if q.kind == "after":
             gradients = 0.0 if q.trained or q.keeps.standing else p.param_bytes
-            most = max(most, p.param_bytes + p.frozen_bytes + p.optimizer_bytes + gradients)
+            alive = 2 * q.alive * q.base.vocab_size if q.keeps.logits > 12 else 0.0  # of the model's output
+            most = max(most, p.param_bytes + p.frozen_bytes + p.optimizer_bytes + gradients + alive)
             continue
         peak = peak_of(p)
-        stepped = p.param_bytes * 2 + p.frozen_bytes + p.optimizer_bytes + q.keeps.step * p.param_bytes / p.width if not q.trained else 0.0
+        gradients = 0.0 if q.in_backward or q.keeps.standing else p.param_bytes
+        stepped = p.param_bytes + gradients + p.frozen_bytes + p.optimizer_bytes + q.keeps.step * p.param_bytes / p.width
+        if q.trained:  # in fp32, but for what else is trained
+            ends = 2 * q.base.vocab_size * q.base.d_model * q.ends
+            stepped = p.param_bytes + p.frozen_bytes + q.keeps.step * (2 * q.trained + ends) / q.recipe.layout.shard
+        stepped = 0.0 if q.offload else stepped
         value = max(peak.bytes, stepped) if q.kind == "allocated" else max(peak.reserved, peak.bytes, stepped)
         if q.kind == "device":
             value += 1e9 * q.keeps.outside
