@@ -13,14 +13,13 @@ import numpy as np
 import yaml
 
 from gradus import models
-from gradus.errors import UserError
 from gradus.plan import engine
 from gradus.plan.case import Case
-from gradus.plan.peak import Peak, peak_of
+from gradus.plan.peak import peak_of
 from gradus.plan.process import Process
 from gradus.plan.profiles import INDEX, Piece, Profile, Stretch
-from gradus.plan.stage import Stage
 from gradus.plan.profiles import N as COMPONENTS
+from gradus.plan.stage import Stage
 from gradus.recipe.schema import Adapter, GPTConfig, Layout, LlamaConfig, ModelConfig, Recipe
 from published.points import GPT, LLAMA, MPT, NotCovered, Point, device_of, llama_name
 
@@ -265,7 +264,7 @@ def question_of(point: Point) -> Question:
             held = {"precision": f"pure_{half}" if half_weights else half}
     else:
         held = {"precision": f"pure_{half}" if half_weights else half}
-    attention = "naive" if "naive" in str(c.get("attention")) or "eager" in str(c.get("attention")) or keeps.name == "megatron" and "flash" not in str(c.get("attention")) else "sdpa"
+    attention = "naive" if "naive" in str(c.get("attention")) or "eager" in str(c.get("attention")) or (keeps.name == "megatron" and "flash" not in str(c.get("attention"))) else "sdpa"
     virtual = int(c.get("vp") or (2 if "interleaved" in str(c.get("schedule")) else 1)) if pp > 1 else 1
     def recipe(way: str) -> Recipe:
         layout = Layout(device="cuda", **held, offload="offload" in method and dp * cp > 1, tensor=tp, pipeline=pp, micro_batch=int(micro), attention=attention,
@@ -390,7 +389,7 @@ def kept_otherwise(q: Question) -> Change:
             block += 2 * sum(out for _, out in named.values())
     each = keeps.logits - (4 if frozen and q.bits < 16 and keeps.casts else 0)
     logits = (2 + (each - 2) / q.chunked if q.chunked else each) / 12
-    alone = frozen or q.in_backward or keeps.standing or q.zero in (2, 3) and not layout.shard > 1
+    alone = frozen or q.in_backward or keeps.standing or (q.zero in (2, 3) and not layout.shard > 1)
     return Change(block * tokens, again * tokens, logits, not alone, q.offload_activations)
 
 
