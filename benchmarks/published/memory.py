@@ -13,10 +13,11 @@ import numpy as np
 import yaml
 
 from gradus import models
+from gradus.layers.small import BUFFERS
 from gradus.plan import engine
 from gradus.plan.case import Case
 from gradus.plan.peak import peak_of
-from gradus.plan.process import Process
+from gradus.plan.process import Process, local_bytes
 from gradus.plan.profiles import INDEX, Piece, Profile, Stretch
 from gradus.plan.profiles import N as COMPONENTS
 from gradus.plan.stage import Stage
@@ -134,6 +135,8 @@ def keeps_of(point: Point) -> Keeps:
         return known["megatron" if "sequence_parallel" not in c else "mcore"]
     if "trainable" in c and "quant" in c:
         return known["litgpt"]
+    if "sequence_packing" in c or "steps_of_ladder" in c:
+        return known["torchtune"]
     return known["deepspeed" if str(c.get("zero")) in ("2", "3") else "hf"]
 
 
@@ -397,9 +400,10 @@ def kept_beside(q: Question, p: Process) -> float:
     if frozen:
         more += frozen.trained * keeps.adapter / over - p.param_bytes + frozen.ends * 8 * ends / over
         if frozen.bits < 8:
-            codes = (w.size * n for stage in p.stages for _, _, others, n in stage.units for name, w in others.items() if name.endswith("codes"))
-            stored = 2 * sum(codes) / 8
-            more += stored * (frozen.bits / (layout.shard if keeps.low else 1) - 4.5) + 2 * ends * keeps.casts
+            small = [(name, w, n) for stage in p.stages for _, _, others, n in stage.units for name, w in others.items() if w.buffer]
+            traced = sum(n * local_bytes(w, layout) for name, w, n in small if name.rpartition(".")[2] in BUFFERS)
+            numbers = sum(2 * n * w.size for name, w, n in small if name.endswith("codes"))
+            more += numbers * frozen.bits / 8 / (layout.shard if keeps.low else 1) - traced + 2 * ends * keeps.casts
         return more
     if keeps.standing or (q.zero == 2 and layout.shard == 1):
         more += elements * keeps.gradients / (q.replicas if q.zero == 2 else 1)
