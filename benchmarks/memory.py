@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import points, scores
+from published import points
 
 from gradus.errors import UserError
 
