@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from published import memory_scores as scores
 from published import points
 
 from gradus.errors import UserError
