@@ -22,7 +22,8 @@ from gradus.plan.profiles import INDEX, Piece, Profile, Stretch
 from gradus.plan.profiles import N as COMPONENTS
 from gradus.plan.stage import Stage
 from gradus.recipe.schema import Adapter, GPTConfig, Layout, LlamaConfig, ModelConfig, Recipe
-from published.points import GPT, LLAMA, MPT, NotCovered, Point, device_of, llama_name
+from published import points
+from published.points import GPT, MPT, NotCovered, Point
 
 METRICS = {"peak_memory": "", "peak_reserved_memory": "reserved", "allocated_memory_after_step": "after"}
 GIB = 2**30
@@ -49,6 +50,7 @@ class Keeps:
     gelu: float = 0.0
     dropout: float = 0.0
     logits: float = 12.0
+    fused: float = 12.0
     chunks: int = 1
     routed: float = 0.0
     pipelined: float = 0.0
@@ -105,6 +107,7 @@ class Question:
     wide: bool = False  # gradients are added up in fp32 beside half ones
     alive: float = 0.0  # tokens of a micro-batch as it usually is
     capacity: float = math.inf  # of the device, where what is not stated depends on it
+    liger: bool = False  # Triton kernels for norms, activations and the loss of the head's product by parts (linkedin/Liger-Kernel)
     options: tuple[Question, ...] = ()  # ways to recompute, where none is stated: the first that fits
 
 
@@ -137,7 +140,9 @@ def keeps_of(point: Point) -> Keeps:
         return known["litgpt"]
     if "sequence_packing" in c or "steps_of_ladder" in c:
         return known["torchtune"]
-    return known["deepspeed" if str(c.get("zero")) in ("2", "3") else "hf"]
+    if str(c.get("zero")) in ("2", "3"):
+        return known["deepspeed"]
+    return known["hf" if c.get("base_frozen") or ADAPTERS.search(str(c.get("method")).lower()) else "script"]
 
 
 def measured(point: Point) -> float:
@@ -201,8 +206,8 @@ def _named(name: str, seq: int) -> ModelConfig:
         for known, (layers, hidden, heads) in names.items():
             if name.replace(" ", "") in (known.lower().replace("-", ""), "mpt" + known):
                 return GPTConfig(n_layers=layers, d_model=hidden, n_heads=heads, vocab_size=50304, seq_len=seq)
-    layers, hidden, heads, kv, d_ff, vocab = LLAMA[llama_name(name)]
-    return LlamaConfig(n_layers=layers, d_model=hidden, n_heads=heads, n_kv_heads=kv, d_ff=d_ff, seq_len=seq, vocab_size=vocab)
+    found = points.model_of({"config": {}, "model": name, "seq": seq})
+    return found.model_copy(update={"seq_len": seq})
 
 
 def widths(model: Any) -> dict[str, tuple[int, int]]:
@@ -243,6 +248,22 @@ def recomputed(point: Point, keeps: Keeps, several: bool, text: str) -> tuple[st
     return ("full",) if keeps.name == "litgpt" and several else ("none",) if "steps_of_ladder" in c else keeps.recompute
 
 
+def state_of(each: float, pure: bool, optimizer: str) -> float:
+    """Bytes a parameter of another optimizer's state. each: of Adam's, with a master copy or not."""
+    moment = 2.0 if pure and each < 12 else 4.0
+    if re.search("8.?bit", optimizer):
+        return max(2.0, each - 2 * moment + 2)
+    moments = 0 if "adafactor" in optimizer or ("sgd" in optimizer and "momentum" not in optimizer) else 1 if re.search("sgd|lion|muon", optimizer) else 2
+    return each - (2 - moments) * moment
+
+
+def capacity_of(point: Point) -> float:
+    try:
+        return float(points.device_of(point).memory)
+    except NotCovered:
+        return math.inf
+
+
 def question_of(point: Point) -> Question:
     """Raises NotCovered."""
     c, keeps = point["config"], keeps_of(point)
@@ -252,7 +273,7 @@ def question_of(point: Point) -> Question:
         raise NotCovered("NVFP4")
     if "steps_of_ladder" in c and "packed" not in text:
         raise NotCovered("the samples' length is not given: they are padded")
-    seq, n = seq_of(point), int(point["n_devices"])
+    seq, n = seq_of(point), int(point.get("n_devices") or math.prod(c.get(axis) or 1 for axis in ("tp", "pp", "cp", "dp")))
     tensor, stages, context = (int(c.get(k) or 1) for k in ("tp", "pp", "cp"))
     groups = n // (tensor * stages * context)
     batch = point.get("batch") or groups * (c.get("micro_batch") or 1) * (c.get("grad_accum") or 1)
@@ -287,16 +308,14 @@ def question_of(point: Point) -> Question:
             "train": {"steps": 100, "clip_norm": 1.0}, "layout": layout.model_copy(update={"checkpointing": checkpointing}).model_dump()})  # fmt: skip
 
     ladder, paged = "steps_of_ladder" in c, keeps.paged and n == 1 and frozen is None and "steps_of_ladder" not in c
-    state = keeps.state if pure or not keeps.half else 8.0
-    if re.search("8.?bit", text) or paged:
-        state = max(2.0, state - 2.0 * (2 if pure and state < 12 else 4) + 2.0)  # of two moments a byte each
+    state = state_of(keeps.state if pure or not keeps.half else 8.0, pure, "8-bit" if paged else text)
     ways = recomputed(point, keeps, n > 1, text)
     found = [Question(
         recipe(way), model, n, keeps, kind_of(point, keeps), way, frozen, 3 if split else int(zero) if zero in ("1", "2", "3") else int(bool(c.get("dist_optimizer") or keeps.distributed)),
         ranks, bool(c.get("compile")) or "compile" in text, keeps.chunks if "chunked" in text or not ladder else 1, offload, keeps.offloads or "activation offloading" in text,
-        paged or "in backward" in text, 0.0 if offload or ("sgd" in text and "momentum" not in text) else state, paged,
+        paged or "in backward" in text, 0.0 if offload else state, paged,
         pure and not keeps.gradients > 2 and ("fp32 grad" in precision or "float32" in str(c.get("gradients"))), micro * (c.get("mean_length_padded") or seq),
-        float(device_of(point).memory) if len(ways) > 1 or paged else math.inf) for way in ways]  # fmt: skip
+        capacity_of(point) if len(ways) > 1 or paged else math.inf, liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower()) for way in ways]  # fmt: skip
     return dataclasses.replace(found[0], options=tuple(found)) if len(found) > 1 or paged else found[0]
 
 
@@ -361,16 +380,17 @@ def change_of(q: Question) -> Change:
     h, a, kv, f = model.d_model, named["to_q"][1], named["to_k"][1], named["up"][1]
     if experts:
         f = model.top_k * (model.d_expert or model.d_ff) + (model.d_shared or 0)
-    inner = 1 / layout.tensor
+    inner, wide = 1 / layout.tensor, 2 if layout.precision == "fp32" and not layout.param_dtype else 1  # bytes of a number, over two
     outer = inner if layout.sequence_parallel else 1.0  # of norms and residuals
     block, again = 2 * keeps.routed * h * model.top_k if experts else 0.0, 0.0
     if q.recompute == "products":  # kept: input, queries, values, attention's output, gate and the last product
         again = 2 * (2 * h * outer + (kv + 3 * f + (a + kv if getattr(model, "qk_norm", False) else 0)) * inner)
         block -= again
-    elif q.compiled and not experts:
+    elif (q.compiled or q.liger) and not experts:
         block -= 2 * f * inner if gated else 0.0  # the activation's output is computed again
     elif keeps.norms and gated:
-        block += 2 * (2 if frozen and keeps.norms != "both" else 4) * h * outer
+        once = frozen and keeps.norms != "both"  # without a copy of what is scaled
+        block += 2 * ((0 if once else 2) if wide == 2 else 2 if once else 4) * h * outer
     if keeps.gelu and not gated and q.recompute != "products":
         block += keeps.gelu * h * inner
     if keeps.repeated and a > kv and layout.attention == "sdpa":
@@ -386,9 +406,10 @@ def change_of(q: Question) -> Change:
         if frozen.scales:
             block += 2 * sum(out for _, out in named.values())
     logits = keeps.logits - (4 if frozen and frozen.bits < 8 and keeps.casts else 0)  # the head's are in fp32 already
+    logits = 1.5 if q.liger else min(logits, keeps.fused) if q.compiled else logits
     alone = bool(frozen) or q.in_backward or keeps.standing or (q.zero >= 2 and layout.shard == 1)
     tokens = layout.micro_batch * model.seq_len
-    return Change(block * tokens, again * tokens, (2 + (logits - 2) / q.chunks) / 12, not alone, q.offloads)
+    return Change(wide * block * tokens, wide * again * tokens, (2 + (logits - 2) / q.chunks) / 12, not alone, q.offloads)
 
 
 def kept_beside(q: Question, p: Process) -> float:
