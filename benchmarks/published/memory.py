@@ -50,6 +50,7 @@ class Keeps:
     gelu: float = 0.0
     dropout: float = 0.0
     logits: float = 12.0
+    older: float = 0.0
     fused: float = 12.0
     chunks: int = 1
     routed: float = 0.0
@@ -107,6 +108,7 @@ class Question:
     wide: bool = False  # gradients are added up in fp32 beside half ones
     alive: float = 0.0  # tokens of a micro-batch as it usually is
     capacity: float = math.inf  # of the device, where what is not stated depends on it
+    logits: float = 12.0  # bytes of one
     liger: bool = False  # Triton kernels for norms, activations and the loss of the head's product by parts (linkedin/Liger-Kernel)
     options: tuple[Question, ...] = ()  # ways to recompute, where none is stated: the first that fits
 
@@ -122,6 +124,7 @@ PARTS = {"c_attn": QKV, "qkv": QKV, "query_key_value": QKV, "q_proj": ("to_q",),
          "output_proj": ("to_out",), "dense": ("to_out",), "c_proj": ("to_out", "down"), "w1": ("gate",), "w2": ("up",), "w3": ("up",), "gate_proj": ("gate",),
          "up_proj": ("up",), "down_proj": ("down",), "c_fc": ("up",), "fc1": ("up",), "fc2": ("down",), "dense_h_to_4h": ("up",), "dense_4h_to_h": ("down",),
          "all-linear": (*QKV, "to_out", "gate", "up", "down")}  # fmt: skip
+GPTQ = 4.156  # bits of a number: a scale and a zero for 128
 ADAPTERS = re.compile(r"lora|adapter|ia3|loha|lokr|oft|vera|prefix|prompt|ln_tuning")
 
 
@@ -231,7 +234,7 @@ def adapted(point: Point, model: ModelConfig) -> tuple[Adapter | None, Frozen | 
     stated = float(str(c.get("trainable_params") or c.get("trainable") or 0).replace(",", ""))
     rank = c.get("lora_rank") or max(1, round(stated / each)) if stated or c.get("lora_rank") else 8
     stored = f"{c.get('base')} {c.get('quant')} {method}".lower()
-    bits = next((bits for words, bits in (("gptq|int4", 4.156), ("dq|double", 4.127), ("nf4|qlora|4.?bit", 4.5), ("int8|8.?bit base", 8.0)) if re.search(words, stored)), 16.0)
+    bits = next((bits for words, bits in (("gptq|int4", GPTQ), ("dq|double", 4.127), ("nf4|qlora|4.?bit", 4.5), ("int8|8.?bit base", 8.0)) if re.search(words, stored)), 16.0)
     base = "nf4" if bits < 8 else "int8" if bits == 8 else None
     return Adapter(rank=rank, targets=list(dict.fromkeys(targets)), base=base), Frozen(stated or float(rank * each), "embeddings" in method, bits, "v2" in method)
 
@@ -255,6 +258,11 @@ def state_of(each: float, pure: bool, optimizer: str) -> float:
         return max(2.0, each - 2 * moment + 2)
     moments = 0 if "adafactor" in optimizer or ("sgd" in optimizer and "momentum" not in optimizer) else 1 if re.search("sgd|lion|muon", optimizer) else 2
     return each - (2 - moments) * moment
+
+
+def logits_of(config: dict[str, Any], keeps: Keeps) -> float:
+    version = re.search(r"transformers (\d+)\.(\d+)", str(config.get("framework")))
+    return keeps.older if keeps.older and version and tuple(map(int, version.groups())) < (4, 46) else keeps.logits
 
 
 def capacity_of(point: Point) -> float:
@@ -315,7 +323,7 @@ def question_of(point: Point) -> Question:
         ranks, bool(c.get("compile")) or "compile" in text, keeps.chunks if "chunked" in text or not ladder else 1, offload, keeps.offloads or "activation offloading" in text,
         paged or "in backward" in text, 0.0 if offload else state, paged,
         pure and not keeps.gradients > 2 and ("fp32 grad" in precision or "float32" in str(c.get("gradients"))), micro * (c.get("mean_length_padded") or seq),
-        capacity_of(point) if len(ways) > 1 or paged else math.inf, liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower()) for way in ways]  # fmt: skip
+        capacity_of(point) if len(ways) > 1 or paged else math.inf, logits=logits_of(c, keeps), liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower()) for way in ways]  # fmt: skip
     return dataclasses.replace(found[0], options=tuple(found)) if len(found) > 1 or paged else found[0]
 
 
@@ -405,7 +413,7 @@ def change_of(q: Question) -> Change:
             block += 2 * (h + f)
         if frozen.scales:
             block += 2 * sum(out for _, out in named.values())
-    logits = keeps.logits - (4 if frozen and frozen.bits < 8 and keeps.casts else 0)  # the head's are in fp32 already
+    logits = q.logits - (4 if frozen and frozen.bits == GPTQ and keeps.casts else 0)  # its head's are in fp32 already
     logits = 1.5 if q.liger else min(logits, keeps.fused) if q.compiled else logits
     alone = bool(frozen) or q.in_backward or keeps.standing or (q.zero >= 2 and layout.shard == 1)
     tokens = layout.micro_batch * model.seq_len
