@@ -95,7 +95,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple:
-        return self.seconds, self.n, self.keys
+        return not self.fits, self.seconds, self.n, self.keys
 
     @property
     def keys(self) -> str:
@@ -443,7 +443,7 @@ def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate
                     continue
                 if c.needed <= limit:
                     taken.add(way)
-                    good = sorted([*good, c], key=lambda c: (not c.fits, *c.order))
+                    good = sorted([*good, c], key=lambda c: c.order)
                 else:
                     large.append(c)
                     space.push_with_checkpointing(way, layout, space.checkpointing.index(layout.checkpointing) + 1)
@@ -603,8 +603,8 @@ def search(
     good.sort(key=lambda c: c.order)
     fastest = good[0] if good else None
     priced = (c for c in good if c.money is not None)
-    cheapest = min(priced, key=lambda c: (c.money / c.goodput, *c.order), default=None)
-    fewest = min(good, key=lambda c: (c.n, *c.order), default=None)
+    cheapest = min(priced, key=lambda c: (not c.fits, c.money / c.goodput, *c.order), default=None)
+    fewest = min(good, key=lambda c: (not c.fits, c.n, *c.order), default=None)
     for c in good:
         c.reason = "" if c is fastest else _reason(c, fastest, cluster.device.node)
     large = sorted(large, key=lambda c: (c.needed, c.keys))[:3]
