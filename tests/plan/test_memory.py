@@ -51,10 +51,11 @@ def test_the_upper_end_of_tensors_is_what_a_tenth_of_our_own_runs_exceed():
 def test_the_upper_end_counts_each_communicator():
     def of(communicators: int) -> float:
         held = Memory({}, 10**9, 10**9, int(engine.CONTEXT + engine.WORKSPACE + communicators * engine.COMMUNICATOR), 0, "", {}, 1, [])
-        return engine.upper_end(held, Layout(device="cuda"), "cuda") - engine.RESERVED * 1e9
+        low, high = engine.interval(held, Layout(device="cuda"), "cuda")
+        assert low < held.device_total < high
+        return high - engine.RESERVED[1] * 1e9
 
-    assert of(0) == pytest.approx(engine.CONTEXT_HIGH + engine.WORKSPACE, abs=2)
-    assert of(4) - of(0) == pytest.approx(4 * engine.COMMUNICATOR_HIGH, abs=4)
+    assert of(4) - of(0) == pytest.approx(4 * engine.COMMUNICATORS[1], abs=4)
     assert 4.3e9 <= of(4) <= 5.6e9, "Megatron-DeepSpeed has 4.3 to 5.2 GB outside PyTorch with about four"
 
 

@@ -340,8 +340,8 @@ def _rows(
     if fewest := case.fewest():
         few = engine.plan(fewest, plan.resident).memory.device_total
         notes.append(where_fewest(case.layout, case.n, "process" if case.target == "cpu" else "device", few))
-    high = engine.upper_end(memory, case.layout, case.target)
-    rows += _memory_rows(recipe, memory, high, cluster, case.target)
+    low, high = engine.interval(memory, case.layout, case.target)
+    rows += _memory_rows(recipe, memory, (low, high), cluster, case.target)
     fits = high <= cluster.capacity if cluster else None
     rows += _traffic_rows(plan.work, case.n)
     if cluster and memory.device_total <= cluster.capacity:  # of what does not fit there is no time, no price
@@ -389,7 +389,7 @@ def _advice(request: Request, answer: Answer, own: Layout) -> list[str]:
 
 
 def _memory_rows(
-    recipe: Recipe, memory: Memory, high: int, cluster: Cluster | None, target: Target
+    recipe: Recipe, memory: Memory, ends: tuple[int, int], cluster: Cluster | None, target: Target
 ) -> list[Row]:
     layout, peak = recipe.layout, {"rank": memory.rank, "at": memory.at}
     common = {"parameters": memory.parameters, "precision": precision_text(layout)}
@@ -411,7 +411,7 @@ def _memory_rows(
         known_figure("memory/allocated", memory.allocated, parts, **peak),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
         known_figure("memory/framework", memory.framework, **_framework(memory, target)),
-        known_figure("memory/device", memory.device_total, whole, high=high),
+        known_figure("memory/device", memory.device_total, whole, low=ends[0], high=ends[1]),
     ]
     if cluster:
         device, sharing = cluster.device, round(cluster.device.capacity / cluster.capacity)

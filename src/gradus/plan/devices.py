@@ -80,7 +80,7 @@ def rank_devices(
     def traced(numbers: str, target: Target) -> tuple[int, int, Work]:
         plan = engine.plan(Case.of(on_one_device(recipe, numbers), 1, target, task))
         memory = plan.memory
-        return memory.device_total, engine.upper_end(memory, plan.case.layout, target), plan.work
+        return memory.device_total, engine.interval(memory, plan.case.layout, target)[1], plan.work
 
     ranked = []
     for device in [hardware.find(name) for name in names] if names else hardware.devices().values():

@@ -389,7 +389,7 @@ class Space:
         """Exactly, by the engine. Raises UserError for what cannot be traced."""
         plan = engine.plan(self.case.at(layout))
         memory = plan.memory
-        needed, high = memory.device_total, engine.upper_end(memory, layout, self.case.target)
+        needed, (_, high) = memory.device_total, engine.interval(memory, layout, self.case.target)
         c = Candidate(layout, self.n, memory.components, needed, high, self.cluster.capacity, plan=plan)
         if c.needed <= c.capacity:
             c.time = step_time(plan.work, self.cluster)

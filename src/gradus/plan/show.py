@@ -101,10 +101,12 @@ def _memory(answer: Answer) -> str:
     most = f"tensors {size(tensors)}: {most}" if on_cpu else most
     over = "" if device <= capacity else f", {size(device - capacity)} too much"
     share, verdict = f"{device / capacity:.0%}{over}; {most}", "fits" if answer.fits else "NO FIT"
+    ends = next(row.conditions for row in answer.rows if row.name == "memory/device")
+    taken, low, high = size(device), size(ends["low"]), size(ends["high"])
+    taken += _between(taken, low, high) if high != taken else ""
     if answer.tight:
-        high = next(row for row in answer.rows if row.name == "memory/device").conditions["high"]
-        verdict, share = "tight", f"{share}): {TIGHT} ({size(high)}"
-    return f"{verdict:9} {size(device)} of {size(capacity)} per {each} ({share})"
+        verdict, share = "tight", f"{share}): {TIGHT} ({high}"
+    return f"{verdict:9} {taken} of {size(capacity)} per {each} ({share})"
 
 
 def _cases(rows: Iterable[Row], name: str) -> dict[str, Row]:
