@@ -182,7 +182,7 @@ LIST = (
       "models/test_bert.py::test_dropout_stands_where_theirs_does", of="bert classification train"),
     M("models/t5.py", "normal((c.d_model * c.d_head) ** -0.5)", "normal(c.d_model**-0.5)",
       "models/test_t5.py::test_initialisation", of="t5 span_corruption train"),
-    M("models/llama.py", "c.head_dim, c.rope_theta, c.rope_scaling)", "c.head_dim, c.rope_theta)",
+    M("models/llama.py", "width, c.rope_theta, c.rope_scaling)", "width, c.rope_theta)",
       "models/test_llama.py::test_ours_in_transformers", of="llama generate"),
     M("models/vit.py", "x = self.dropout(x + self.positions)", "x = self.dropout(x) + self.positions",
       "train/test_golden.py::test_losses_are_the_golden_ones", of="vit classification train"),

@@ -49,13 +49,14 @@ def vocabularies() -> dict[str, package.Tokenizer]:
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory) -> dict[str, Path]:
-    """SentencePiece's models as Llama and T5 have them."""
+    """SentencePiece's models as Llama, T5 and XLM-RoBERTa have them."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("pieces")
     like = {
         "llama": {"model_type": "bpe", "byte_fallback": True, "vocab_size": 340, "remove_extra_whitespaces": False, "normalization_rule_name": "identity"},
         "t5": {"vocab_size": 70, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+        "fairseq": {"vocab_size": 80, "normalization_rule_name": "nmt_nfkc"},
     }  # fmt: skip
     for name, options in like.items():
         train = sentencepiece.SentencePieceTrainer.train
@@ -90,7 +91,7 @@ def make(vocabularies, pieces, tmp_path):
             (tmp_path / "vocab.json").write_text(json.dumps(state["vocab"]))
             (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(m) + "\n" for m in state["merges"]))
         else:
-            shutil.copy(pieces[kind], tmp_path / ("spiece.model" if kind == "t5" else "tokenizer.model"))
+            shutil.copy(pieces[kind], tmp_path / {"t5": "spiece.model", "fairseq": "sentencepiece.bpe.model"}.get(kind, "tokenizer.model"))
         for name, content in {"tokenizer_config": about, **files}.items():
             if content is not None:
                 (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -115,6 +116,7 @@ def of_class(name: str, **more) -> dict:
 
 FAST, LLAMA = of_class("PreTrainedTokenizerFast", **ROLES), of_class("LlamaTokenizer", legacy=False)
 TOKEN = {"content": "[tok]", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+MASK = {**TOKEN, "content": "<mask>", "lstrip": True, "__type": "AddedToken"}
 
 # name → (kind of vocabulary, tokenizer_config.json, post-processor, "added": how one token was added, other files)
 FOLDERS = {
@@ -166,7 +168,7 @@ FOLDERS = {
     "merges.txt: added_tokens.json": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "file"}),
     "merges.txt: added_tokens_decoder": ("gpt2", of_class("GPT2Tokenizer"), None, {"added": "decoder"}),
     "merges.txt: RobertaTokenizer": ("bpe", of_class("RobertaTokenizer"), None, {}),
-    "merges.txt: a mask that takes the space before it": ("bpe", of_class("RobertaTokenizer", mask_token={**TOKEN, "content": "<mask>", "lstrip": True, "__type": "AddedToken"}), None, {}),
+    "merges.txt: a mask that takes the space before it": ("bpe", of_class("RobertaTokenizer", mask_token=MASK), None, {}),
     "merges.txt: a class that config.json names": ("gpt2", None, None, {"config": {"model_type": "bert", "tokenizer_class": "GPT2Tokenizer"}}),
     "merges.txt: Qwen2Tokenizer": ("gpt2", of_class("Qwen2Tokenizer"), None, {"added": "decoder"}),
     "merges.txt: Qwen2, of a model's type": ("gpt2", None, None, {"config": {"model_type": "qwen2"}}),
@@ -183,6 +185,10 @@ FOLDERS = {
     "pieces: T5, of a model's type": ("t5", None, None, {"config": {"model_type": "t5"}}),
     "pieces: T5 without sentinels": ("t5", of_class("T5Tokenizer", extra_ids=0), None, {"added": "file"}),
     "pieces: T5 with a token after the sentinels": ("t5", of_class("T5Tokenizer", extra_ids=20), None, {"added": "decoder"}),
+    "pieces: XLMRobertaTokenizer": ("fairseq", of_class("XLMRobertaTokenizer"), None, {}),
+    "pieces: XLM-RoBERTa, of a model's type": ("fairseq", None, None, {"config": {"model_type": "xlm-roberta"}}),
+    "pieces: XLM-RoBERTa with a mask that takes the space before it": ("fairseq", of_class("XLMRobertaTokenizer", mask_token=MASK), None, {}),
+    "pieces: XLM-RoBERTa with a token of its own": ("fairseq", of_class("XLMRobertaTokenizerFast"), None, {"added": "decoder"}),
 }  # fmt: skip
 
 
@@ -230,12 +236,13 @@ def test_a_llama_puts_a_space_in_front_as_transformers_does(legacy, prefix, make
     equal()
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5", "wordpiece", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "t5", "fairseq", "wordpiece", "gpt2"])
 def test_a_saved_one_is_the_same_here_and_in_transformers(kind, make, tmp_path, pieces):
     """Its template, its added tokens, the side it pads on: what train and export write."""
     from transformers import AutoTokenizer
 
-    classes = {"llama": LLAMA, "t5": of_class("T5Tokenizer"), "wordpiece": of_class("BertTokenizer"), "gpt2": of_class("GPT2Tokenizer")}
+    classes = {"t5": "T5Tokenizer", "fairseq": "XLMRobertaTokenizer", "wordpiece": "BertTokenizer", "gpt2": "GPT2Tokenizer"}
+    classes = {"llama": LLAMA, **{key: of_class(name) for key, name in classes.items()}}
     make(kind, classes[kind])
     size = load(tmp_path).vocab_size
     plain = {**TOKEN, "special": False, "normalized": True}
@@ -280,10 +287,26 @@ def test_a_llama_reads_pieces_without_their_normaliser(tmp_path):
         assert [tokenizer.with_special_tokens(ids) for ids in tokenizer.encode_batch(texts)] == theirs
 
 
-@pytest.mark.parametrize("name", ["PegasusTokenizer", "XLMRobertaTokenizerFast", "CamembertTokenizer", "MBartTokenizer", "AlbertTokenizer", "GemmaTokenizer"])
+@pytest.mark.parametrize("name", ["PegasusTokenizer", "CamembertTokenizer", "MBartTokenizer", "AlbertTokenizer", "GemmaTokenizer"])
 def test_pieces_that_a_class_numbers_anew_are_refused_by_its_name(name, make, tmp_path):
     make("t5", of_class(name))
     with pytest.raises(UserError, match=rf"its tokenizer is a {name}, .* needs tokenizer\.json"):
+        load(tmp_path)
+
+
+def test_xlm_robertas_pieces_are_normalised_and_numbered_as_in_transformers(make, tmp_path):
+    """What SentencePiece's table changes, what no piece has, and ids back to text; a model of other first pieces is none of them."""
+    from transformers import AutoTokenizer
+
+    make("fairseq", of_class("XLMRobertaTokenizer"))
+    ours, theirs = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["x  y", "ＡＢ ﬁne", "\t the \u3000 river\n", "日本 12345", "", "</s> a", "Ünïcode"]
+    expected = theirs(texts)["input_ids"]
+    assert [ours.with_special_tokens(ours.encode(text)) for text in texts] == expected and any(ours.unk_id in ids for ids in expected)
+    assert [ours.decode(ids) for ids in expected] == [theirs.decode(ids, skip_special_tokens=True) for ids in expected]
+    assert [getattr(ours, f"{role}_id") for role in ("bos", "pad", "eos", "unk", "mask", "cls", "sep")] == [0, 1, 2, 3, theirs.mask_token_id, 0, 2]
+    make("t5", of_class("XLMRobertaTokenizer"))
+    with pytest.raises(UserError, match=r"spiece\.model: .*its first three pieces are not <unk>, <s> and </s>"):
         load(tmp_path)
 
 

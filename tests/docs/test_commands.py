@@ -120,6 +120,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"^torchrun --nproc-per-node 4 -m", "python -m torch.distributed.run --standalone --nproc-per-node 2 -m"),
     (r"(gradus study .*) --page \S+", r"\1"),
     (r"benchmarks/windows\.py$", "benchmarks/windows.py 640"),
+    (r"stories-qwen3 model\.seq_len=4096", "stories-qwen3 data.source=null data.path=input.txt tokenizer.vocab_size=300 model.n_layers=1 model.seq_len=600"),
     (r"train_step\.yaml", 'train_step.yaml --rounds 1 --steps 1 --only "vit · gradus · fp32" model.n_layers=1 model.d_model=64 model.n_heads=2'),
     (r"attention_kernels\.yaml", 'attention_kernels.yaml --rounds 1 --steps 1 --only "n=512 · forward · sdpa"'),
     (r"(?<!_)accuracy\.yaml", 'accuracy.yaml --only "vit · fp32 · no checkpointing · one process" train.steps=3'),

@@ -10,7 +10,7 @@ import pytest
 
 from gradus.recipe.conflicts import LAYOUT, Condition, conflicts
 from gradus.recipe.fields import alternatives
-from gradus.recipe.schema import Adapter, BertConfig, DiLoCo, GPTConfig, Layout, LlamaConfig, LocalSGD
+from gradus.recipe.schema import Adapter, BertConfig, DiLoCo, GPTConfig, Latent, Layout, LlamaConfig, LocalSGD
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
 BETWEEN = re.compile(r"(?<=<!-- conflicts -->\n).*?(?=<!-- end of conflicts -->)", re.S)
@@ -46,7 +46,7 @@ def test_every_row_can_be_met(row, key, conditions):
     for condition in (*conditions, key):
         asked[condition.section][condition.key] = value_of(condition)
     sizes = {"n_layers": 2, "d_model": 8, "n_heads": 2}
-    model = BertConfig(d_ff=8, **sizes) if "alternation" in asked["model"] else LlamaConfig(**sizes) if "window" in asked["model"] else GPTConfig(**sizes)
+    model = BertConfig(d_ff=8, **sizes) if "alternation" in asked["model"] else LlamaConfig(**sizes) if {"window", "latent"} & asked["model"].keys() else GPTConfig(**sizes)
     bare = {"model": model, "layout": Layout(), "adapter": Adapter(rank=4)}
     sections = {name: bare[name].model_copy(update=asked[name]) for name in bare}
     (problem,) = row.problems(sections, {key.path})
@@ -56,7 +56,8 @@ def test_every_row_can_be_met(row, key, conditions):
 
 def value_of(condition: Condition) -> object:
     """One that meets the condition."""
-    values, known = condition.values or set(), {"n_experts": 4, "alternation": True, "window": 8, "base": "nf4", "stages": 2, "local_sgd": LocalSGD(every=2), "diloco": DiLoCo(every=2)}
+    latent = Latent(kv_rank=4, nope_dim=4, rope_dim=4, v_dim=4)
+    values, known = condition.values or set(), {"n_experts": 4, "latent": latent, "alternation": True, "window": 8, "base": "nf4", "stages": 2, "local_sgd": LocalSGD(every=2), "diloco": DiLoCo(every=2)}
     if values and not condition.negated:
         word = min(values)
         return int(word) if word.isdigit() else word

@@ -18,7 +18,7 @@ from gradus.infer.compiled import Int4
 from gradus.infer.predict import open_evaluation
 from gradus.layers import linears
 from gradus.parallel import qat
-from gradus.recipe.schema import BertConfig, Layout
+from gradus.recipe.schema import BertConfig, GemmaConfig, Layout
 from gradus.torch_private import has_fbgemm
 
 torch.manual_seed(0)
@@ -37,7 +37,8 @@ def of(how: str, linear: nn.Linear = LINEAR, **more):
 # seeds 0.011 to 0.019); for int8 one rounding to bf16 (2**-9) more, as processors differ in where they round. Weights in 5 bits are 0.035 to
 # 0.045 off, and passed when 0.05 was allowed of logits that reach 0.2.
 NEAR = {("classifier", "dynamic"): 0.006, ("classifier", "static"): 0.006, ("classifier", "int8"): 0.004, ("classifier", "int4"): 0.018,
-        ("decoder", "int8"): 0.01, ("decoder", "int4"): 0.06, ("head", "dynamic"): 0.02}  # fmt: skip
+        ("decoder", "int8"): 0.01, ("decoder", "int4"): 0.06, ("head", "dynamic"): 0.02,
+        ("windows", "int8"): 0.015, ("windows", "int4"): 0.13}  # fmt: skip
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -259,6 +260,26 @@ def test_a_head_that_shares_its_weight_with_the_embedding(tmp_path):
     about = quantized.write(tmp_path / "made", model, "dynamic", {})
     found = engines.open(ModelSource("made", tmp_path / "made", config, None, about), "torch", "int8")(ids)
     assert 0 < distance(found, model(ids)) < NEAR["head", "dynamic"]
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_decoder_with_windows_past_their_edge(how, tmp_path):
+    """Gemma: logits near those of weights rounded by hand; and its own for every token, whether they are computed at once or by the cache."""
+    config = GemmaConfig(vocab_size=40, n_layers=3, d_model=64, n_heads=4, n_kv_heads=2, d_head=32, d_ff=96, seq_len=32, window=5, full_every=3)
+    model, ids = models.build(config, seed=1).eval().requires_grad_(False), torch.randint(0, 40, (2, 24))
+    about = quantized.write(tmp_path / "made", model, how, {})
+    engine = engines.open(ModelSource("made", tmp_path / "made", config, None, about), "torch", how)
+    model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)  # it is rounded, and the embedding is not
+    for linear in linears(model).values():
+        groups = linear.weight.unflatten(1, (-1, 32))
+        low, high = (x[..., None] for x in groups.aminmax(dim=2))
+        low, step = (low, (high - low) / 15) if how == "int4" else (0.0, linear.weight.abs().amax(1)[:, None, None] / 127)
+        linear.weight.copy_((((groups - low) / step).round() * step + low).flatten(1))
+    found = engine(ids)
+    assert 0 < distance(found, model(ids)) < NEAR["windows", how]
+    lengths = torch.tensor([11, 3])
+    logits = [engine.prefill(ids[:, :11], lengths, room=24), *(engine.decode(ids[[0, 1], lengths + i], lengths + i) for i in range(13))]
+    assert distance(torch.stack(logits), torch.stack([found[[0, 1], lengths - 1 + i] for i in range(14)])) < 0.005
 
 
 def test_a_quantized_folder_says_what_it_is_for(here, tmp_path, capsys):

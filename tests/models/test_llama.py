@@ -171,7 +171,6 @@ def test_mistral_without_a_window_is_a_llama(tmp_path, window):
 
 WINDOWS = {  # transformers' configuration, its fields, ours
     "mistral": (transformers.MistralConfig, {"sliding_window": 6}, {"window": 6}),
-    "mixtral": (transformers.MixtralConfig, {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}, {"window": 6, "n_experts": 4}),
     "qwen2": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, {"window": 6, "full_first": 1, "qkv_bias": True}),
     "qwen2 by types": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
                        {"window": 6, "full_every": 2, "qkv_bias": True}),
@@ -192,11 +191,7 @@ def test_windows_there_and_back(tmp_path, name):
     model = load(tmp_path)
     for field, value in ours.items():
         assert getattr(model.config, field) == value
-    if "n_experts" in ours:  # whose names in memory are others
-        ids = torch.randint(0, VOCAB, (3, 40))
-        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
-    else:
-        assert_same(model, theirs.train())
+    assert_same(model, theirs.train())
     ids = torch.randint(1, VOCAB, (1, 5))
     wanted = theirs.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert complete(model.eval(), ids.tolist(), max_new=20)[0] == wanted[0, 5:].tolist()
@@ -235,7 +230,8 @@ WINDOWED = {**TINY, "n_layers": 3, "n_kv_heads": 2, "window": 5, "full_every": 2
 
 
 def test_a_cache_of_a_window_past_its_edge():
-    """A prompt, a token at a time, and several at once, against the whole text; prompts of unequal length, each as if it were alone; beams; fixed shapes."""
+    """A prompt, a token at a time, and several at once, against the whole text, also behind prompts of unequal length; these each as if it were
+    alone; beams; fixed shapes."""
     model = shake(build(LlamaConfig(**WINDOWED)).double()).eval().requires_grad_(False)
     ids = torch.randint(0, VOCAB, (3, 30))
     for parts in ((30,), (1,) * 30, (2, 1, 9, 4, 1, 13), (9, *(1,) * 21)):
@@ -243,6 +239,13 @@ def test_a_cache_of_a_window_past_its_edge():
         assert [layer.k.shape[2] for layer in cache.layers] == [5, 30, 5]
         logits = [model(x, cache=cache) for x in ids.split(parts, dim=1)]
         torch.testing.assert_close(torch.cat(logits, dim=1), model(ids))
+    cache, lengths = model.new_cache(3, 30), torch.tensor([11, 3, 6])
+    cache.lengths, rows = lengths, torch.arange(3)[:, None]
+    model(ids[:, :11], positions=torch.arange(11).expand(3, -1), cache=cache)
+    for n in (4, 1, 3):
+        at = lengths[:, None] + torch.arange(n)
+        torch.testing.assert_close(model(ids[rows, at], positions=at, cache=cache), model(ids)[rows, at])
+        lengths = lengths + n
     prompts = [[1, 2, 3], [4] * 12, [5, 6, 7, 8, 9, 10, 1], [3]]
     alone = [complete(model, [p], max_new=16, cache=False)[0] for p in prompts]
     assert complete(model, prompts, max_new=16) == alone
@@ -257,6 +260,25 @@ def test_a_cache_of_a_window_past_its_edge():
     for prompt in prompts:
         (found,) = beam_search(model, [prompt], beams=3, max_new=16)
         assert found == by_hand(model, prompt, 3, 16)
+
+
+def test_padding_that_a_window_would_keep_is_refused():
+    """Prompts of unequal length of which nobody told the cache; without a window their rows go on over the padding."""
+    model, plain = (build(LlamaConfig(**fields)).eval() for fields in (WINDOWED, TINY))
+    ids, token, at = torch.randint(0, VOCAB, (2, 8)), torch.tensor([[1], [2]]), torch.tensor([[8], [3]])
+    for lengths in (None, torch.tensor([8, 3])):
+        for m in (model, plain):
+            cache = m.new_cache(2, 12)
+            cache.lengths = lengths
+            m(ids, positions=torch.arange(8).expand(2, -1), cache=cache)
+            if m is plain or lengths is not None:
+                m(token, positions=at, cache=cache)
+                cache.fix()
+                continue
+            for wrong in (lambda: m(token, positions=at, cache=cache), cache.fix):  # noqa: B023
+                with pytest.raises(AssertionError, match=r"a window keeps no padding: set cache\.lengths"):
+                    wrong()
+            m(token, positions=torch.full((2, 1), 8), cache=cache)
 
 
 def by_hand(model, prompt: list[int], beams: int, new: int) -> list[int]:

@@ -38,6 +38,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16),
     "qwen3": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16, qk_norm=True, d_head=12, tie_output=True),
     "qwen2_moe": LlamaConfig(**SIZES, vocab_size=48, multiple_of=16, seq_len=16, qkv_bias=True, n_experts=4, d_expert=24, d_shared=40, dense_layers=[0]),
+    "qwen2": LlamaConfig(**SIZES, vocab_size=48, n_kv_heads=2, multiple_of=16, seq_len=16, qkv_bias=True, window=4, full_every=2),
     "gemma": GemmaConfig(**SIZES, vocab_size=48, n_kv_heads=2, d_head=12, d_ff=48, seq_len=16, window=5, full_every=2),
     "bert": BertConfig(**SIZES, vocab_size=48, d_ff=64, seq_len=16, head="classification", n_classes=3),
     "t5": T5Config(**SIZES, vocab_size=48, d_head=8, d_ff=64, n_buckets=8, max_distance=16),
@@ -49,7 +50,7 @@ IDS = torch.randint(1, 48, (3, 9), generator=torch.Generator().manual_seed(5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 INPUTS = {
     "gpt": ((IDS,), {"input_ids": IDS, "use_cache": False}),
-    **{name: ((IDS,), {"input_ids": IDS, "use_cache": False}) for name in ("llama", "qwen3", "qwen2_moe", "gemma")},
+    **{name: ((IDS,), {"input_ids": IDS, "use_cache": False}) for name in ("llama", "qwen3", "qwen2_moe", "qwen2", "gemma")},
     "bert": ((IDS,), {"input_ids": IDS}),
     "roberta": ((IDS.clamp(2),), {"input_ids": IDS.clamp(2)}),  # 1 is its padding
     "distilbert": ((IDS,), {"input_ids": IDS}),
@@ -77,7 +78,7 @@ def bases(tmp_path_factory):
     return folders
 
 
-def adapted(family: str, base, freeze=(), **adapter) -> torch.nn.Module:
+def adapted(family: str, base, /, freeze=(), **adapter) -> torch.nn.Module:
     config = models.config_of(base).model_copy(update={"init": str(base)}).trained(Adapter(**{"rank": 4, **adapter}), freeze)
     return shaken_adapter(models.load_start(config, seed=2).on("cpu"))
 
@@ -112,7 +113,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare(family: str, ours, theirs, tolerance: float = 1e-5) -> None:
-    """Logits, and the gradients of all that is trained under the names of the files."""
+    """Logits, and the gradients of all that is trained, and of nothing else, under the names of the files."""
     args, kwargs = INPUTS[family]
     found, expected = ours.eval()(*args), theirs.eval()(**kwargs).logits
     assert far(found, expected) < tolerance
@@ -124,6 +125,7 @@ def compare(family: str, ours, theirs, tolerance: float = 1e-5) -> None:
         if p.grad is not None:
             wanted[name.replace(".default", "").replace(".modules_to_save", "")] = p.grad
     grads = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    assert grads.keys() == {name for name, p in ours.named_parameters() if p.grad is not None}
     seen = set()
     for rule in weights.rules(ours):
         if not grads.keys() >= set(rule.names):
@@ -147,7 +149,8 @@ def test_peft_reads_ours(family, rslora, bases, tmp_path):
 
 
 THEIRS = {
-    "gpt": {"target_modules": ["c_attn"]}, **{key: {"target_modules": ["q_proj", "v_proj"]} for key in ("llama", "qwen3", "qwen2_moe", "gemma")},
+    "gpt": {"target_modules": ["c_attn"]},
+    **{key: {"target_modules": ["q_proj", "v_proj"]} for key in ("llama", "qwen3", "qwen2_moe", "qwen2", "gemma")},
     **{key: {"target_modules": ["query", "value"], "task_type": "SEQ_CLS"} for key in ("bert", "roberta")},
     "distilbert": {"target_modules": ["q_lin", "v_lin"], "task_type": "SEQ_CLS", "modules_to_save": ["pre_classifier"]}, "t5": {"target_modules": ["q", "v"]},
     "vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},
@@ -172,6 +175,53 @@ def test_we_read_pefts(family, kind, bases, tmp_path):
     assert far(ours.eval()(*args), theirs.eval()(**kwargs).logits) < 1e-5
     if family != "gpt":  # whose one A for q, k, v we have three times
         compare(family, ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_small_base_beneath_a_window_is_the_model_of_the_weights_that_it_stands_for(family, kind, bases):
+    """Logits, each gradient and five steps of a model of the rounded weights, in full; the codes stay. Rounded by hand, to NF4's published values."""
+    small = adapted(family, bases[family], base=kind)
+    plain, codes = adapted(family, bases[family]), {name: b.clone() for name, b in small.named_buffers() if name.endswith("codes")}
+    plain.load_state_dict({name: p for name, p in small.state_dict().items() if ".a." in name or ".b." in name}, strict=False)
+    with torch.no_grad():
+        for name, linear in plain.named_modules():
+            if f"{name}.codes" in codes:
+                linear.weight.copy_(ROUNDED[kind](linear.weight))
+    assert len(codes) == 14 and far(small.eval()(IDS), models.load(bases[family]).eval()(IDS)) > 0.01
+    runs = []
+    for model in (small.eval(), plain.eval()):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer, steps = torch.optim.AdamW(trained, lr=3e-3), []
+        for _ in range(5):
+            loss = torch.nn.functional.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            steps.append(torch.cat([loss.detach()[None], *(p.grad.flatten() for p in trained)]))
+            optimizer.step()
+        runs.append(torch.stack(steps))
+    assert far(*runs) < 1e-5 and runs[0][-1, 0] < runs[0][0, 0]
+    assert all(torch.equal(b, codes[name]) for name, b in small.named_buffers() if name in codes)
+
+
+def rounded_to_int8(weight: torch.Tensor) -> torch.Tensor:
+    step = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / step).round() * step
+
+
+def rounded_to_nf4(weight: torch.Tensor) -> torch.Tensor:
+    blocks = weight.reshape(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks[..., None] / largest[..., None] - NF4).abs().argmin(-1)
+    return (NF4[nearest] * largest).view_as(weight)
+
+
+ROUNDED = {"int8": rounded_to_int8, "nf4": rounded_to_nf4}
+NF4 = torch.tensor([  # Dettmers et al. 2023, appendix E
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

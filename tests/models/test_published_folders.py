@@ -352,7 +352,8 @@ def test_a_published_folder_of_another_architecture_is_refused_by_name(kind, tmp
     assert f"model_type={kind}" in str(error.value) and why in str(error.value) and "\n" not in str(error.value)
 
 
-BYTES = {"ByT5Tokenizer": "spiece.model", "AlbertTokenizer": "spiece.model", "XLMRobertaTokenizer": "sentencepiece.bpe.model", "CamembertTokenizer": "sentencepiece.bpe.model", "CodeGenTokenizer": "vocab.json"}
+BYTES = {"ByT5Tokenizer": "spiece.model", "AlbertTokenizer": "spiece.model",
+         "MBartTokenizer": "sentencepiece.bpe.model", "CamembertTokenizer": "sentencepiece.bpe.model", "CodeGenTokenizer": "vocab.json"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BYTES)

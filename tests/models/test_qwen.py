@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3-MoE and Qwen2-MoE against transformers': norms of heads, experts of a width of their own in some of the layers, shared experts."""
+"""Qwen3, Qwen3-MoE, Qwen2-MoE and Mixtral against transformers': norms of heads, experts of a width of their own, shared, in some layers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ THEIRS = {  # name, which begins with their model's -> what their configuration 
     "Qwen2Moe": {**MIXED, "shared_expert_intermediate_size": 40},
     "Qwen2Moe with a window": {**MIXED, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 6,
                                "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding")]},
+    "Mixtral with a window": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "Qwen2Moe without biases, one layer dense": {**MIXED, "shared_expert_intermediate_size": 16, "qkv_bias": False, "mlp_only_layers": [1], "norm_topk_prob": True},
 }  # fmt: skip
 OURS = {  # name -> (their model's, ours)
@@ -148,9 +149,9 @@ def test_what_no_model_of_theirs_has_together_is_saved_as_ours(fields, tmp_path)
     assert none is None and all(f"model.{name}=" in why for name in fields), why
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe in every second layer", "Qwen2Moe"])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe in every second layer", "Qwen2Moe", "Qwen3Moe with a window", "Mixtral with a window"])
 def test_it_continues_as_theirs(name, tmp_path):
-    """The same tokens as their `generate`; and step by step, ragged, the logits of the whole text."""
+    """The same tokens as their `generate`, past a window of six; and step by step, ragged, the logits of the whole text."""
     theirs = their_model(name).eval()
     theirs.save_pretrained(tmp_path)
     model = models.load(tmp_path).eval()

@@ -382,6 +382,25 @@ def _evaluate(world) -> None:
                 torch.testing.assert_close(model(piece, cache=other), plain(piece, cache=cache))
 
 
+def _decoded(world) -> list[bool]:
+    """Whether windows' logits of a text by ulysses are those of the plain model, read at once, in parts, and one token a row."""
+    found = []
+    for family, changes in (("gemma", {}), ("llama", {"window": 3, "full_every": 2})):
+        plain = common.build(family, **changes).eval()
+        model = common.build(family, **changes).eval()
+        Context(model, dist.group.WORLD, Layout(context=world.size, context_method="ulysses"))
+        ids, cache = torch.randint(1, common.VOCAB, (2, 15)), model.new_cache(2, 15)
+        with torch.no_grad():
+            logits = torch.cat([model(part, cache=cache) for part in ids.split([7, 1, 1, 5, 1], dim=1)], dim=1)
+            found.append(torch.allclose(logits, plain(ids), rtol=1e-4, atol=1e-5))
+        assert {layer.k.shape[2] for layer in cache.layers} == {15, changes.get("window", 5)}
+    return found
+
+
+def test_decoding_past_a_window():
+    assert distributed.run(2, _decoded) == [[True, True]] * 2
+
+
 def _refused(world) -> str:
     model, context = make("llama", world.size)
     ids = torch.zeros(4, 17, dtype=torch.long)

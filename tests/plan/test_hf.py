@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ from gradus.plan.counts import active, flops, parameters, tokens_a_sample
 from gradus.plan.hf import read_hf, recipe_for
 from gradus.plan.serving import serving
 from gradus.recipe.presets import PRESETS, config_of
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from test_latent_plans import THEIRS as LATENT  # noqa: E402
 
 SIZE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA = {**SIZE, "max_position_embeddings": 64}
@@ -155,7 +160,7 @@ def test_qwen3_moe_as_published_and_as_transformers_writes_it(tmp_path, experts)
 
 
 def test_every_reader_is_tested_and_none_is_also_refused():
-    kinds = {config.model_type for config, *_ in (*THEIRS.values(), *NEAR.values())} | {"marian", "pegasus", "gemma3"}  # the last: tests/models/test_gemma.py
+    kinds = {config.model_type for config, *_ in (*THEIRS.values(), *NEAR.values())} | {"marian", "pegasus", "gemma3", *LATENT}  # tests/models/test_gemma.py
     assert kinds == set(others.planned()) and not kinds & set(others.table()["refused"])
 
 

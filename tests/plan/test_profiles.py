@@ -77,6 +77,8 @@ BETWEEN = {"frozen": (2, 3, 5)}
 NORMS = {"n_kv_heads": 2, "d_ff": 56, "qk_norm": True, "d_head": 12}
 SHARED = NORMS | {"n_experts": 4, "d_expert": 24, "d_shared": 40, "experts_every": 2, "dense_layers": [1]}
 GEMMA = {"family": "gemma", "n_layers": 8, "d_ff": 48, "d_head": 12, "n_kv_heads": 2, "window": 6, "full_every": 3}
+WINDOWS = NORMS | {"window": 6, "full_every": 3, "no_rotation_every": 2}
+LONG = {"n_layers": 6, "d_model": 32, "vocab_size": 64, "seq_len": 272, "window": 60, "full_every": 2}  # a CPU computes what lies in the window alone
 SIX = {"n_layers": 6}  # of two kinds the first, the last and one of each between
 SEVERAL = {"samples": 8, "micro_batch": 2}
 CASES = {
@@ -99,6 +101,8 @@ CASES = {
     "norms of heads, pipeline": (2, NORMS, {"pipeline": 2, **SEVERAL}),
     "a shared expert in every second layer": (1, SHARED | SIX, {"checkpointing": "full", **SEVERAL}),
     "a shared expert, split": (2, SHARED | SIX, {"expert": 2, **SEVERAL}),
+    "windows in two of three layers": (1, WINDOWS, {"checkpointing": "full", **SEVERAL}),
+    "windows in two of three layers, pipeline": (2, WINDOWS, {"pipeline": 2, **SEVERAL}),
     "gemma": (1, GEMMA, SEVERAL),
     "gemma, tensor, checkpointing": (2, GEMMA, {"tensor": 2, "checkpointing": "selective", **SEVERAL, "samples": 6}),
     "all at once": (1, ALTERNATING | EXPERTS | BETWEEN | {"n_layers": 12}, SEVERAL),
@@ -122,6 +126,18 @@ def against_the_whole(world, names: list[str]) -> dict[str, list[tuple[str, floa
         rows = whole.compared(case)
         out[name] = [(what, a, b) for _, what, a, b in rows if whole.off(a, b) > bounds.get(what.split()[0], 1e-9)]
     return out
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SMALL | NORMS | LONG, no_rotation_every=3), GemmaConfig(**SMALL | GEMMA | LONG)], ids=lambda config: config.family
+)
+def test_windows_in_every_other_layer_are_as_if_traced_whole(config):
+    """Longer than the window, so that a layer with it and one without take other kernels; and of the first some are rotated."""
+    import test_engine as whole
+
+    assert len(set(block_kinds(config)[0])) == (4 if config.family == "llama" else 2)
+    for _, what, composed, traced in whole.compared(whole.Case(recipe(config, samples=2), 1, "cpu", config.family)):
+        assert whole.off(composed, traced) <= {"memory": 0.002, "optimizer": 0.03}.get(what.split()[0], 1e-9), (what, composed, traced)
 
 
 def kinds_of(world, *sizes: dict) -> list[tuple]:

@@ -16,9 +16,18 @@ from gradus.errors import UserError
 from gradus.hardware import cluster, find
 from gradus.models.decoding import generate
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.serving import BYTES, optimal, serving, usage_of
+from gradus.plan.serving import BYTES, lines, optimal, serving, usage_of
 from gradus.recipe.presets import config_of
-from gradus.recipe.schema import BertConfig, GPTConfig, LlamaConfig, ModelConfig, Seq2SeqConfig, T5Config, ViTConfig
+from gradus.recipe.schema import (
+    BertConfig,
+    GemmaConfig,
+    GPTConfig,
+    LlamaConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    T5Config,
+    ViTConfig,
+)
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -29,11 +38,11 @@ SMALL = {
     "gqa": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_ff=40, seq_len=20),
     "mqa-wide": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, n_kv_heads=1, d_head=10, d_ff=40, seq_len=20),
     "moe": LlamaConfig(vocab_size=31, n_layers=2, d_model=24, n_heads=4, n_kv_heads=2, d_ff=40, seq_len=20, n_experts=4),
+    "windows": LlamaConfig(vocab_size=31, n_layers=5, d_model=24, n_heads=4, n_kv_heads=2, d_head=16, d_ff=40, seq_len=20, window=4, full_every=2),
+    "gemma": GemmaConfig(vocab_size=31, n_layers=4, d_model=24, n_heads=4, n_kv_heads=1, d_head=16, d_ff=40, seq_len=20, window=5, full_every=3),
     "t5": T5Config(vocab_size=31, n_layers=2, n_decoder_layers=3, d_model=24, n_heads=4, d_head=5, d_ff=40, seq_len=20),
     "seq2seq": Seq2SeqConfig(vocab_size=31, n_layers=3, n_decoder_layers=2, d_model=24, n_heads=4, d_ff=40, seq_len=20),
 }
-
-
 
 # ---------------------------------------------------------------- closed forms, by the papers' shapes
 
@@ -59,7 +68,7 @@ def deep(c: ModelConfig) -> int:
 def layer(c: ModelConfig) -> int:
     """Elements of a layer's matrices, without cross-attention, that a token is multiplied by."""
     h, experts = c.d_model, getattr(c, "n_experts", None) or 0
-    matrices = 3 if c.family == "llama" or getattr(c, "gated", False) else 2
+    matrices = 3 if c.family in ("llama", "gemma") or getattr(c, "gated", False) else 2
     attention = 2 * h * c.head_dim * (c.n_heads + (getattr(c, "n_kv_heads", None) or c.n_heads))
     shared = getattr(c, "d_shared", None) or 0
     width = (getattr(c, "d_expert", None) or c.d_ff) * (c.top_k if experts else 1) + shared
@@ -84,6 +93,8 @@ def vectors(c: ModelConfig) -> int:
     h, f = c.d_model, c.d_ff
     if c.family == "llama":
         return (2 * h + 2 * c.head_dim * c.qk_norm) * c.n_layers + h
+    if c.family == "gemma":
+        return (4 * h + 2 * c.head_dim) * c.n_layers + h
     if c.family == "t5":
         return 3 * h * deep(c) + h
     if c.family == "gpt":
@@ -108,6 +119,13 @@ def head_products(c: ModelConfig, s: int) -> int:
     return words + (h * h + h * answers if answers else 0)
 
 
+def kept(c: ModelConfig, s: int) -> list[int]:
+    """Of each layer that makes tokens, those of s that its keys are kept of."""
+    full_first, every, window = (getattr(c, name, None) for name in ("full_first", "full_every", "window"))
+    full = (i < (full_first or 0) or (every and i % every == every - 1) for i in range(deep(c)))
+    return [s if whole or not window else min(window, s) for whole in full]
+
+
 def looked_up(c: ModelConfig) -> int:
     """Parameters of an encoder that its forward pass multiplies by nothing."""
     if c.family == "vit":
@@ -128,9 +146,10 @@ def passes(c: ModelConfig, s: int, source: int = 0) -> list[Closed]:
     if two_sided(c):  # the encoder, and the decoder's keys and values of its output
         acting = layers * layer(c) + deep(c) * 2 * c.d_model * wide
         prompt = Closed(2 * acting * source + 4 * layers * wide * source**2, acting + source_vectors(c), sums, source)
-    else:  # causal: half of the scores; the last position's logits
-        prompt = Closed(2 * (n - head) * s + 2 * head + 2 * layers * wide * s**2, n + vectors(c), sums, s)
-    token = 2 * n + 4 * deep(c) * wide * (s + source)
+    else:  # causal: half of the scores, with a window half of those of its first tokens; the last position's logits
+        scores = sum(w * s - w**2 / 2 for w in kept(c, s))
+        prompt = Closed(2 * (n - head) * s + 2 * head + 4 * wide * scores, n + vectors(c), sums, s)
+    token = 2 * n + 4 * wide * sum(w + source for w in kept(c, s))
     return [prompt, Closed(token, n + vectors(c), (2 + two_sided(c)) * deep(c) + 1, 1)]
 
 
@@ -236,12 +255,41 @@ def test_cache_is_the_real_one_to_the_byte(name, precision):
     cross = sum(t.numel() * t.element_size() for layer in cache.layers for t in layer.cross or ())
     usage, width = usage_of(config, batch, cache.max_len, source), BYTES[precision]
     assert (usage.own * width, usage.cross * width) == (own, cross)
+    heads = (getattr(config, "n_kv_heads", None) or config.n_heads) * config.head_dim
+    assert [2 * layer.k.nbytes for layer in cache.layers] == [2 * batch * n * heads * width for n in kept(config, cache.max_len)]
     rows = serving(config, batch=batch, seq_len=cache.max_len, precision=precision)
     assert value(rows, "serving/kv_cache") == own
     cross = value(rows, "serving/cross_cache") if sources else 0
     assert cross == usage_of(config, batch, 1, cache.max_len).cross * width
     assert value(rows, "serving/weights") == sum(p.numel() * p.element_size() for p in model.parameters())
     assert value(rows, "serving/total") == sum(value(rows, f"serving/{part}") for part in ("weights", "kv_cache", "logits")) + cross
+
+
+@pytest.mark.parametrize(("name", "length", "tokens"), [
+    ("gemma3-1b", 4096, {512: 22, 4096: 4}), ("gemma3-1b", 300, {300: 26}), ("mistral-7b-v0.1", 32_768, {4096: 32}),
+])  # fmt: skip
+def test_a_cache_with_windows(name, length, tokens):
+    """Of published models: tokens that are kept of a text → layers that keep so many. The text says that a token's bytes are a mean, and that of a
+    text no longer than the window they are not; a longer text is no new token's to look at."""
+    config, on = config_of(name), cluster("H100")
+    rows = serving(config, batch=2, seq_len=length, on=on)
+    of_a_token = 2 * config.n_kv_heads * config.head_dim * 2
+    total = sum(n * layers for n, layers in tokens.items()) * of_a_token
+    assert value(rows, "serving/kv_cache") == 2 * total and value(rows, "serving/kv_per_token") == total // length
+    told = [line for line in lines(name, rows, on) if line.startswith("cache ")]
+    mean = len(tokens) > 1 or length not in tokens
+    assert len(told) == 1 and ("on average: layers with a window keep no more than it" in told[0]) == mean
+    assert any(row.name == "serving/rule_tokens" for row in rows) != mean
+    read = 2 * (decode_weights(config) + vectors(config)) + 2 * total
+    assert value(rows, "serving/decode_time") == pytest.approx(read / on.device.bandwidth)
+
+
+def test_a_windows_prompt_costs_what_lies_in_it():
+    """Mistral-7B's 32,768 tokens, of which each of 32 layers looks at 4,096: the bound is less than that of attention to all, never more."""
+    mistral, on = config_of("mistral-7b-v0.1"), cluster("H100")
+    windows, everywhere = (usage_of(c, 1, 32_768).prefill.operations for c in (mistral, mistral.model_copy(update={"window": None})))
+    assert everywhere - windows == 32 * 4 * 4096 * (32_768**2 / 2 - (4096 * 32_768 - 4096**2 / 2))
+    assert value(serving(mistral, on=on), "serving/prefill_time") == pytest.approx(windows / on.device.peaks["bf16"])
 
 
 def test_llama_2_70b():

@@ -225,7 +225,7 @@ def test_every_kernel_says_causal_in_its_own_place(kernel):
             full = 4 * 2 * 3 * 8 * 8 * 16 * (2.5 if name.endswith("backward") else 1)
             args = tuple(values[a.name] for a in arguments if not a.kwarg_only)
             kwargs = {a.name: values[a.name] for a in arguments if a.kwarg_only}
-            assert _attention(operator, args, kwargs) == ((2, 3, 8, 8, 16), full / 2 if causal else full)
+            assert _attention(operator, args, kwargs) == ((2, 3, 8, 8, 16, 16), full / 2 if causal else full)
 
 
 # ---------------------------------------------------------------- several processes

@@ -47,7 +47,7 @@ QUESTIONS = ("explain", "devices", "search", "serve", "optimal", "accuracy", "we
     option("--bits Q", "with --serve: bits per stored weight, e.g. 8 (default: the precision's)", whole(32),
            only="serve"),
     option("--optimal", "compute-optimal tokens; with --tokens, the model size"),
-    option("--accuracy FILE", "error against published measurements (no file)", nargs="?", const=True),
+    option("--accuracy FILE", "error against published runs (no file), with --on a chip's", nargs="?", const=True),
     option("--web", "serve the plan as a local page"),
     option("--port PORT", "with --web (default 8000)", whole(65_535, 0), only="web"),
     option("--host HOST", "with --web (default 127.0.0.1: this machine only)", only="web"),
@@ -61,7 +61,7 @@ def plan(args) -> int | Iterable[str]:
     if question == "accuracy":
         from gradus.plan.published import lines
 
-        return printed(lines(None if args.accuracy is True else args.accuracy))
+        return printed(lines(None if args.accuracy is True else args.accuracy, args.on))
     mtbf = args.mtbf and _seconds(args.mtbf)
     given = args.recipe, tuple(args.overrides), args.on, args.tokens, args.days, args.json_file, args.price, mtbf
     request = Request(*given)
@@ -89,7 +89,7 @@ def _question(args) -> str:
     question = asked[0] if asked else "plan"
     for action in args.parser._actions:
         name, only = action.dest, getattr(action, "only", "").split()
-        has_effect = question in only if only else question != "accuracy" or name == question
+        has_effect = question in only if only else question != "accuracy" or name in ("accuracy", "on")
         if is_given(args, name) and not has_effect:
             where = f"without --{only[0]}" if len(only) == 1 and name != "picture" else f"with --{question}"
             word = "RECIPE" if name == "recipe" else f"--{name}"

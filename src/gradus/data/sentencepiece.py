@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +115,32 @@ class SentencePieceTokenizer(Tokenizer):
 def whole_model(data: bytes) -> bool:
     """Is this a whole ModelProto of sentencepiece_model.proto? A file cut between two pieces still parses, but lacks
     what comes after them: field 2, how it was trained, and field 3, how text is normalised."""
-    at, fields = 0, set()
     try:
-        while at < len(data):
-            fields.add(data[at])
-            length = 0
-            for place in range(10):  # seven bits a byte, the lowest first
-                byte, at = data[at + 1], at + 1
-                length |= (byte & 127) << 7 * place
-                if byte < 128:
-                    break
-            at += 1 + length
+        fields = {field for field, _ in _fields(data)}
     except IndexError:
         return False
     # Every field is a message, written with its length: 8 times its number, and 2.
-    return at == len(data) and fields >= {0x0A, 0x12, 0x1A} and all(field & 7 == 2 for field in fields)
+    return fields >= {0x0A, 0x12, 0x1A} and all(field & 7 == 2 for field in fields)
+
+
+def charsmap(model: bytes) -> bytes:
+    """How a whole model normalises characters: precompiled_charsmap, empty where it does not."""
+    return dict(_fields(dict(_fields(model))[0x1A])).get(0x12, b"")
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(8 times its number and its type, content) of each field of a message whose fields are numbers, of which the
+    content is empty, or have their length written. Raises IndexError where it is cut."""
+    at = 0
+    while at < len(data):
+        field, number = data[at], 0
+        for place in range(10):  # seven bits a byte, the lowest first
+            byte, at = data[at + 1], at + 1
+            number |= (byte & 127) << 7 * place
+            if byte < 128:
+                break
+        start = at + 1
+        at = start + (number if field & 7 == 2 else 0)
+        if at > len(data):
+            raise IndexError("cut within a field")
+        yield field, data[start:at]

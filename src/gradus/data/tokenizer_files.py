@@ -13,11 +13,12 @@ from typing import Any
 
 from gradus import limits
 from gradus.data.readers import expanded, near
-from gradus.data.sentencepiece import SentencePieceTokenizer, whole_model
+from gradus.data.sentencepiece import SentencePieceTokenizer, charsmap, whole_model
 from gradus.data.tokenizers import (
     MORE_TEMPLATES,
     OURS,
     ROLES,
+    SPECIALS,
     TEMPLATE,
     USUAL,
     ByteTokenizer,
@@ -39,6 +40,7 @@ CLASSES = {
     **{f"{name.lower()}tokenizer": WORDPIECE for name in LIKE_BERT},
     "gpt2tokenizer": BYTE_BPE, "qwen2tokenizer": BYTE_BPE, "robertatokenizer": ("byte-level BPE", "bos", "eos"),
     "llamatokenizer": PIECES, "t5tokenizer": ("SentencePiece", "", "eos"),
+    "xlmrobertatokenizer": ("SentencePiece", "bos", "eos"),
 }  # fmt: skip
 BYTE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 END = "<|endoftext|>"
@@ -324,6 +326,10 @@ def _read_sentencepiece(file: Path, config: Config, name: str) -> Tokenizer:
         raise UserError(f"{file}: {kind}. Get the model in Hugging Face's layout, with tokenizer.json.")
     if not whole_model(data):
         raise _Damaged("not a whole SentencePiece model")
+    if name == "xlmrobertatokenizer":
+        rust = _tried("SentencePiece model of XLM-RoBERTa", lambda: _of_fairseq(data))
+        names = {f"{role}_token": token for role, token in zip(ROLES, (*SPECIALS, "<s>", "</s>"))}
+        return _with_added(rust, names | config, file.parent)
     try:
         if "tokenizer_class" not in config:  # as Meta's own code does
             alone = not file.with_name("config.json").is_file()
@@ -335,6 +341,26 @@ def _read_sentencepiece(file: Path, config: Config, name: str) -> Tokenizer:
     if tokenizer.like_t5:
         tokenizer.around(None, tokenizer.eos_id)
     return tokenizer
+
+
+def _of_fairseq(model: bytes) -> Any:
+    """XLM-RoBERTa's numbers of a SentencePiece model: fairseq's four tokens stand for the model's first three, and
+    <mask> is the last (Conneau et al. 2020, its published code)."""
+    from sentencepiece import SentencePieceProcessor
+
+    sp, package = SentencePieceProcessor(model_proto=model), package_tokenizers()
+    if (sp.unk_id(), sp.bos_id(), sp.eos_id(), sp.pad_id()) != (0, 1, 2, -1):
+        raise ValueError("its first three pieces are not <unk>, <s> and </s>")
+    pieces = [(sp.id_to_piece(i), sp.get_score(i)) for i in range(3, sp.get_piece_size())]
+    first, mask = (("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)), ("<mask>", 0.0)
+    rust = package.Tokenizer(package.models.Unigram([*first, *pieces, mask], unk_id=3))
+    if table := charsmap(model):
+        rust.normalizer = package.normalizers.Precompiled(table)
+    words = package.pre_tokenizers
+    rust.pre_tokenizer = words.Sequence([words.WhitespaceSplit(), words.Metaspace()])
+    rust.decoder = package.decoders.Metaspace()
+    # the package's JSON gives some scores back with another last bit, and these again to the bit
+    return package.Tokenizer.from_str(rust.to_str())
 
 
 def _read_llama2c(file: Path, config: Config, name: str) -> Tokenizer:

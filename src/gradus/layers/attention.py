@@ -14,7 +14,7 @@ from gradus.layers.positions import apply_rotary
 from gradus.patch import replaced
 
 
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     """In the norm's type: autocast's products come in another."""
     return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
@@ -73,8 +73,8 @@ class Attention(nn.Module):
             source = x if context is None else context
             # (batch, n_kv_heads, k_len, head_dim)
             k, v = self.split_heads(self.to_k(source)), self.split_heads(self.to_v(source))
-            k = _normed(self.k_norm, k)
-        q = _normed(self.q_norm, q)
+            k = normed(self.k_norm, k)
+        q = normed(self.q_norm, q)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         window = self.window

@@ -10,16 +10,18 @@ from torch import Tensor
 from gradus.errors import UserError
 from gradus.layers.masks import attention_mask
 
+NO_LENGTHS = "a window keeps no padding: set cache.lengths to the prompts' own before they are read"
+
 
 class LayerCache:
     """One layer's share: `k` and `v` (batch, n_kv_heads, slots, head_dim), and `cross`, the keys and values of the
     encoder's output (or None), which are projected once. A slot a token; a layer with a window has as many slots as its
     window has tokens, and position p goes into slot p % window."""
 
-    def __init__(self, cache: Cache, shape: tuple[int, int, int, int], device, dtype):
+    def __init__(self, cache: Cache, shape: tuple[int, int, int, int], v_dim: int, device, dtype):
         self.cache = cache
         self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros((*shape[:3], v_dim), device=device, dtype=dtype)
         self.cross: tuple[Tensor, Tensor] | None = None
 
     def update(
@@ -40,13 +42,15 @@ class LayerCache:
                 return self.k, self.v, slots <= positions[:, None, :, None], None
             return self.k[:, :, :length], self.v[:, :, :length], mask, None
         seen, looks, window = (k, v), mask, n
-        first, end = positions[:, :1], self.cache.lengths
+        first, end, prompt = positions[:, :1], positions[:, -1:] + 1, self.cache.lengths
+        if prompt is not None:  # of what follows a prompt no token is padding
+            end = torch.where(prompt[:, None] > first, prompt[:, None], end)
         if length > k.shape[2]:  # there are earlier tokens
             at = torch.cat((_held(first, slots), positions), dim=1)[:, None, None]
             seen = tuple(torch.cat((kept, new.to(kept.dtype)), dim=2) for kept, new in ((self.k, k), (self.v, v)))
             back, window = positions[:, None, :, None] - at, None
             looks = (at >= 0) & (back >= 0) & (back < n)
-        held = _held(positions[:, -1:] + 1 if end is None else end[:, None], slots)  # (batch, slots)
+        held = _held(end, slots)  # (batch, slots)
         new, place = (held >= first)[:, None, :, None], (held - first).clamp_min(0)
         for kept, x in ((self.k, k), (self.v, v)):
             kept.copy_(torch.where(new, x.transpose(1, 2)[rows[:, None], place].transpose(1, 2).to(kept.dtype), kept))
@@ -67,19 +71,23 @@ class Cache:
     asking the device. Once `fixed`, all slots are in use: the shapes of a decoding step never change again.
 
     windows: of each layer, the tokens that its queries look at; None: all. lengths (batch,): of the tokens of each row
-    of a prompt those that are no padding, which a window would have no room for; None: all.
+    of a prompt those that are no padding, which a window would have no room for: with windows set it before prompts of
+    different lengths are read. None: all. v_dim: of values; None: head_dim; 0 where they are made of the keys.
     """
 
     def __init__(
         self, n_layers: int, batch: int, n_kv_heads: int, head_dim: int, max_len: int, device=None,
-        dtype: torch.dtype = torch.float32, windows: Sequence[int | None] = (),
+        dtype: torch.dtype = torch.float32, windows: Sequence[int | None] = (), v_dim: int | None = None,
     ):  # fmt: skip
         self.batch, self.max_len, self.length, self.fixed = batch, max_len, 0, False
         self.lengths: Tensor | None = None
         slots = [min(max_len, window or max_len) for window in windows or [None] * n_layers]
-        self.layers = [LayerCache(self, (batch, n_kv_heads, n, head_dim), device, dtype) for n in slots]
+        self.windowed = min(slots, default=max_len) < max_len
+        v_dim = head_dim if v_dim is None else v_dim
+        self.layers = [LayerCache(self, (batch, n_kv_heads, n, head_dim), v_dim, device, dtype) for n in slots]
 
     def fix(self) -> None:
+        assert self.lengths is not None or not (self.windowed and self.length), NO_LENGTHS
         self.length, self.fixed = self.max_len, True
 
     def next_positions(self, batch: int, seq_len: int, device=None) -> Tensor:
@@ -96,6 +104,8 @@ class Cache:
         if positions.shape[0] != self.batch:
             raise UserError(f"the cache was made for a batch of {self.batch}, not {positions.shape[0]}; make a new one")
         if not self.fixed:
+            if self.windowed and self.lengths is None:
+                assert (positions == self.next_positions(*positions.shape, positions.device)).all(), NO_LENGTHS
             if self.length + positions.shape[1] > self.max_len:
                 more = f"{self.length} tokens per row and {positions.shape[1]} more"
                 raise UserError(f"the cache holds {self.max_len} tokens per row, not {more}; shorten the prompt")

@@ -135,7 +135,9 @@ class MixtureOfExperts(nn.Module):
     as choose it. The router computes in fp32 (Fedus et al. 2021, section 2.4).
 
     norm_top_k: False for the weights of a softmax over all experts. d_shared: the width of one more expert, gated, that
-    every token takes, times a sigmoid of the token (Yang et al. 2024, section 2.2.2).
+    every token takes, with `shared_gate` times a sigmoid of the token (Yang et al. 2024, section 2.2.2). sigmoid: of
+    scores, in place of the softmax, and a bias of each expert that counts for the choice alone (DeepSeek-AI 2024,
+    DeepSeek-V3, equations 12 to 16, without groups of experts or a factor).
 
     `dispatch(experts, rows, counts)` brings rows (tokens · top_k, d_model), sorted by expert, to their experts and
     back; it may be replaced from outside. `balance`: what the last forward pass left, see `keep_balance`.
@@ -144,6 +146,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(
         self, d_model: int, d_ff: int, n_experts: int, top_k: int, activation: str, gated: bool = False,
         bias: bool = False, norm_top_k: bool = True, d_shared: int | None = None,
+        shared_gate: bool = True, sigmoid: bool = False,
     ):  # fmt: skip
         super().__init__()
         assert top_k <= n_experts, f"top_k={top_k} is more than n_experts={n_experts}"
@@ -151,7 +154,8 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(d_model, n_experts, bias=False)
         self.experts = Experts(d_model, d_ff, n_experts, activation, gated, bias)
         self.shared = GatedFeedForward(d_model, d_shared, activation) if d_shared else None
-        self.shared_gate = nn.Linear(d_model, 1, bias=False) if d_shared else None
+        self.shared_gate = nn.Linear(d_model, 1, bias=False) if d_shared and shared_gate else None
+        self.register_buffer("choice_bias", torch.zeros(n_experts) if sigmoid else None)
         self.dispatch: Callable[[Experts, Tensor, Tensor], Tensor] = Experts.__call__
         self.keeps_balance = False
         self.balance: Tensor | None = None
@@ -160,8 +164,14 @@ class MixtureOfExperts(nn.Module):
         """x: (batch, seq, d_model), and so the result."""
         with no_autocast(x.device):
             scores = F.linear(x.float(), self.router.weight.float())  # (batch, seq, n_experts)
-        probabilities = scores.softmax(-1)
-        weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)
+        if self.choice_bias is None:
+            probabilities = scores.softmax(-1)
+            weights, chosen = probabilities.topk(self.top_k)  # (batch, seq, top_k)
+        else:
+            probabilities = scores.sigmoid()
+            chosen = (probabilities + self.choice_bias).topk(self.top_k).indices
+            weights = probabilities.gather(-1, chosen)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # equation 19, for the balance
         if self.norm_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
         picks = chosen.flatten(1)  # (batch, seq · top_k)
@@ -175,7 +185,9 @@ class MixtureOfExperts(nn.Module):
         out = self.dispatch(self.experts, x.flatten(0, 1)[order // self.top_k], counts.sum(0))
         out = out[order.argsort()].unflatten(0, chosen.shape)  # (batch, seq, top_k, d_model)
         out = (out * weights.unsqueeze(-1)).sum(-2).to(out.dtype)  # (batch, seq, d_model)
-        return out if self.shared is None else out + self.shared_gate(x).sigmoid() * self.shared(x)
+        if self.shared is None:
+            return out
+        return out + (1 if self.shared_gate is None else self.shared_gate(x).sigmoid()) * self.shared(x)
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:

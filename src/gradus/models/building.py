@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradus.errors import UserError
 from gradus.models.family import lookup
+from gradus.models.weights import others
 from gradus.patch import replaced
 from gradus.recipe.schema import ModelConfig
 
@@ -65,10 +66,17 @@ def undrawn() -> Iterator[None]:
         yield
 
 
+def check_built(config: ModelConfig) -> None:
+    """Raises UserError for a model that is built for plans only."""
+    if config.planned_only:
+        raise UserError(others.not_computed("this model", config.planned_only))
+
+
 def deferred(config: ModelConfig, seed: int | None) -> Deferred:
     """The same before it has memory. Errors as in `build`."""
     from gradus.models.values import drawn
 
+    check_built(config)
     like = whole(config)
     return with_values(config, like, drawn(like, seed))
 

@@ -2,7 +2,8 @@
 pre-norm with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. With experts in place of the
 feed-forward network it is Mixtral (Jiang et al. 2024); with biases of queries, keys and values Qwen2 (Yang et al. 2024,
 section 2.2.1), and with a shared expert Qwen2-MoE (section 2.2.2); with norms of each head's queries and keys in place
-of the biases Qwen3 (Yang et al. 2025, section 2); with attention in a window Mistral (Jiang et al. 2023, section 2)."""
+of the biases Qwen3 (Yang et al. 2025, section 2); with attention in a window Mistral (Jiang et al. 2023, section 2);
+with multi-head latent attention DeepSeek-V2 and V3 (DeepSeek-AI 2024, section 2), which are planned only."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from gradus.layers import (
     Decoder,
     ExpertLinear,
     GatedFeedForward,
+    LatentAttention,
     MixtureOfExperts,
     decoder_inputs,
     rotary_table,
@@ -33,26 +35,32 @@ class LlamaBlock(Block):
 
     def __init__(self, config: LlamaConfig, number: int):
         super().__init__()
+        self.rotates = rotates(config, number)
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.attention = Attention(
+        norm = functools.partial(nn.RMSNorm, eps=config.norm_eps)
+        self.attention = LatentAttention(
+            config.d_model, config.n_heads, **dict(config.latent), norm=norm, dropout=config.dropout
+        ) if config.latent else Attention(
             config.d_model, config.n_heads, config.n_kv_heads, config.head_dim,
             bias=config.qkv_bias, out_bias=False, dropout=config.dropout, window=config.window_of(number),
-            head_norm=functools.partial(nn.RMSNorm, eps=config.norm_eps) if config.qk_norm else None,
-        )
+            head_norm=norm if config.qk_norm else None,
+        )  # fmt: skip
         self.feedforward_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         if config.has_experts(number):
             self.feedforward = MixtureOfExperts(
                 config.d_model, config.d_expert or config.d_ff, config.n_experts, config.top_k, "silu", gated=True,
-                norm_top_k=config.norm_top_k, d_shared=config.d_shared,
+                norm_top_k=config.norm_top_k, d_shared=config.d_shared, shared_gate=config.shared_gate,
+                sigmoid=config.router == "sigmoid",
             )
         else:
             self.feedforward = GatedFeedForward(config.d_model, config.d_ff, "silu")
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None = None, causal: bool = True,
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = True,
                 cache=None, positions: Tensor | None = None) -> Tensor:  # fmt: skip
         x = x + self.attention(
-            self.attention_norm(x), mask=mask, causal=causal, rotary=rotary, cache=cache, positions=positions
-        )
+            self.attention_norm(x), mask=mask, causal=causal, rotary=rotary if self.rotates else None, cache=cache,
+            positions=positions,
+        )  # fmt: skip
         return x + self.feedforward(self.feedforward_norm(x))  # (batch, seq, d_model)
 
 
@@ -87,10 +95,11 @@ class Llama(Decoder):
                 yield module.weight, normal(0.02)
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
-        """Room for the keys and values of `max_len` tokens a row."""
+        """Room for the keys and values of `max_len` tokens a row, or for what latent attention makes them of."""
         c, weight = self.config, self.token_embedding.weight
         windows = [c.window_of(i) for i in range(c.n_layers)]
-        return Cache(c.n_layers, batch, c.n_kv_heads, c.head_dim, max_len, weight.device, weight.dtype, windows)
+        k_dim, v_dim = (c.latent.kv_rank + c.latent.rope_dim, 0) if c.latent else (c.head_dim, c.head_dim)
+        return Cache(c.n_layers, batch, c.n_kv_heads, k_dim, max_len, weight.device, weight.dtype, windows, v_dim)
 
     def hidden(self, ids: Tensor, *, positions: Tensor | None = None, segments: Tensor | None = None,
                keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:  # fmt: skip
@@ -98,13 +107,13 @@ class Llama(Decoder):
         `layers.decoder_inputs`; cache: from `new_cache`."""
         c = self.config
         positions, mask = decoder_inputs(ids, c.seq_len, positions, segments, keep, cache)
-        # 2 × (batch or 1, 1, seq, head_dim)
-        rotary = rotary_table(positions[:, None], c.head_dim, c.rope_theta, c.rope_scaling)
+        width = c.latent.rope_dim if c.latent else c.head_dim
+        # 2 × (batch or 1, 1, seq, width)
+        rotary = rotary_table(positions[:, None], width, c.rope_theta, c.rope_scaling)
         x = self.token_embedding(ids)  # (batch, seq, d_model)
         for i, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[i]
-            turn = rotary if rotates(c, i) else None
-            x = block(x, rotary=turn, mask=mask, causal=cache is None, cache=layer, positions=positions)
+            x = block(x, rotary=rotary, mask=mask, causal=cache is None, cache=layer, positions=positions)
         return self.norm(x)
 
 

@@ -178,8 +178,10 @@ def products(kind: str, name: str, flops: float, shape: tuple[int, ...], forward
     """FLOPs of one operation; of attention over the full matrix of scores, with so many matrix products forward and
     backward (a fused kernel does two and five)."""
     if kind == "attention":
-        batch, heads, queries, keys, dim = shape
-        return 2 * batch * heads * queries * keys * dim * (backward if name.endswith("backward") else forward)
+        batch, heads, queries, keys, dim, v_dim = shape
+        of_values = 2 if name.endswith("backward") else 1  # products
+        of_keys = (backward if name.endswith("backward") else forward) - of_values
+        return 2 * batch * heads * queries * keys * (of_keys * dim + of_values * v_dim)
     return flops
 
 

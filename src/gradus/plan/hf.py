@@ -64,7 +64,7 @@ def _map(hf: fields.Fields, kind: str) -> Read:
     table = weights.rules_of(entry["family"])
     ours = kind in weights.model_types()
     _check_fields(hf, entry)
-    seen = {} if ours else _seen(hf)
+    seen = {} if ours else _seen(hf) | _latent(hf, entry) | entry.get("ours", {})
     for field in ("dense_act_fn", *(() if ours else ("layer_types",))):  # which repeat other fields
         hf.pop(field, None)
     notes += _replaced(hf, entry)
@@ -141,6 +141,21 @@ def _seen(hf: dict[str, Any]) -> dict[str, Any]:
     hf["sliding_window"] = None
     every = every if every and every <= hf["num_hidden_layers"] else None
     return {} if every == 1 else {"window": window, "full_every": every}
+
+
+def _latent(hf: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """Ours for multi-head latent attention, and for experts after the first few layers, beside shared ones that are as
+    one; {} for what has neither."""
+    said: dict[str, Any] = {our: hf[their] for our, their in entry.get("experts", {}).items()}
+    if said:
+        types = hf.get("mlp_layer_types") or ["dense"] * min(hf["first_k_dense_replace"], hf["num_hidden_layers"])
+        said["dense_layers"] = [i for i, kind in enumerate(types) if kind == "dense"]
+        said["d_shared"] = said["d_expert"] * (hf.get("n_shared_experts") or 0) or None
+    if "latent" in entry:
+        latent = said["latent"] = {our: hf.get(their) for our, their in entry["latent"].items()}
+        latent["v_dim"] = latent["v_dim"] or hf["hidden_size"] // hf["num_attention_heads"]
+        hf |= {"head_dim": latent["nope_dim"] + latent["rope_dim"], "num_key_value_heads": 1}
+    return said
 
 
 def _window_and_angles(hf: dict[str, Any], types: list[str], ours: bool) -> Iterator[str]:

@@ -22,7 +22,7 @@ from gradus.plan.passes import Pass, Usage, active_elements
 from gradus.plan.profiles import block_kinds
 from gradus.plan.trace import Recorder
 from gradus.recipe.schema import ModelConfig
-from gradus.torch_private import FLASH, memory_id, tree_leaves
+from gradus.torch_private import EFFICIENT, FLASH, memory_id, tree_leaves
 
 
 class PassTracer(Recorder):
@@ -86,7 +86,8 @@ class PassTracer(Recorder):
         """(counts, the first tensor that the call returns). The counts: "operations"; ("read", memory of a parameter) →
         how many are like it; ("sum", elements of an output that tensor parallelism sums) → how many of them."""
         self.ops, self.counts, self.counting = {}, Counter(), True
-        with torch.no_grad(), pretending(replace(OTHER, attention=_fused)), self:
+        fused = replace(OTHER, skips_blocks=True, attention=_fused, blocks=_fused_window)
+        with torch.no_grad(), pretending(fused), self:
             output = call()
         self.counts["operations"] = sum(key.flops * times for key, times in self.ops.items())
         return self.counts, tree_leaves(output)[0]
@@ -107,7 +108,17 @@ class PassTracer(Recorder):
 
 def _fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Tensor:
     """Attention as one kernel; PyTorch would take the plain way for tensors without values."""
-    return FLASH(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+    if v.shape[-1] == q.shape[-1]:
+        return FLASH(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+    return EFFICIENT(q, k, v, None, False, 0.0, is_causal, scale=scale)[0]
+
+
+def _fused_window(q: Tensor, k: Tensor, v: Tensor, blocks: Any, window: int, scale: float | None) -> Tensor:
+    """Causal attention with a window as one kernel that computes no score outside of it: the first queries' triangle,
+    then for each as many keys as the window has."""
+    first, rest = q.tensor_split([window], dim=2)
+    k, v = k[:, :, :window], v[:, :, :window]
+    return torch.cat((_fused(first, k, v, is_causal=True), _fused(rest, k, v)), dim=2)
 
 
 def _summed(model: nn.Module, family: Family) -> Iterator[nn.Module]:

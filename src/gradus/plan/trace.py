@@ -249,7 +249,7 @@ def _attention(function: Any, args: tuple, kwargs: dict) -> tuple[tuple[int, ...
     # forward two products; backward five: the scores again, and two gradients of each (Dao et al. 2022, appendix B.2)
     flops = scores * (3 * dim + 2 * v.shape[3] if schema(function).name.endswith("backward") else dim + v.shape[3])
     causal = _argument(function, "is_causal", args, kwargs)
-    return (batch, heads, queries, k.shape[2], dim), flops / 2 if causal else float(flops)
+    return (batch, heads, queries, k.shape[2], dim, v.shape[3]), flops / 2 if causal else float(flops)
 
 
 def _argument(function: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -661,7 +661,7 @@ def _cuda_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any, window: int | Non
     with a window as if every query had the same keys, as many as its blocks hold."""
     if window is not None and (seen := window + BLOCK) < k.shape[2] // 2:
         return _cuda_attention(q, k[:, :, :seen], v[:, :, :seen], scale=scale, enable_gqa=True)
-    if q.dtype in (torch.bfloat16, torch.float16):
+    if q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == q.shape[-1]:
         return torch_private.FLASH(q, k, v, 0.0, True, False, scale=scale)[0]
     return _cuda_attention(q, k, v, is_causal=True, scale=scale)
 
@@ -672,7 +672,7 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         q, k, v = (x.to(dtype) for x in (q, k, v))
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if attn_mask is None and half and q.shape[-1] <= 256:
+    if attn_mask is None and half and q.shape[-1] <= 256 and v.shape[-1] == q.shape[-1]:
         return torch_private.FLASH(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

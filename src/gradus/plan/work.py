@@ -29,7 +29,7 @@ class Op(NamedTuple):
     """One kind of operation on one device, `count` times.
 
     shape: of a matmul (batch, m, n, k): `batch` products of m × k by k × n; of attention (batch, heads, queries, keys,
-    head_dim); of memory-bound operations (), as `bytes` alone counts.
+    head_dim of keys, of values); of memory-bound operations (), as `bytes` alone counts.
     """
 
     kind: Kind

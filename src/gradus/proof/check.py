@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradus import models
 from gradus.data.collate import IGNORE
 from gradus.data.loader import sample_rng
 from gradus.errors import UserError, colour, some
@@ -110,6 +111,7 @@ def checks(recipe: Recipe) -> Iterator[Line]:
     """The lines, in the order of what depends on what."""
     try:
         check_eps(recipe)
+        models.check_built(recipe.model)
         session = open_session(recipe.model_copy(update={"layout": single_process(recipe.layout)}))
     except UserError as e:
         yield Line("recipe", False, str(e))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradus import limits
+from gradus import limits, models
 from gradus.errors import UserError
 from gradus.hardware.units import quantity
 from gradus.parallel import check
@@ -51,6 +51,7 @@ def fit(recipe: Recipe, args: Any) -> Generator[str, None, int]:
     """`gradus fit RECIPE`. Yields what is printed; returns the exit code. Raises UserError."""
     if args.sweep is not None and args.memory is not None:
         raise UserError("--sweep and --memory are different questions. Give one of them.")
+    models.check_built(recipe.model)
     n = needed(recipe.layout)
     session = open_for(recipe, n)
     with tempfile.TemporaryDirectory() as folder:

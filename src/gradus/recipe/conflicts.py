@@ -111,6 +111,8 @@ LAYOUT: tuple[Row, ...] = (
            "part. Use layout.expert for a model with experts"),
     _clash("model.patches=unfold", "layout.tensor",
            "DTensor does not support unfold. Set model.patches=rearrange or convolution: the same result"),
+    _clash("layout.tensor, layout.context", "model.latent", "multi-head latent attention is split by neither heads nor "
+           "sequence. Use layout.expert, layout.pipeline or layout.shard"),
     _clash("layout.context", "model.alternation", "ModernBERT's windows need whole sequences. Leave it out"),
     _clash("model.window", "layout.context layout.context_method=ring",
            "the ring takes no window of attention. Set layout.context_method=ulysses"),
@@ -221,7 +223,7 @@ OTHER: tuple[Row, ...] = (
     _stated("model.n_classes", "model.family=bert task.name=masked_lm", " with task {value}. It is for classification"),
     _stated("model.vocab_size", "model.family=vit", ": vit reads images. Leave it out"),
     _stated("model.top_k, model.balance, model.d_expert, model.d_shared, model.norm_top_k, model.experts_every, "
-            "model.dense_layers", "model.n_experts=null",
+            "model.dense_layers, model.shared_gate, model.router", "model.n_experts=null",
             " without experts. Set model.n_experts=8, say, or leave it out"),
     _stated("tokenizer", "data.kind=synthetic|images", " with {value} data. Leave it out"),
     _stated("tokenizer.shared", "data.kind=text|labelled", " with {value} data. It is for pairs"),

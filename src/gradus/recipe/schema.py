@@ -133,6 +133,11 @@ class ModelConfig(Section):
         itself, of which several may hold; none: scores, the default for one output."""
         return "none" if self._outputs == "softmax" and getattr(self, "n_classes", None) == 1 else self._outputs
 
+    @property
+    def planned_only(self) -> str:
+        """The key of a part that can be planned, not trained; empty: there is none."""
+        return ""
+
     def changed(self, **fields: Any) -> Self:
         """The same configuration with other fields. Raises ValidationError where they contradict each other."""
         other = type(self)(**{**self.model_dump(), **fields}).named(self.classes, self._outputs)
@@ -398,14 +403,27 @@ class RopeScaling(Section):
         return self
 
 
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1): keys and values of all heads are made of one short
+    vector a token, which alone is kept in use, beside a rotated part of the keys that all heads share."""
+
+    q_rank: Width | None = None  # width of what queries are made of; None: d_model
+    kv_rank: Width  # width of what keys and values are made of
+    nope_dim: Width  # of a head's queries and keys, the part without rotary positions
+    rope_dim: Width  # the part with them
+    v_dim: Width  # of a head's values
+
+
 class LlamaConfig(ExpertsConfig, WindowsConfig):
     """Llama 2, 3.1, 3.2 (Touvron et al. 2023; Grattafiori et al. 2024); with experts, Mixtral (Jiang et al. 2024);
-    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024); with qk_norm, Qwen3 (Yang et al. 2025)."""
+    with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024); with qk_norm, Qwen3 (Yang et al. 2025); with latent,
+    DeepSeek-V2 and V3 (DeepSeek-AI 2024), planned only."""
 
     learns = {"causal_lm": "text"}
     family: Literal["llama"] = "llama"
-    n_kv_heads: Heads | None = None  # None: n_heads
-    d_head: Width | None = None  # None: d_model / n_heads
+    n_kv_heads: Heads | None = None  # None: n_heads; of latent 1, which is what is kept in use
+    d_head: Width | None = None  # None: d_model / n_heads; of latent nope_dim + rope_dim
+    latent: Latent | None = None  # multi-head latent attention, which is planned only; None: attention as usual
     d_ff: Hidden | None = None  # None: 2/3 of 4 d_model, times ffn_multiplier, up to a multiple of multiple_of
     multiple_of: Width = 256  # of d_ff, where it is not given
     ffn_multiplier: PositiveFloat = 1.0  # of d_ff, where it is not given
@@ -417,6 +435,8 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     qk_norm: bool = False  # RMSNorm of each head's queries and keys, before their rotation
     d_expert: Hidden | None = None  # width of an expert; None: d_ff
     d_shared: Hidden | None = None  # width of an expert that every token takes, times a sigmoid gate; None: no such
+    shared_gate: bool = True  # whether it has the gate; false: planned only
+    router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts; sigmoid, with a bias of each: planned only
     norm_top_k: bool = True  # the weights of the experts that a token takes sum to 1
     experts_every: Layers = 1  # every so many layers one has experts, the others a network of width d_ff
     dense_layers: list[Annotated[Whole, upto(limits.LAYERS, 0)]] = []  # layers without experts too, counted from 0
@@ -427,6 +447,12 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     def head_dim(self) -> int:
         return self.d_head or self.d_model // self.n_heads
 
+    @property
+    def planned_only(self) -> str:
+        sigmoid, gate = self.router == "sigmoid", self.shared_gate
+        parts = {"latent": self.latent, "router=sigmoid": sigmoid, "shared_gate=false": not gate}
+        return next((f"model.{key}" for key, there in parts.items() if there), "")
+
     def has_experts(self, layer: int) -> bool:
         """Whether this layer, from 0, has them."""
         chosen = (layer + 1) % self.experts_every == 0 and layer not in self.dense_layers
@@ -434,6 +460,13 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
 
     @model_validator(mode="after")
     def _sizes(self):
+        if self.latent:
+            d_head = self.latent.nope_dim + self.latent.rope_dim
+            fixed = {"n_kv_heads": 1, "d_head": d_head, "qkv_bias": False, "qk_norm": False}
+            for name, value in {**fixed, "window": None, "no_rotation_every": None}.items():
+                if getattr(self, name) not in (None, value):
+                    raise ValueError(f"{name}={getattr(self, name)}: with latent it is {value}; leave it out")
+                setattr(self, name, value)
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}")

@@ -167,6 +167,7 @@ def start(
 def _validate(recipe: Recipe, world: World, new: bool) -> None:
     """Raises UserError for what no process has to be asked for."""
     check.validate(recipe, world.size)
+    models.check_built(recipe.model)
     if new:  # an old run goes on as it began
         check_eps(recipe)
     if recipe.adapter:

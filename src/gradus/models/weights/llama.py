@@ -25,7 +25,7 @@ FEATURES = {
     name: LlamaConfig.model_fields[name].default
     for name in (
         "qkv_bias", "qk_norm", "no_rotation_every", "n_experts", "d_shared", "norm_top_k", "experts_every",
-        "dense_layers", "window", "full_first", "full_every",
+        "dense_layers", "window", "full_first", "full_every", "latent", "shared_gate", "router",
     )
 }  # fmt: skip
 
@@ -138,6 +138,8 @@ def unknown_to_transformers(config: LlamaConfig) -> str:
 
 
 def rules(config: LlamaConfig) -> list[Rule]:
+    if config.planned_only:
+        return []
     table = [
         Rule("token_embedding.weight", "model.embed_tokens.weight"),
         Rule("norm.weight", "model.norm.weight"),

@@ -23,10 +23,17 @@ def planned() -> dict[str, dict[str, Any]]:
 def not_trained(kind: str) -> str:
     """Of a model_type that is planned."""
     entry = planned()[kind]
+    if "part" in entry:
+        return not_computed(f"model_type={kind}", entry["part"])
     same = f"family {entry['family']} has the same parameters and operations, but other weights"
     if "near" in entry:
         same = f"it is planned as family {entry['family']} {entry['near']}: under 0.1 % of the parameters"
     return f"model_type={kind} can be planned, not trained: {same}"
+
+
+def not_computed(what: str, part: str) -> str:
+    """Of a model with a part that only plans have."""
+    return f"{what} can be planned, not trained: {part} is built for plans only"
 
 
 def refused(kind: Any, known: Iterable[str]) -> str:
