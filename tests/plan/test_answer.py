@@ -215,6 +215,6 @@ def test_a_device_of_the_same_vendor_is_offered_before_a_smaller_one_of_another(
     monkeypatch.setattr("gradus.plan.search.remedy", lambda *given: None)
     for on, least in (("A100", "B200"), ("MI250X", "MI300X")):  # 140 GB, at most 80 % of a device: an H200 holds it with less room
         request = Request("gpt2-small", (), on)
-        rows = [figure("memory/device", 140e9, "bytes")]
+        rows = [figure("memory/device", 140e9, "bytes", high=150e9)]
         made = Answer(recipes.load("copy-task"), hardware.cluster(on), 1, rows, [], False, "", plan=SimpleNamespace(case=None))
         assert _advice(request, made, made.recipe.layout)[0].startswith(f"--on 1x{least}: it fits as it is")

@@ -95,7 +95,9 @@ def on_one_screen(name: str) -> dict[str, list[str]]:
         dtype = made.recipe.layout.param_dtype
         assert not dtype or (f"fp32 master weights, {dtype} compute (FSDP mixed precision)" in made.headline[0] and f"layout.param_dtype={dtype}" in made.layout_keys)
         assert not (dtype and made.chosen and "layout.precision" in made.layout_keys), "said once"
-        if made.fits is False:
+        if made.tight:
+            assert re.search(r"tight .*: fits by the middle estimate, not by its upper end \([\d.]+ .B\) how long", text) and "NO FIT" not in text, text
+        elif made.fits is False:
             assert "NO FIT" in text and "it fits as it is" in text and "how much" not in text and "$" not in text
         elif request.on:
             assert "limited by " in text and "how long" in text and "% of a step" in text

@@ -25,7 +25,7 @@ from gradus.plan.figures import AT_PEAK, figure, known_figure
 from gradus.plan.keys import computed_in, kind_of, layout_keys, precision_text, stated_keys
 from gradus.plan.request import Answer, Reply, Request
 from gradus.plan.roofline import peak_flops
-from gradus.plan.show import headline
+from gradus.plan.show import TIGHT, headline
 from gradus.plan.step import HOST_TO_DEVICE, StepTime, bubble_share, step_time
 from gradus.plan.work import COMPONENTS, Target, Work
 from gradus.recipe.presets import ALIASES, PRESETS
@@ -127,7 +127,7 @@ def _on(request: Request, question: Question, chosen: Plan | None, notes: list[s
 
         if (free := 1 - answer.value("memory/device") / cluster.capacity) > FREE:
             notes.append(f"{free:.0%} of the memory stays free: {why_free(Space(case, cluster, stated), layout)}")
-    if fits is False:
+    if fits is False and not answer.tight:
         answer.advice = _advice(request, answer, own)
     answer.headline = headline(answer, request)
     return answer
@@ -340,10 +340,11 @@ def _rows(
     if fewest := case.fewest():
         few = engine.plan(fewest, plan.resident).memory.device_total
         notes.append(where_fewest(case.layout, case.n, "process" if case.target == "cpu" else "device", few))
-    rows += _memory_rows(recipe, memory, cluster, case.target)
-    fits = memory.device_total <= cluster.capacity if cluster else None
+    low, high = engine.interval(memory, case.layout, case.target)
+    rows += _memory_rows(recipe, memory, (low, high), cluster, case.target)
+    fits = high <= cluster.capacity if cluster else None
     rows += _traffic_rows(plan.work, case.n)
-    if cluster and fits is not False:  # of what does not fit there is no time, no price
+    if cluster and memory.device_total <= cluster.capacity:  # of what does not fit there is no time, no price
         notes += _about_measuring(recipe, device)
         time, more = _time_rows(plan.work, cluster, notes)
         rows += more + _utilisation(rows, recipe, time.total, cluster)
@@ -377,8 +378,9 @@ def _advice(request: Request, answer: Answer, own: Layout) -> list[str]:
         on = f"--on {c.n}x{kind_of(request.on)} " if c.n != cluster.n else ""
         keys = layout_keys(c.layout, own, stated_keys(request.overrides))
         share = f"{size(c.needed)} per device ({c.needed / device.capacity:.0%})"
-        advice.append(f"{on}{keys}: it fits, {share}")
-    larger = [d for d in hardware.cards() if d.capacity >= needed and (d.network or d.node >= cluster.n)]
+        advice.append(f"{on}{keys}: it {'fits' if c.fits else TIGHT}, {share}")
+    high = next(row.conditions["high"] for row in answer.rows if row.name == "memory/device")
+    larger = [d for d in hardware.cards() if d.capacity >= high and (d.network or d.node >= cluster.n)]
     if larger and device.kind == "gpu":
         least = min(larger, key=lambda d: (d.vendor != device.vendor, needed > HEADROOM * d.capacity, d.capacity))
         words = f"--on {cluster.n}x{least.name} {answer.layout_keys}".rstrip()
@@ -386,7 +388,9 @@ def _advice(request: Request, answer: Answer, own: Layout) -> list[str]:
     return advice
 
 
-def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, target: Target) -> list[Row]:
+def _memory_rows(
+    recipe: Recipe, memory: Memory, ends: tuple[int, int], cluster: Cluster | None, target: Target
+) -> list[Row]:
     layout, peak = recipe.layout, {"rank": memory.rank, "at": memory.at}
     common = {"parameters": memory.parameters, "precision": precision_text(layout)}
     common |= {"layout": layout_keys(layout) or "the defaults"}
@@ -407,7 +411,7 @@ def _memory_rows(recipe: Recipe, memory: Memory, cluster: Cluster | None, target
         known_figure("memory/allocated", memory.allocated, parts, **peak),
         known_figure("memory/reserved", memory.reserved, {"allocated": memory.allocated}),
         known_figure("memory/framework", memory.framework, **_framework(memory, target)),
-        known_figure("memory/device", memory.device_total, whole),
+        known_figure("memory/device", memory.device_total, whole, low=ends[0], high=ends[1]),
     ]
     if cluster:
         device, sharing = cluster.device, round(cluster.device.capacity / cluster.capacity)

@@ -18,7 +18,7 @@ from gradus.plan.figures import known_figure
 from gradus.plan.keys import layout_keys
 from gradus.plan.serving import serving
 from gradus.plan.step import step_time
-from gradus.plan.work import Work
+from gradus.plan.work import Target, Work
 from gradus.recipe.schema import ModelConfig, Recipe
 from gradus.rows import Row
 from gradus.text import SIGNS, duration, money, size, table
@@ -64,10 +64,10 @@ def epoch_of(recipe: Recipe, task: Task | None, work: Work, whole: bool = False)
 def rank_devices(
     recipe: Recipe, task: Task | None = None, *, names: list[str] | None = None, whole: bool = False
 ) -> list[dict[str, Any]]:
-    """One dict for each device and precision it has: device, name (a short one), precision, memory and capacity
-    (bytes), fits, layout (as words), seconds (per step), hours and cost (low, expected, high; None without a price) per
-    `per`, all None where it does not fit, currency, missing (bytes), notes: whose parameters a device takes that has
-    none of its own. The software is the same on all: Gradus's.
+    """One dict for each device and precision it has: device, name (a short one), precision, memory, its upper
+    end (high) and capacity (bytes), fits, layout (as words), seconds (per step), hours and cost (low, expected, high;
+    None without a price) per `per`, all None where it does not fit, currency, missing (bytes, of the upper end), notes:
+    whose parameters a device takes that has none of its own. The software is the same on all: Gradus's.
 
     What fits comes first: by money, then what has no price, by time; then what does not fit, by what is missing. The
     recipe's batch, micro-batch and checkpointing stay. What Gradus does not run on (TPUs) is left out. Raises UserError
@@ -77,34 +77,39 @@ def rank_devices(
     from gradus.plan.case import Case
 
     @functools.cache
-    def traced(numbers: str, target: str) -> tuple[int, Work]:
+    def traced(numbers: str, target: Target) -> tuple[int, int, Work]:
         plan = engine.plan(Case.of(on_one_device(recipe, numbers), 1, target, task))
-        return plan.memory.device_total, plan.work
+        memory = plan.memory
+        return memory.device_total, engine.interval(memory, plan.case.layout, target)[1], plan.work
 
     ranked = []
     for device in [hardware.find(name) for name in names] if names else hardware.devices().values():
         for numbers in PRECISIONS:
             if not device.runs or numbers not in device.peaks:
                 continue
-            memory, work = traced(numbers.replace("tf32", "fp32"), "cpu" if device.kind == "cpu" else "cuda")
+            memory, high, work = traced(numbers.replace("tf32", "fp32"), "cpu" if device.kind == "cpu" else "cuda")
             work = in_tf32(work) if numbers == "tf32" else work
             words = layout_keys(on_one_device(recipe, numbers).layout, recipe.layout, ("precision",))
             lost = Failures.of(Case.of(on_one_device(recipe, numbers), 1, "cuda", task))
-            priced = _priced(device, memory, work, epoch_of(recipe, task, work, whole), lost)
+            priced = _priced(device, memory, high, work, epoch_of(recipe, task, work, whole), lost)
             names_of = {"device": device.name, "name": short_name(device), "precision": numbers, "layout": words}
             ranked.append(names_of | priced)
     return sorted(ranked, key=order)
 
 
-def _priced(device: Device, memory: int, work: Work, epoch: tuple[float, str], lost: Failures) -> dict[str, Any]:
-    """The entries of `rank_devices` that depend on the work. memory: bytes that it takes. lost: of the recipe."""
+def _priced(
+    device: Device, memory: int, high: int, work: Work, epoch: tuple[float, str], lost: Failures
+) -> dict[str, Any]:
+    """The entries of `rank_devices` that depend on the work. memory: bytes that it takes; high: their upper end, which
+    has to fit. lost: of the recipe."""
     (steps, per), one = epoch, Cluster(device, 1)
-    price, fits = hardware.price(device), memory <= device.capacity
+    price, fits = hardware.price(device), high <= device.capacity
     time = step_time(work, one) if fits else None
     hours = steps * time.total / 3600 / usual_goodput(one, lost, steps, time.total) if time else None
     priced = price is not None and time is not None
     return {
-        "memory": memory, "capacity": device.capacity, "fits": fits, "missing": max(0.0, memory - device.capacity),
+        "memory": memory, "high": high, "capacity": device.capacity, "fits": fits,
+        "missing": max(0.0, high - device.capacity),
         "per": per, "seconds": time and time.total, "hours": hours, "notes": time.notes if time else (),
         "cost": (hours * price.low, hours * price.expected, hours * price.high) if priced else None,
         "currency": price and price.currency, "date": price and price.date,
@@ -138,8 +143,9 @@ def devices(
 
 FIRST = 12  # devices of the first screen
 TITLE = (
-    "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, cheapest first, then "
-    "what has no price, fastest first; then what does not fit. Time and expected cost per "
+    "One device to train on, as the recipe is (its batch, micro-batch, checkpointing): what fits, by the upper end of "
+    "its memory, cheapest first, then what has no price, fastest first; then what does not fit. Time and expected cost "
+    "per "
 )
 
 

@@ -28,8 +28,8 @@ from gradus.plan.process import Memory, Process, bytes_per_weight, local_bytes, 
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
 from gradus.plan.stage import Stage
 from gradus.plan.store import digest_of, stored, versions
-from gradus.plan.work import Op, OpCounts, Work, add_counts, op_of, transfer_of
-from gradus.recipe.schema import Recipe
+from gradus.plan.work import Op, OpCounts, Target, Work, add_counts, op_of, transfer_of
+from gradus.recipe.schema import Layout, Recipe
 from gradus.tasks.base import Task
 from gradus.tasks.kinds import task_class
 from gradus.text import size
@@ -38,6 +38,12 @@ from gradus.train import machine
 # What a GPU's programs take besides tensors (CUDA context and kernels 0.3 to 2 GB, cuBLAS 32 MiB a handle on H100, NCCL
 # about 0.5 GB a communicator, 1 GB and more seen).
 CONTEXT, WORKSPACE, COMMUNICATOR = 0.5e9, 32 * MiB, 0.5e9
+# The ends of 80 % intervals. Of a process's tensors on a CPU, measured by planned, the upper one, and where layers are
+# split (benchmarks/results/accuracy-cpu*.jsonl: docs/accuracy.md). Of a GPU the lower and the upper one: of what the
+# allocator has taken by what is planned, of a published program whose step is as Gradus's (Nanotron); of a context, and
+# of a communicator (Megatron-DeepSpeed).
+HELD, HELD_SPLIT = 1.01, 1.4
+RESERVED, CONTEXTS, COMMUNICATORS = (0.99, 1.05), (0.3e9, 1e9), (0.25e9, 1.1e9)
 # What a process on a CPU takes besides what it had before the model and its tensors: what libraries allocate later, and
 # where it keeps what it frees (train.machine) a part of the tensors: less where weights are sharded, more where every
 # batch has another number of masked tokens, most with tensor parallelism, where gloo's threads free late. Fitted to the
@@ -310,6 +316,17 @@ def memory_of(composed: list[Process], resident: int | None = None) -> Memory:
     if case.target == "cuda":
         return memory
     return with_process(memory, resident_before_model(case.task) if resident is None else resident, case.recipe)
+
+
+def interval(memory: Memory, layout: Layout, target: Target) -> tuple[int, int]:
+    """Bytes of `device_total` between which 80 % of the runs lie."""
+    if target == "cpu":
+        held = HELD_SPLIT if layout.tensor > 1 else HELD
+        return memory.device_total, round(memory.device_total + (held - 1) * memory.allocated)
+    many = (memory.framework - CONTEXT - WORKSPACE) / COMMUNICATOR
+    ends = zip(RESERVED, CONTEXTS, COMMUNICATORS)
+    low, high = (round(share * memory.reserved + context + WORKSPACE + each * many) for share, context, each in ends)
+    return low, high
 
 
 def state_of(p: Process, peak: Peak) -> dict[str, int]:

@@ -42,12 +42,17 @@ class Answer:
     n: int
     rows: list[Row]
     notes: list[str]
-    fits: bool | None  # None: the memory of the device is not known
+    fits: bool | None  # by the upper end of its memory; None: the memory of the device is not known
     layout_keys: str  # the layout as words ready to paste; where --days found the number of devices, with --on
     headline: list[str] = dataclasses.field(default_factory=list)
     advice: list[str] = dataclasses.field(default_factory=list)  # what would fit, where this does not
     chosen: bool = False  # whether the layout, or the number of devices, is the plan's own choice
     plan: Plan | None = None  # that it is made of
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits by the middle estimate of its memory, not by its upper end."""
+        return self.fits is False and self.value("memory/device") <= self.value("memory/capacity")
 
     def value(self, name: str, **conditions) -> float | None:
         """The first row's of this name and these conditions; None where there is none."""

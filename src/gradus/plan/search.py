@@ -29,6 +29,7 @@ from gradus.plan.keys import layout_keys
 from gradus.plan.process import Process, bytes_per_weight, fsdp_widths, momenta, sharded_over
 from gradus.plan.profiles import Part, Profile
 from gradus.plan.roofline import parameters
+from gradus.plan.show import TIGHT
 from gradus.plan.stage import Stage
 from gradus.plan.step import StepTime, Sums, step_time
 from gradus.plan.store import progress, stored, versions
@@ -64,12 +65,13 @@ GIVEN_UP = 20  # numbers of devices without any gain, beyond as many as before
 @dataclasses.dataclass
 class Candidate:
     """A layout on n devices, evaluated by the engine. memory: bytes by component; needed: all that the device shows as
-    taken; time: of a step, None of what does not fit."""
+    taken; high: the upper end of that; time: of a step, None of what does not fit."""
 
     layout: Layout
     n: int
     memory: dict[str, int]
     needed: float
+    high: float
     capacity: float
     time: StepTime | None = None
     money: float | None = None  # of a step
@@ -80,7 +82,8 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.capacity
+        """By the upper end of its memory."""
+        return self.high <= self.capacity
 
     @property
     def seconds(self) -> float:
@@ -92,7 +95,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple:
-        return self.seconds, self.n, self.keys
+        return not self.fits, self.seconds, self.n, self.keys
 
     @property
     def keys(self) -> str:
@@ -386,8 +389,9 @@ class Space:
         """Exactly, by the engine. Raises UserError for what cannot be traced."""
         plan = engine.plan(self.case.at(layout))
         memory = plan.memory
-        c = Candidate(layout, self.n, memory.components, memory.device_total, self.cluster.capacity, plan=plan)
-        if c.fits:
+        needed, (_, high) = memory.device_total, engine.interval(memory, layout, self.case.target)
+        c = Candidate(layout, self.n, memory.components, needed, high, self.cluster.capacity, plan=plan)
+        if c.needed <= c.capacity:
             c.time = step_time(plan.work, self.cluster)
         return c
 
@@ -418,7 +422,8 @@ def ranked(space: Space, most: int = 1) -> tuple[list[Candidate], list[Candidate
 
 def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate]]:
     """(layouts that fit, fastest first; what proved too large), by the engine: of every way to split the layout that is
-    the fastest by estimate, in about this order. Where nothing leaves the head room, what fits."""
+    the fastest by estimate, in about this order. Where nothing leaves the head room, what fits, by the upper end of its
+    memory before what does by the middle estimate alone."""
     from gradus.plan.trace import gc_paused
 
     good: list[Candidate] = []
@@ -429,7 +434,8 @@ def _contested(space: Space, most: int) -> tuple[list[Candidate], list[Candidate
             for way, layout, seconds in space.walk():
                 if way in taken:
                     continue
-                if len(good) == MOST or (len(good) >= most and seconds > SURE * good[0].seconds):
+                enough = len(good) >= most and good[0].fits and seconds > SURE * good[0].seconds
+                if len(good) == MOST or enough:
                     break
                 try:
                     c = space.evaluate(layout)
@@ -507,7 +513,7 @@ class SearchResult:
             devices = f"{best.n:,} device{'s' * (best.n > 1)}: " * (best.n > 1)
             out.append(
                 f"{name:15} {devices}{best.describe()}; {duration(best.seconds)} per step{self._cost(best)}; "
-                f"{size(best.needed)} of {size(best.capacity)} per device"
+                f"{size(best.needed)} of {size(best.capacity)} per device{'' if best.fits else f': {TIGHT}'}"
             )
             out.append(f"{'':15} {self.words(best)}".rstrip())
         return [*out, "", *self._table()]
@@ -597,8 +603,8 @@ def search(
     good.sort(key=lambda c: c.order)
     fastest = good[0] if good else None
     priced = (c for c in good if c.money is not None)
-    cheapest = min(priced, key=lambda c: (c.money / c.goodput, *c.order), default=None)
-    fewest = min(good, key=lambda c: (c.n, *c.order), default=None)
+    cheapest = min(priced, key=lambda c: (not c.fits, c.money / c.goodput, *c.order), default=None)
+    fewest = min(good, key=lambda c: (not c.fits, c.n, *c.order), default=None)
     for c in good:
         c.reason = "" if c is fastest else _reason(c, fastest, cluster.device.node)
     large = sorted(large, key=lambda c: (c.needed, c.keys))[:3]
@@ -611,7 +617,7 @@ def search(
 
 
 def _too_large(c: Candidate) -> str:
-    if c.fits:
+    if c.needed <= c.capacity:
         return f"fills {c.needed / c.capacity:.0%} of the memory: more than {HEADROOM:.0%} is not suggested"
     parts = sorted(((bytes_, name) for name, bytes_ in c.memory.items()), reverse=True)[:2]
     largest = ", ".join(f"{name} {bytes_ / 1e9:.0f}" for bytes_, name in parts)
@@ -674,7 +680,7 @@ def on_more(space: Space) -> Candidate | None:
         except UserError:
             continue  # the batch cannot be split so far
         if good and (tight or good[0].needed <= HEADROOM * good[0].capacity):
-            return min((good[0], tight or good[0]), key=lambda c: c.needed)
+            return min((good[0], tight or good[0]), key=lambda c: (not c.fits, c.needed))
         tight = good[0] if good else None
     return tight
 
@@ -769,7 +775,7 @@ def fewest_in_time(
         quickest = min(quickest, run_days)
         if run_days <= 1.02 * days:
             good = ranked(space)[0][:1] if chosen else [space.evaluate(layout)]
-            if good and (not good[0].fits or days_with(good[0].seconds, n) <= days):
+            if good and (not good[0].time or days_with(good[0].seconds, n) <= days):
                 return good[0]
     quickest_text = f" The quickest found takes {quickest:,.3g} days." if math.isfinite(quickest) else ""
     raise UserError(

@@ -56,11 +56,14 @@ def value_text(row: Row, like: float | None = None) -> str:
 # ---------------------------------------------------------------- the first screen
 
 
+TIGHT = "fits by the middle estimate, not by its upper end"
+
+
 def headline(answer: Answer, request: Request) -> list[str]:
     """What it is, whether it fits, how long it takes, what it costs: a line each, each figure with what drives it. What
     does not fit has no time or cost."""
     lines = [_what(answer, request), _memory(answer)]
-    if answer.fits is False:
+    if answer.fits is False and not answer.tight:
         nothing = "no layout of this model fits on up to 1,024 times as many of these devices"
         advice = answer.advice or [f"{nothing}: use shorter samples, or a smaller model"]
         return lines + [f"try       {line}" for line in advice]
@@ -96,9 +99,14 @@ def _memory(answer: Answer) -> str:
         return f"memory    tensors {size(tensors)} per device at the peak ({most}); {process}"
     capacity = parts["capacity"]
     most = f"tensors {size(tensors)}: {most}" if on_cpu else most
-    over = "" if answer.fits else f", {size(device - capacity)} too much"
-    share = f"{device / capacity:.0%}{over}; {most}"
-    return f"{'fits' if answer.fits else 'NO FIT':9} {size(device)} of {size(capacity)} per {each} ({share})"
+    over = "" if device <= capacity else f", {size(device - capacity)} too much"
+    share, verdict = f"{device / capacity:.0%}{over}; {most}", "fits" if answer.fits else "NO FIT"
+    ends = next(row.conditions for row in answer.rows if row.name == "memory/device")
+    taken, low, high = size(device), size(ends["low"]), size(ends["high"])
+    taken += _between(taken, low, high) if high != taken else ""
+    if answer.tight:
+        verdict, share = "tight", f"{share}): {TIGHT} ({high}"
+    return f"{verdict:9} {taken} of {size(capacity)} per {each} ({share})"
 
 
 def _cases(rows: Iterable[Row], name: str) -> dict[str, Row]:
