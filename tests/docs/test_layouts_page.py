@@ -57,7 +57,7 @@ def test_every_row_can_be_met(row, key, conditions):
 def value_of(condition: Condition) -> object:
     """One that meets the condition."""
     latent = Latent(kv_rank=4, nope_dim=4, rope_dim=4, v_dim=4)
-    values, known = condition.values or set(), {"n_experts": 4, "latent": latent, "alternation": True, "window": 8, "base": "nf4", "stages": 2, "local_sgd": LocalSGD(every=2), "diloco": DiLoCo(every=2)}
+    values, known = condition.values or set(), {"n_experts": 4, "latent": latent, "alternation": True, "window": 8, "base": "nf4", "rank": 4, "stages": 2, "local_sgd": LocalSGD(every=2), "diloco": DiLoCo(every=2)}
     if values and not condition.negated:
         word = min(values)
         return int(word) if word.isdigit() else word

@@ -149,7 +149,7 @@ def test_unknown_devices_have_no_peak_and_cost_no_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "tf32", "peak"), [("fp32", False, 67e12), ("fp32", True, 494e12), ("bf16", False, 989e12), ("pure_fp16", True, 989e12)]
+    ("precision", "tf32", "peak"), [("fp32", False, 67e12), ("fp32", True, 494e12), ("bf16", False, 989e12), ("fp8", False, 989e12), ("pure_fp16", True, 989e12)]
 )
 def test_the_peak_is_that_of_the_numbers_used(monkeypatch, precision, tf32, peak):
     session = copy_session()

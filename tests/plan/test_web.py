@@ -233,7 +233,7 @@ def test_options_offer_every_recipe_preset_device_and_key(server):
     assert hardware.find(found["devices"][0]).name == found["devices"][0] and "A100-80GB" in found["devices"]
     keys = {k["key"].removeprefix("layout."): k for k in found["layout"]}
     assert {"precision", "micro_batch", "checkpointing", "shard", "tensor", "pipeline", "context", "expert", "replicate"} <= set(keys) <= set(Layout.model_fields)
-    assert keys["precision"]["choices"] == ["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] and keys["tensor"]["choices"] is None
+    assert keys["precision"]["choices"] == ["fp32", "bf16", "fp16", "fp8", "pure_bf16", "pure_fp16"] and keys["tensor"]["choices"] is None
     assert keys["reshard"]["choices"] == ["true", "false"] and keys["param_dtype"]["choices"] == ["fp32", "bf16", "fp16"]
 
 

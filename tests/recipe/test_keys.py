@@ -29,7 +29,7 @@ def test_every_key_is_listed_with_type_default_and_meaning(monkeypatch):
         for key in c.model_fields
     }
     assert expected <= named and {"layout.local_sgd.every", "model.rope_scaling.factor", "name"} <= named
-    assert "layout.precision  fp32  one of fp32, bf16, fp16, pure_bf16, pure_fp16: pure_: of weights too" in keys.keys("layout.precision")
+    assert "layout.precision  fp32  one of fp32, bf16, fp16, fp8, pure_bf16, pure_fp16: pure_: of weights too" in keys.keys("layout.precision")
     assert all(len(line) <= 100 for line in lines)
     for section in filter(fields.discriminator, filter(fields.is_section, schema.Recipe.model_fields)):
         (_, _, shared), *own = keys.groups(section)

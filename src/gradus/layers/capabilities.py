@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 
@@ -25,13 +25,23 @@ def flex(
     return _compiled()(q, k, v, block_mask=blocks(window), scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def fp8(linear: nn.Linear) -> nn.Module:
+    """torchao's Linear with the same parameters: its three products are in fp8, of tensors that are each scaled by
+    their largest value. Input and weight are kept as they are, and cast again in the backward pass."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # the rows of a batch, over which the weight's gradient sums, need not be a multiple of 16
+    return convert_to_float8_training(linear, config=Float8LinearConfig(pad_inner_dim=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
     """Of one kind of device.
 
     skips_blocks: PyTorch compiles flex_attention for it, forwards and backwards. plain_attention: its fused attention
     may be slower than `kernels.naive`. casts_first: an operation of two types takes a copy in one type, where a GPU
-    casts as it reads and writes. attention: called as F.scaled_dot_product_attention. blocks: called as `flex`.
+    casts as it reads and writes. attention: called as F.scaled_dot_product_attention. blocks: called as `flex`. fp8:
+    called as `fp8`; None: it has no such products.
     """
 
     skips_blocks: bool = False
@@ -39,10 +49,11 @@ class Capabilities:
     casts_first: bool = False
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
     blocks: Callable[..., Tensor] = flex
+    fp8: Callable[[nn.Linear], nn.Module] | None = None
 
 
 CPU = Capabilities(plain_attention=True, casts_first=True)  # where flex_attention has no backward pass
-CUDA = Capabilities(skips_blocks=True)
+CUDA = Capabilities(skips_blocks=True, fp8=fp8)
 OTHER = Capabilities()
 _pretended: Capabilities | None = None
 

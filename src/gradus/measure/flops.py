@@ -105,7 +105,7 @@ def to_meta(batch: dict[str, Any]) -> dict[str, Any]:
 
 def peak_flops(session: Session) -> float | None:
     """The dense peak in operations a second of the session's device, in the numbers that its matrix products are
-    computed in. None: not known, never guessed.
+    computed in; with fp8 in bf16. None: not known, never guessed.
 
     From the hardware file, by whole names: a partition (MIG), a laptop's or a cut-down card has another peak and
     another name.
@@ -113,6 +113,6 @@ def peak_flops(session: Session) -> float | None:
     if session.device.type != "cuda":
         return None
     layout = session.recipe.layout
-    numbers = layout.precision.removeprefix("pure_")
+    numbers = layout.precision.removeprefix("pure_").replace("fp8", "bf16")
     device = hardware.by_driver(torch.cuda.get_device_name(session.device))
     return device and device.peaks.get("tf32" if numbers == "fp32" and layout.tf32 else numbers)

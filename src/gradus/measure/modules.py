@@ -37,6 +37,7 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
     # nothing is run here: neither the device nor how it is computed or sent changes what is held
     layout = recipe.layout.model_copy(
         update={"device": "cpu", "compile": "none", "compress": "none", "transport": "torch"}
+        | {"precision": recipe.layout.precision.replace("fp8", "bf16")}
     )
     check.validate(recipe, n)
     recipe = recipe.model_copy(update={"layout": layout})

@@ -1,5 +1,5 @@
-"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel, rounding and
-context → experts → tensor → loss by chunks → pipeline → checkpointing → compile → shard → memory and values →
+"""Speed and memory techniques, one function each, applied from outside in one order: attention kernel, rounding or
+fp8, context → experts → tensor → loss by chunks → pipeline → checkpointing → compile → shard → memory and values →
 replicate.
 
 A model does not know what was applied to it; parameter names stay as they are.
@@ -20,7 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gradus import models
 from gradus.errors import UserError
-from gradus.layers import Attention, Block, Targets, get_kernel
+from gradus.layers import Attention, Block, Targets, get_kernel, use_linears
+from gradus.layers.capabilities import capabilities
+from gradus.layers.linears import within
 from gradus.layers.word_loss import Words, chunked_loss
 from gradus.models.values import Values, materialise
 from gradus.parallel.check import fits
@@ -56,6 +58,8 @@ def apply(
     use_kernel(model, layout.attention, layout.chunk)
     if qat:
         use_qat(model)
+    if layout.precision == "fp8" and device.type != "meta":
+        use_fp8(model, device)
     if mesh.size("context") > 1:
         from gradus.parallel.context import Context
 
@@ -141,6 +145,18 @@ def use_kernel(model: nn.Module, name: str, chunk: int) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.kernel = kernel
+
+
+def use_fp8(model: nn.Module, device: torch.device) -> None:
+    """The blocks' Linears that are trained compute their three products in fp8, those alone whose widths are multiples
+    of 16, as the products need. Names of parameters stay as they are. `Precision` has said whether the device can."""
+    inside, convert = within(model, Block), capabilities(device).fp8
+
+    def converted(name: str, linear: nn.Linear) -> nn.Module:
+        fits = name.startswith(inside) and linear.weight.requires_grad
+        return linear if not fits or any(size % 16 for size in linear.weight.shape) else convert(linear)
+
+    use_linears(model, converted)
 
 
 def use_chunked_loss(model: nn.Module, mesh: DeviceMesh | None, p: Parallel | None = None) -> None:

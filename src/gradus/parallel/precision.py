@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gradus.errors import UserError
+from gradus.errors import UserError, need
+from gradus.layers.capabilities import capabilities
 from gradus.recipe.axes import AXES
 from gradus.torch_private import infinities
 
 if TYPE_CHECKING:  # it takes half a second, which a plan need not wait for
     from gradus.parallel.engine import Parallel
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16}
+HALF = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
+    "pure_bf16": torch.bfloat16, "pure_fp16": torch.float16,
+}  # fmt: skip
 
 
 class Precision:
     """`fp32`; `bf16` and `fp16` keep fp32 weights and compute matrix products in half precision (autocast; fp16 with
-    loss scaling); `pure_bf16` and `pure_fp16` cast the weights and the optimizer's state too (no master copy, no
-    scaling)."""
+    loss scaling); `fp8` is `bf16`, and `parallel.apply` has the products of the blocks' Linears in fp8; `pure_bf16` and
+    `pure_fp16` cast the weights and the optimizer's state too (no master copy, no scaling)."""
 
     def __init__(self, name: str, device: torch.device):
         self.name, self.device = name, device
@@ -34,6 +38,13 @@ class Precision:
         if name.endswith("bf16") and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
             instead = name.replace("bf16", "fp16")
             raise UserError(f"layout.precision={name}: this GPU has no bf16. Use layout.precision={instead}.")
+        if name == "fp8":
+            has = capabilities(device).fp8 is not None
+            if not has or (on_gpu and torch.cuda.get_device_capability(device) < (8, 9)):
+                needed = "a CUDA device of capability 8.9 or more (Ada, Hopper, Blackwell)"
+                raise UserError(f"layout.precision=fp8 needs {needed}. Use layout.precision=bf16.")
+            if on_gpu:
+                need("torchao", "fp8", "layout.precision=fp8")
 
     def cast(self, model: nn.Module) -> nn.Module:
         return model.to(self.dtype) if self.pure else model

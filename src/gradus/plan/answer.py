@@ -297,6 +297,12 @@ def _with_known_precision(
 ) -> Recipe:
     """A preset's precision as the device has it; a recipe's own stays, and a note says what the device lacks."""
     peaks, now, device = cluster.device.peaks, computed_in(recipe.layout), cluster.device.name
+    if recipe.layout.precision == "fp8":
+        if "fp8" not in peaks:
+            raise UserError(f"layout.precision=fp8: no peak of {device} in fp8 is known. Use layout.precision=bf16.")
+        notes.append("layout.precision=fp8: MFU and HFU are shares of the peak in bf16")
+        if recipe.layout.compile == "none":
+            notes.append("casts to fp8 take several passes each, unless layout.compile=default fuses them")
     if now in peaks:
         return recipe
     if bare and not any(o.startswith(("layout.precision=", "layout=")) for o in request.overrides):

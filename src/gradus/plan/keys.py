@@ -46,12 +46,13 @@ def precision_text(layout: Layout) -> str:
     """What is computed in, and where that is not plain also what the weights are kept in."""
     if layout.shard > 1 and layout.param_dtype:
         return f"fp32 master weights, {layout.param_dtype} compute (FSDP mixed precision)"
-    return computed_in(layout) + " weights and compute" * layout.precision.startswith("pure_")
+    fp8 = ", products of the blocks' linear layers in fp8" * (layout.precision == "fp8")
+    return computed_in(layout) + " weights and compute" * layout.precision.startswith("pure_") + fp8
 
 
 def computed_in(layout: Layout) -> str:
-    """fp32, tf32, bf16 or fp16: what matrix products are computed in."""
-    numbers = layout.precision.removeprefix("pure_")
+    """fp32, tf32, bf16 or fp16: what matrix products are computed in; with fp8 those that are not in fp8."""
+    numbers = layout.precision.removeprefix("pure_").replace("fp8", "bf16")
     if layout.shard > 1 and layout.param_dtype:
         numbers = layout.param_dtype
     return "tf32" if numbers == "fp32" and layout.tf32 else numbers

@@ -70,7 +70,10 @@ from gradus.torch_private import (
 )
 from gradus.train.step import Stepper
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+DTYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -203,8 +206,8 @@ class Timeline:
 
 def _product_of(name: str, args: tuple, outputs: list[Tensor]) -> tuple[str, tuple[int, ...], float] | None:
     """(kind, shape as in work.Op, operations) of matrix products and convolutions; None for all else."""
-    if name in ("mm", "addmm"):
-        a, b = args[-2:] if name == "mm" else args[1:3]
+    if name in ("mm", "addmm", "_scaled_mm_v2"):
+        a, b = args[1:3] if name == "addmm" else args[:2]
         m, k, n = *a.shape, b.shape[1]
         return "matmul", (1, m, n, k), 2 * m * n * k
     if name in ("bmm", "baddbmm", "baddbmm_"):
@@ -608,7 +611,7 @@ def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _cuda_rules() -> Iterator[None]:
+def _cuda_rules(compiled: bool) -> Iterator[None]:
     """Compute under fake CPU tensors as on a GPU, as far as our models go.
 
     CUDA's autocast computes in fp32 what a CPU's does not (ATen/autocast_mode.h, AT_FORALL_FP32). Attention runs in
@@ -637,7 +640,9 @@ def _cuda_rules() -> Iterator[None]:
         for owner, name in ((F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")):
             stack.enter_context(replaced(owner, name, with_fp32_inputs(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
-        stack.enter_context(pretending(dataclasses.replace(CUDA, attention=_cuda_attention, blocks=_cuda_blocks)))
+        fp8 = functools.partial(_cuda_fp8, fused=compiled)
+        cuda = dataclasses.replace(CUDA, attention=_cuda_attention, blocks=_cuda_blocks, fp8=fp8)
+        stack.enter_context(pretending(cuda))
         yield
 
 
@@ -682,6 +687,55 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     keep_logsumexp = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return torch_private.EFFICIENT(q, k, v, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
+
+
+def _cuda_fp8(linear: nn.Linear, fused: bool) -> nn.Linear:
+    """As torchao's Float8Linear, which need not be installed here: the same operations in the same order, but for
+    those of scalars, and it keeps its input and the weight themselves. fused: casts as a compiler makes them, of a pass
+    for the largest value and one for the cast, without copies."""
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.to(torch.get_autocast_dtype("cpu")).flatten(0, -2)
+        out = _Fp8Product.apply(rows, linear.weight.t(), fused).unflatten(0, x.shape[:-1])
+        return out if linear.bias is None else out + linear.bias.to(out.dtype)
+
+    linear.forward = forward
+    return linear
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x (m, k) times w (k, n)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, fused: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.fused = fused
+        return _fp8_product(_in_fp8(x, fused), _in_fp8(w, fused), fused)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, w = ctx.saved_tensors
+        a, b = _in_fp8(grad, ctx.fused), _in_fp8(w, ctx.fused)
+        to_x = _fp8_product(a, b.t(), ctx.fused)
+        c, d = _in_fp8(grad, ctx.fused), _in_fp8(x, ctx.fused)
+        return to_x, _fp8_product(c.t(), d, ctx.fused).t(), None
+
+
+def _in_fp8(x: Tensor, fused: bool) -> Tensor:
+    """Of gradients the type is another one as wide."""
+    if fused:
+        x.amax()
+        return x.to(torch.float8_e4m3fn)
+    scaled = x.float() * (448 / x.abs().max())
+    return scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def _fp8_product(a: Tensor, b: Tensor, fused: bool) -> Tensor:
+    """(m, k) times (k, n), row-major and column-major, filled up to a multiple of 16 along k."""
+    more, one, how = -a.shape[1] % 16, torch.ones(()), F.ScalingType.TensorWise
+    if more or not fused:
+        a, b = F.pad(a, (0, more)).contiguous(), F.pad(b, (0, 0, 0, more)).t().contiguous().t()
+    return F.scaled_mm(a, b, one, how, one, how, output_dtype=torch.bfloat16)
 
 
 # ---------------------------------------------------------------- the trace
@@ -736,19 +790,19 @@ def trace_recipe(
             true_counts: dict[int, int] = {}
             fake_batches = [_fake_batch(b, true_counts) for b in micro_batches]
             recorder = Recorder(mesh or Mesh.single(), true_counts, fake)
-            with _recording(recorder, target):
+            with _recording(recorder, target, layout.compile != "none"):
                 return _trace(recipe, task, mesh, fake_batches, recorder, subject, evaluation)
 
 
 @contextlib.contextmanager
-def _recording(recorder: Recorder, target: Target) -> Iterator[None]:
+def _recording(recorder: Recorder, target: Target, compiled: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_recording_resizes(recorder.timeline))
         stack.enter_context(_ignoring_dtensor_trials(recorder))
         if target == "cpu":  # a GPU's generator keeps its state, 16 bytes, on the host
             stack.enter_context(_recording_rng_states(recorder.timeline))
         if target == "cuda":
-            stack.enter_context(_cuda_rules())
+            stack.enter_context(_cuda_rules(compiled))
         yield
 
 

@@ -180,6 +180,13 @@ LAYOUT: tuple[Row, ...] = (
            "gradients would underflow without a loss scale. Use layout.param_dtype=bf16, or layout.precision=fp16"),
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
+    # products in fp8
+    _clash("layout.precision=fp8", "layout.tensor",
+           "scaling by a tensor's largest value is not built for tensors that are split. Use layout.precision=bf16"),
+    _clash("layout.precision=fp8", "layout.pipeline layout.schedule=zero_bubble",
+           f"{TWO_PASSES}, and torchao's Linear computes both in one. Use layout.schedule=1f1b"),
+    _clash("layout.precision=fp8", "adapter.rank",
+           "torchao's Linear computes gradients of frozen weights too. Use layout.precision=bf16"),
     # a base that is stored small
     *(_clash("adapter.base", f"layout.{axis}", "quantized weights are not split: every process holds them all. "
              f"Set layout.{axis}=1, or leave adapter.base out") for axis in ("tensor", "pipeline")),

@@ -869,7 +869,7 @@ class Layout(Section):
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: a GPU where there is one
     threads: Threads | None = None  # CPU threads per process; None: PyTorch's choice, of several processes equal shares
-    precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"  # pure_: of weights too
+    precision: Literal["fp32", "bf16", "fp16", "fp8", "pure_bf16", "pure_fp16"] = "fp32"  # pure_: of weights too
     tf32: bool = False  # fp32 matrix products on tensor cores, where there are any
     micro_batch: Batches | None = None  # samples per forward pass and process; None: the process's share of the batch
     attention: Literal["sdpa", "chunked", "naive"] = "sdpa"  # kernel: PyTorch's, in chunks of queries, or written out
