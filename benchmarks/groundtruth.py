@@ -20,6 +20,7 @@ import yaml
 from published import kernels, others, points, scoring, study
 
 from gradus.errors import UserError
+from gradus.plan import published as shown
 from gradus.plan import roofline
 
 HEAD = "# Fitted by `python benchmarks/groundtruth.py POINTS.json --fit`: do not edit. Units are SI. What each parameter means: roofline.Parameters.\n"
@@ -44,11 +45,16 @@ def fit(found: list[points.Point], date: str) -> None:
     cases, reasons = study.read(found)
     of = study.Study(cases)
     file, entries = study.kept(of, found, reasons, date)
-    for title, scored in study.evaluations(of, reasons):
-        print("\n".join([*scoring.lines(title, scored), *scoring.worst(scored), ""]))
-        rows = scoring.table(scored)
+
+    def keep(title: str, rows: dict[str, dict]) -> None:
         columns = [name for name in next(iter(rows.values())) if name != "cells"]
         file[title] = {"columns": columns} | {name: [v if v is None or isinstance(v, int) else round(v, 3) for v in map(r.get, columns)] for name, r in rows.items()}
+
+    for i, (title, scored) in enumerate(study.evaluations(of, reasons)):
+        print("\n".join([*scoring.lines(title, scored), *scoring.worst(scored), ""]))
+        keep(title, scoring.table(scored))
+        if i == 0:
+            keep(shown.BY_CHIP, scoring.by_chip(scored))
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
     (others.HERE / "others-fitted.yaml").write_text("# As fitted.yaml, of what only published points need.\n" + written(entries), encoding="utf-8")
     roofline.fitted.cache_clear()

@@ -143,6 +143,12 @@ def table(entries: list[Entry]) -> dict[str, dict[str, float | None]]:
     return out
 
 
+def by_chip(entries: list[Entry]) -> dict[str, dict[str, float | None]]:
+    """A row for each chip and program."""
+    pairs = sorted({(e.chip, e.program) for e in entries if e.chip and e.program})
+    return {f"{chip} {program}": row([e for e in entries if (e.chip, e.program) == (chip, program)]) for chip, program in pairs}
+
+
 def lines(title: str, entries: list[Entry]) -> Iterator[str]:
     yield f"{title:58}{'runs':>6}{'cells':>7}{'covered %':>11}{'median %':>10}{'slower %':>10}{'inside %':>10}{'width':>8}"
     for name, r in table(entries).items():

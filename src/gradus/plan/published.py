@@ -22,6 +22,9 @@ EXPLAINED = (
 )
 
 
+BY_CHIP = "chip and program, each model left out"
+
+
 def lines(path: str | None = None, on: str | None = None) -> Iterator[str]:
     """The kept tables. on: as of `--on`, what of them concerns its chip. Raises UserError for a file, which is the
     benchmark's, and for a device that is not known."""
@@ -29,38 +32,33 @@ def lines(path: str | None = None, on: str | None = None) -> Iterator[str]:
         instead = f"python benchmarks/groundtruth.py {path} scores it, --fit fits on it"
         raise UserError(f"gradus plan --accuracy prints the packaged table and takes no file: {instead}.")
     file = fitted()
-    if on is not None:
-        yield from _of(hardware.cluster(on).device, file)
-        return
     yield f"Fitted {file.get('date', 'never')} on {file.get('data', 'nothing')}."
     yield from EXPLAINED
+    if on is not None:
+        yield from _of(hardware.cluster(on).device, file.get(BY_CHIP, {}))
+        return
     for title in [name for name, entry in file.items() if isinstance(entry, dict) and "columns" in entry]:
         scores = dict(file[title])
-        columns = scores.pop("columns")
-        rows = [[group, *map(_cell, columns, row)] for group, row in scores.items()]
-        yield from ("", *table([title, *columns], rows, set(range(1, 1 + len(columns)))))
+        yield from ("", *_table(title, scores.pop("columns"), scores))
     yield ""
     uncovered = sorted(file.get("uncovered", {}).items(), key=lambda item: -item[1])
     yield from (f"not predicted: {n:4d}  {why}" for why, n in uncovered)
 
 
-def _of(device: hardware.Device, file: dict) -> Iterator[str]:
+def _of(device: hardware.Device, kept: dict[str, list]) -> Iterator[str]:
+    """kept: of all chips."""
     chip = chip_of(device)
-    notes = parameters(device)[1] or (f"{chip}: its parameters are fitted to measurements of its own",)
-    rows = file.get("by chip", {}).get(chip, {})
-    if not rows:
-        known = ", ".join(file.get("by chip", {}))
-        yield f"{chip}: the plan is compared with no published run of it, but with some of {known}"
+    if rows := {name: row for name, row in kept.items() if name.startswith(f"{chip} ")}:
+        yield from ("", *_table(BY_CHIP, kept["columns"], rows), "")
     else:
-        yield f"{chip}: published runs, each predicted without those of its model; errors of a step in percent."
-        head = ["program", "runs", "models", "median", "inside", "width"]
-        body = [
-            [name, str(n), str(models), *(_cell("", x) for x in shares), f"{width:.2f}"]
-            for name, (n, models, *shares, width) in rows.items()
-        ]
-        yield from ("", *table(head, body, set(range(1, 6))), "")
-        yield "inside: runs within an 80 % interval of the others' errors; width: its upper end by its lower."
-    yield from (f"note: {note}" for note in notes)
+        known = ", ".join(sorted({name.partition(" ")[0] for name in kept} - {"columns"}))
+        yield f"note: the plan is compared with no published run on {chip}; there are some on {known}"
+    yield from (f"note: {note}" for note in parameters(device)[1])
+
+
+def _table(title: str, columns: list[str], scores: dict[str, list]) -> Iterator[str]:
+    rows = [[group, *map(_cell, columns, row)] for group, row in scores.items()]
+    return table([title, *columns], rows, set(range(1, 1 + len(columns))))
 
 
 def _cell(column: str, value: float | None) -> str:
