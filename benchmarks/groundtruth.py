@@ -67,10 +67,10 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         found = [point for path in arguments.points for point in points.load(path)]
+        file, lines = kernels.fitted(found) if arguments.kernels else ({}, ())
     except UserError as error:
         sys.exit(str(error))
     if arguments.kernels:
-        file, lines = kernels.fitted(found)
         print("\n".join(lines))
         roofline.KERNELS.write_text(kernels.HEAD + written(file), encoding="utf-8")
         return

@@ -153,8 +153,9 @@ class Fit:
         """Logarithms of predicted over measured seconds."""
         return np.log(self.priced.seconds(self.parameters(x)) / self.measured)
 
-    def solve(self) -> np.ndarray:
-        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, self.weights, self.prior, 30, self.together)
+    def solve(self, without: np.ndarray | None = None) -> np.ndarray:
+        weights = self.weights * (1.0 if without is None else ~without)
+        return minimise(lambda x: self.errors(x) / SIGMA, self.prior, self.spread, weights, self.prior, 30, self.together)
 
     def entry(self, x: np.ndarray, keys: set[str], fields: Iterable[str]) -> dict[str, float]:
         """What a chip or a software has in the end, of what was fitted of it."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradus import hardware
+from gradus.errors import UserError
 from gradus.hardware import Device
 from gradus.plan import roofline
 from gradus.plan.collectives import ring_factor
@@ -76,6 +77,8 @@ def kernels(rows: list[dict[str, Any]]) -> dict[str, list[Kernel]]:
     """By chip: products in bf16 and fp8, attention over keys and values in bf16 with heads of at most 256, and Liger's memory-bound operators."""
     found: dict[str, list[Kernel]] = {}
     for row in rows:
+        if row.get("hardware") not in CHIPS or not row.get("op"):
+            continue
         mine, op = found.setdefault(roofline.chip_of(CHIPS[row["hardware"]]), []), row["op"]
         if op == "gemm" and row["dtype"] in DTYPES:
             mine.append(_product(row))
@@ -190,12 +193,15 @@ def _short(value: float) -> float:
 
 
 def fitted(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], Iterator[str]]:
-    """What `kernels.yaml` holds, and lines to print."""
+    """What `kernels.yaml` holds, and lines to print. Raises UserError where a chip's kernels are not in the file."""
     chips: dict[str, dict[str, float]] = {}
+    measured = kernels(rows)
+    if missing := sorted({roofline.chip_of(name) for name in CHIPS.values()} - measured.keys()):
+        raise UserError(f"no kernels of {', '.join(missing)} in the file: what is kept of them would be lost.")
     lines = [f"{'chip, operator':28}{'n':>5}{'median':>8}{'90 %':>8}{'worst':>8}{'unseen shapes: median':>24}{'90 %':>8}{'worst':>8}"]
     for name in CHIPS.values():
         chip = roofline.chip_of(name)
-        fit = ChipFit(hardware.find(name), kernels(rows)[chip])
+        fit = ChipFit(hardware.find(name), measured[chip])
         x = fit.solve(fit.measured)
         values = fit.values(x)
         chips[chip] = {field: _short(values[field]) for field in OF_CHIP if field in fit.own}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gradus import hardware
+from gradus.errors import UserError
 from gradus.hardware import Cluster
 from gradus.plan import roofline
 from gradus.plan.collectives import collective_seconds, measured_links
@@ -82,6 +83,11 @@ def test_collectives_are_fitted_by_ranks():
     for n in (2, 8):
         assert found["H100"]["latency"][n] == pytest.approx(1e-5, rel=0.03)
         assert found["H100"]["bandwidth"][n] == pytest.approx(3e11, rel=0.03)
+
+
+def test_a_file_without_a_chips_kernels_leaves_the_table_as_it_is():
+    with pytest.raises(UserError, match="no kernels of A100, B200, L40S, MI355 in the file"):
+        kernels.fitted([product(64, 512, 4096), {"id": "a point of a run", "hardware": "A100"}])
 
 
 @pytest.mark.slow

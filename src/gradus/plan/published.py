@@ -13,9 +13,9 @@ from gradus.plan.roofline import fitted
 from gradus.text import table
 
 EXPLAINED = (
-    "Runs count once; n: how many. Errors are medians in percent, of a model on a chip with as many devices and samples "
-    "one. covered: the rest is refused, an error of 100 %. bias: measured by predicted time. inside: within the "
-    "interval (80 % expected) that others' errors make, as wide as the factor.",
+    "Runs count once; n: how many. Errors are medians in percent, of a model on a chip with as many devices and "
+    "samples one. covered: the rest is refused, an error of 100 %. bias: measured by predicted time. inside: within "
+    "the interval (80 % expected) that others' errors make, as wide as the factor.",
     "What this means: parameters were fitted without what was left out, but the formulas were chosen with all points "
     "in view.",
 )

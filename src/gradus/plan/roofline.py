@@ -33,7 +33,7 @@ EXPONENTIALS = 1.1e11
 # patterns of names
 CHIPS = files.packaged("plan/chips.yaml")
 NAMED = re.compile(
-    r"RTX[ -]?\d+|TPU[ -]?V\d\w*|GAUDI ?\d|TRAINIUM\d|INFERENTIA\d|GB\d+|GH\d+|MI\d+|L40S|[A-Z]\d+"
+    r"RTX[ -]?\d+(.*LAPTOP)?|TPU[ -]?V\d\w*|GAUDI ?\d|TRAINIUM\d|INFERENTIA\d|GB\d+|GH\d+|MI\d+|L40S|[A-Z]\d+"
 )  # of chips
 # dtype → those that stand in for it, fp32 last
 SIMILAR = {"bf16": ("fp16",), "fp16": ("bf16",), "tf32": ("fp32",), "fp8": ("bf16", "fp16"), "fp4": ("fp8", "bf16")}
@@ -96,7 +96,7 @@ def chip_of(device: Device | str) -> str:
     """The name of a device's chip: A100-80GB-SXM → A100, "RTX 3090" → RTX3090."""
     name = device if isinstance(device, str) else device.name
     chip = NAMED.search(name.upper())
-    return chip.group().replace(" ", "").replace("-", "") if chip else name
+    return re.sub(r"(?<=\d)[ -]TI\b|[ -]", "", chip.group()) if chip else name
 
 
 def nearest(chip: str) -> str:

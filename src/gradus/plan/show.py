@@ -243,8 +243,8 @@ LEGEND = "--explain NAME: the explanation of a figure, e.g. --explain memory/act
 def brackets(device: Device, rows: Iterable[Row] = ()) -> str:
     """What the interval of a step is of: see `step.interval`; and what makes the totals among the rows a range: more
     than steps × step time."""
-    table = fitted()["without its source"]
-    n = table["steps (all)"][table["columns"].index("n")]
+    table = fitted()["each model left out"]
+    n = sum(row[0] for name, row in table.items() if name != "columns" and "mean of" not in name)
     own = " on GPUs; operations: measured here"
     if device.measured is None:
         own = "; Gradus's own step has not run on a GPU"
