@@ -147,7 +147,7 @@ def slower(c: Case, value: float) -> float:
 
 def entry(c: Case, value: float | None, label: str = "") -> scoring.Entry:
     """The point with what is predicted of it. Of what is 0 or 1 the error is that of a refusal, or none."""
-    program = c.work.software.partition("-")[0] if c.work is not None else c.entry  # whatever its way with experts
+    program = c.work.software if c.work is not None else c.entry
     if c.group == "feasible":
         error = 0.0 if value == c.measured else scoring.REFUSED
     else:
