@@ -30,6 +30,7 @@ KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero
 # FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
 # 2024). And how far a program's products on one family of chips may lie from those on another.
 AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
+FABRIC = 0.3  # how far what a family's networks reach may lie from what all do
 LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "grouped": 1.0, "elementwise": 1.0, "products": 1.1, "contention": 1.0}
 
 
@@ -56,7 +57,7 @@ def feature(kind: str, software: str) -> str:
 def keys_of(chip: str, software: str) -> set[str]:
     """What a run's terms are of."""
     own, family = {feature(kind, software) for kind, *_ in SOFTWARE.values()}, roofline.family(chip)
-    return {"*", chip, *own, *(f"{key}@{family}" for key in own)}
+    return {"*", chip, f"*@{family}", *own, *(f"{key}@{family}" for key in own)}
 
 
 def terms(runs: list[tuple[str, str]]) -> list[Term]:
@@ -76,6 +77,7 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
         families = {roofline.family(chip) for chip, s in runs if s == software} - {""}
         out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
     out += [Term("fused", f"attention {kernel}@{family}", math.log(OLDER[0]), OLDER[1]) for kernel in AMPERE for family in AFTER]
+    out += [Term("network", f"*@{family}", 0.0, FABRIC) for family in sorted({roofline.family(chip) for chip, software in runs if software} - {""})]
     every = {key for software in softwares for key in keys_of("", software)}
     return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
 
@@ -144,7 +146,7 @@ class Fit:
     @staticmethod
     def applies(t: Term, keys: set[str]) -> bool:
         """Whether a term is of such a run; of a network that is known of its software, no other."""
-        return t.key in keys and not (t.key == "*" and any((t.field, key) in KNOWN for key in keys))
+        return t.key in keys and not (t.key.startswith("*") and any((t.field, key) in KNOWN for key in keys))
 
     def parameters(self, x: np.ndarray) -> np.ndarray:
         return np.exp(np.minimum((self.has * x) @ self.into + self.base, self.limit))
@@ -171,7 +173,7 @@ class Fit:
         """What a software has otherwise on a family of chips, by `software@family`."""
         out = {}
         for family in sorted({t.key.partition("@")[2] for t in self.terms} - {""}):
-            keys = keys_of(family, software) - {"*", family}
+            keys = keys_of(family, software) - {"*", f"*@{family}", family}
             if fields := sorted({t.field for t in self.terms if t.key in keys and "@" in t.key}):
                 out[f"{software}@{family}"] = self.entry(x, keys, fields)
         return out

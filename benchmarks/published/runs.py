@@ -239,7 +239,8 @@ def training(point: Point) -> Case:
         shard = d.groups // (c.get("slices") or max(1, n // device.node))
     kinds = {"reduce_dtype": half} if c.get("mixed_precision_mode") == "PURE" else {}
     held = {"shard": shard, "param_dtype": half, **kinds} if shard > 1 else {"precision": half}
-    if program.precision.startswith("pure_") and shard == 1:
+    tuned = "steps_of_ladder" in c or words(point, "method") not in ("", "pre-training")  # in the type that weights are stored in
+    if (program.precision.startswith("pure_") or tuned) and shard == 1:
         held = {"precision": f"pure_{half}" if c.get("precision") else program.precision}
     if sharded and shard == 1:
         held = {"precision": f"pure_{half}"}

@@ -79,7 +79,8 @@ class Entry:
     @property
     def kin(self) -> tuple[tuple[str, ...], ...]:
         """Whose residuals make an interval, the nearest first."""
-        return (self.chip, self.program), (self.program,), ()
+        family = self.program.partition("-")[0]  # whatever its way with experts
+        return (self.chip, self.program), (self.chip, family, ""), (self.program,), (family, ""), ()
 
     @property
     def inside(self) -> bool | None:
@@ -98,7 +99,7 @@ def weigh(entries: list[Entry]) -> list[Entry]:
 
 
 def intervals(entries: list[Entry]) -> list[Entry]:
-    """Give each run the interval that the residuals of runs with other labels make: of its chip and program, else of its program, else all.
+    """Give each run the interval that the residuals of runs with other labels make: of its chip and program, else of its chip or program, else all.
     Their errors are of fits without themselves; its own is in none of them. Returns the same."""
     known = [e for e in entries if e.error is not None]
     pools: dict[tuple, tuple[float, float] | None] = {}

@@ -147,7 +147,7 @@ def slower(c: Case, value: float) -> float:
 
 def entry(c: Case, value: float | None, label: str = "") -> scoring.Entry:
     """The point with what is predicted of it. Of what is 0 or 1 the error is that of a refusal, or none."""
-    program = c.work.software.partition("-")[0] if c.work is not None else c.entry  # whatever its way with experts
+    program = c.work.software if c.work is not None else c.entry
     if c.group == "feasible":
         error = 0.0 if value == c.measured else scoring.REFUSED
     else:
@@ -364,7 +364,10 @@ def intervals(study: Study) -> dict[str, list[float]]:
 def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], date: str) -> tuple[dict, dict]:
     """What `fitted.yaml` and `others-fitted.yaml` hold. Deterministic."""
     fit, x = study.fit, study.x
-    chips = {chip: entry for chip in sorted({c.chip for c in study.priced}) if (entry := fit.entry(x, {chip}, OF_CHIP))}
+    chips = {chip: fit.entry(x, {chip}, OF_CHIP) for chip in sorted({c.chip for c in study.priced})}
+    for chip in [t.key.removeprefix("*@") for t in fit.terms if t.key.startswith("*@")]:
+        chips[chip] = {**chips.get(chip, {}), **fit.entry(x, {"*", f"*@{chip}"}, ["network"])}
+    chips = {chip: entry for chip, entry in chips.items() if entry}
     softwares = {s: fit.entry(x, fitting.keys_of("", s) - {"*"}, [*OF_SOFTWARE, "network"]) for s in sorted({c.work.software for c in study.priced} - {""})}
     softwares |= {name: entry for s in list(softwares) for name, entry in fit.on_families(x, s).items()}
     for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):

@@ -130,7 +130,7 @@ def find_parameters(chip: str, software: str, path: Path) -> tuple[Parameters, t
         note = f"no fitted parameters for {chip}: {others} are used, expect errors of {expected}"
     elif len(own) < MEASURED_WELL:
         note = f"of {chip} only {', '.join(own)} was measured: {others} are used for the rest"
-    values = of_chip(chip, chips) | file.get("network", {})
+    values = file.get("network", {}) | of_chip(chip, chips)
     for name in (software, f"{software}@{family(chip)}"):
         values |= file.get("software", {}).get(name, {})
     values = {key: value for key, value in values.items() if key in FIELDS}
