@@ -457,11 +457,16 @@ def change_of(q: Question) -> Change:
     return Change(wide * block * tokens, wide * again * tokens, (2 + (logits - 2) / q.chunks) / 12, not alone, q.offloads)
 
 
+def ends_of(q: Question) -> int:
+    """Parameters of embedding and head."""
+    return (1 if getattr(q.base, "tie_output", False) else 2) * q.base.vocab_size * q.base.d_model
+
+
 def kept_beside(q: Question, p: Process) -> float:
     """Bytes that stay besides what the trace has of weights and gradients."""
     keeps, layout, frozen = q.keeps, q.recipe.layout, q.frozen
     elements, over = p.param_bytes / p.width, layout.shard * layout.tensor * layout.pipeline
-    ends = 2 * q.base.vocab_size * q.base.d_model
+    ends = ends_of(q)
     more = 2.0 * models.count(q.base)["total"] * keeps.whole * (q.n > 1) + 1e9 * keeps.buffers * (q.zero >= 2)
     if frozen:
         more += frozen.trained * keeps.adapter / over - p.param_bytes + frozen.ends * 8 * ends / over
@@ -527,7 +532,7 @@ def _of_process(q: Question, p: Process) -> float:
         return standing + gradients + (2 * q.alive * q.base.vocab_size if q.keeps.logits > 12 else 0.0)  # of the model's output
     peak, stepped = peak_of(p), standing + gradients + q.keeps.step * p.param_bytes
     if q.frozen:  # adapters are in fp32
-        ends = 2 * q.base.vocab_size * q.base.d_model * q.frozen.ends
+        ends = ends_of(q) * q.frozen.ends
         stepped = standing + q.keeps.step * (4 * q.frozen.trained + 2 * ends) / q.recipe.layout.shard
     value = max(peak.bytes, 0.0 if q.offload else stepped, 0 if q.kind == "allocated" else peak.reserved)
     return value + (1e9 * q.keeps.outside if q.kind == "device" else 0.0)
