@@ -272,58 +272,95 @@ def capacity_of(point: Point) -> float:
         return math.inf
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """In which a run computes. half: bf16 or fp16; pure: its weights too; full: nothing is in half."""
+
+    half: str
+    pure: bool
+    full: bool
+    tf32: bool
+
+    @classmethod
+    def of(cls, point: Point, keeps: Keeps, frozen: bool) -> Numbers:
+        """Weights in half where the program has them so; of transformers' full fine-tuning only where that is said (its default is autocast)."""
+        said = str(point["config"].get("precision") or "bf16").lower()
+        if "fp4" in said:
+            raise NotCovered("NVFP4")
+        tf32, full = "tf32" in said, "tf32" in said or "fp32" in said.partition("+")[0]
+        casts = bool(re.search(r"(?<!no )(autocast|amp|mixed)", said)) or (keeps.name == "hf" and not frozen and not re.search("pure|true|no autocast", said))
+        return cls("fp16" if "fp16" in said and "bf16" not in said else "bf16", keeps.name == "megatron" or (keeps.half and not casts and not full), full, tf32)
+
+    def of_layout(self, shards: int) -> dict[str, Any]:
+        if self.full or self.pure or shards == 1:
+            precision = "fp32" if self.full else f"pure_{self.half}" if self.pure else self.half
+            return {"precision": precision, "tf32": self.tf32, "shard": shards}
+        return {"shard": shards, "param_dtype": self.half, "reduce_dtype": "fp32"}
+
+
+def layout_of(point: Point, keeps: Keeps, numbers: Numbers, n: int, micro: int) -> Layout:
+    c, zero = point["config"], str(point["config"].get("zero") or "").lower()
+    tensor, stages = int(c.get("tp") or 1), int(c.get("pp") or 1)
+    ranks = n // (tensor * stages)
+    split = ranks > 1 and ("fsdp" in zero or "fsdp" in c or zero_of(c) == 3 or (keeps.sharded and not zero_of(c)))
+    attention = str(c.get("attention") or ("plain" if keeps.name == "megatron" else ""))
+    virtual = int(c.get("vp") or (2 if "interleaved" in str(c.get("schedule")) else 1)) if stages > 1 and not split else 1
+    return Layout(device="cuda", **numbers.of_layout(ranks if split else 1), tensor=tensor, pipeline=stages, micro_batch=micro, offload=split and offloaded(c),
+                  attention="naive" if re.search("plain|naive|eager", attention) else "sdpa", reshard=stages == 1 or not split,
+                  sequence_parallel=tensor == 1 or bool(c.get("sequence_parallel", keeps.name != "megatron")),
+                  **({"schedule": "interleaved", "stages": virtual} if virtual > 1 else {}))  # fmt: skip
+
+
+def zero_of(config: dict[str, Any]) -> int:
+    """DeepSpeed's stage; 1 of a distributed optimizer."""
+    said = str(config.get("zero") or "").lower()
+    stage = re.search("[123]", said) if "fsdp" not in said else None
+    return int(stage[0]) if stage else int(bool(config.get("dist_optimizer")))
+
+
+def offloaded(config: dict[str, Any]) -> bool:
+    return "offload" in str(config.get("zero")).lower() or "cpu offload" in str(config.get("method")).lower()
+
+
 def question_of(point: Point) -> Question:
     """Raises NotCovered."""
     c, keeps = point["config"], keeps_of(point)
+    ladder = "steps_of_ladder" in c
     text = f"{c.get('method') or ''} {' '.join(c.get('steps_of_ladder') or ())} {c.get('optimizer') or ''}".lower()
-    precision, zero = str(c.get("precision") or "bf16").lower(), str(c.get("zero") or "").lower()
-    if "fp4" in precision:
-        raise NotCovered("NVFP4")
-    if "steps_of_ladder" in c and "packed" not in text:
+    if ladder and "packed" not in text:
         raise NotCovered("the samples' length is not given: they are padded")
     seq, n = seq_of(point), int(point.get("n_devices") or math.prod(c.get(axis) or 1 for axis in ("tp", "pp", "cp", "dp")))
     tensor, stages, context = (int(c.get(k) or 1) for k in ("tp", "pp", "cp"))
-    groups = n // (tensor * stages * context)
+    ranks = n // (tensor * stages)
+    groups = ranks // context
     batch = point.get("batch") or groups * (c.get("micro_batch") or 1) * (c.get("grad_accum") or 1)
     micro = int(c.get("micro_batch") or (1 if stages > 1 else c.get("local_batch") or max(1, batch // groups)))
     model = model_of(point, seq // context, tensor)
     adapter, frozen = adapted(point, model)
-    full_width = "fp32" in precision.split("+")[0] or "tf32" in precision
-    half = "fp16" if "fp16" in precision and "bf16" not in precision else "bf16"
-    pure = (keeps.half and not re.search(r"(?<!no )(autocast|amp|mixed)", precision) and not full_width) or keeps.name == "megatron"
-    ranks = groups * context
-    split = ranks > 1 and (zero == "3" or "fsdp" in zero or "fsdp" in c or (keeps.sharded and zero in ("", "none")))
-    if full_width:
-        held = {"precision": "fp32", "tf32": "tf32" in precision, "shard": ranks if split else 1}
-    elif pure:
-        held = {"precision": f"pure_{half}", "shard": ranks if split else 1}
-    else:
-        held = {"shard": ranks, "param_dtype": half, "reduce_dtype": "fp32"} if split else {"precision": half}
-    attention = str(c.get("attention") or ("plain" if keeps.name == "megatron" else ""))
-    virtual = int(c.get("vp") or (2 if "interleaved" in str(c.get("schedule")) else 1)) if stages > 1 and not split else 1
-    offload = "offload" in zero or "cpu offload" in text
-    layout = Layout(device="cuda", **held, tensor=tensor, pipeline=stages, micro_batch=micro, offload=offload and split,
-                    attention="naive" if re.search("plain|naive|eager", attention) else "sdpa", reshard=stages == 1 or not split,
-                    sequence_parallel=tensor == 1 or bool(c.get("sequence_parallel", keeps.name != "megatron")),
-                    **({"schedule": "interleaved", "stages": virtual} if virtual > 1 else {}))  # fmt: skip
+    numbers = Numbers.of(point, keeps, frozen is not None)
+    layout = layout_of(point, keeps, numbers, n, micro)
     many = min(max(1, round(batch / (groups * micro))), 2 * stages + 2 if stages > 1 else 3)  # further ones repeat the peak
+    paged = keeps.paged and n == 1 and frozen is None and not ladder
+    state = state_of(keeps.state if numbers.pure or not keeps.half else 8.0, numbers.pure, "8-bit" if paged else text)
+    ways = recomputed(point, keeps, n > 1, text)
+    said = f"{c.get('gradients')} {c.get('precision')}".lower()
 
-    def recipe(way: str) -> Recipe:
-        checkpointing = "none" if way == "products" else way
-        return Recipe.model_validate({
+    def of(way: str) -> Question:
+        own = layout.model_copy(update={"checkpointing": "none" if way == "products" else way})
+        recipe = Recipe.model_validate({
             "name": "published", "model": model.trained(adapter, None) if adapter else model, "task": {"name": "causal_lm"}, "data": {"kind": "text", "path": "-"},
             "optimizer": {"name": "adamw", "lr": 1e-4}, "batch": {"samples": many * ranks * micro}, "adapter": adapter and adapter.model_dump(),
-            "train": {"steps": 100, "clip_norm": 1.0}, "layout": layout.model_copy(update={"checkpointing": checkpointing}).model_dump()})  # fmt: skip
+            "train": {"steps": 100, "clip_norm": 1.0}, "layout": own.model_dump()})  # fmt: skip
+        return Question(
+            recipe, model, n, keeps, kind_of(point, keeps), way, frozen, zero=3 if layout.shard > 1 else zero_of(c) or int(keeps.distributed), replicas=ranks,
+            compiled=bool(c.get("compile")) or "compile" in text, chunks=keeps.chunks if "chunked" in text or not ladder else 1, offload=offloaded(c),
+            offloads=keeps.offloads or "activation offloading" in text, in_backward=paged or "in backward" in text, state=0.0 if offloaded(c) else state, paged=paged,
+            wide=numbers.pure and keeps.gradients <= 2 and bool(re.search("fp32 grad|float32", said)), alive=micro * (c.get("mean_length_padded") or seq),
+            capacity=capacity_of(point) if len(ways) > 1 or paged else math.inf, logits=logits_of(c, keeps),
+            liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower(),
+        )  # fmt: skip
 
-    ladder, paged = "steps_of_ladder" in c, keeps.paged and n == 1 and frozen is None and "steps_of_ladder" not in c
-    state = state_of(keeps.state if pure or not keeps.half else 8.0, pure, "8-bit" if paged else text)
-    ways = recomputed(point, keeps, n > 1, text)
-    found = [Question(
-        recipe(way), model, n, keeps, kind_of(point, keeps), way, frozen, 3 if split else int(zero) if zero in ("1", "2", "3") else int(bool(c.get("dist_optimizer") or keeps.distributed)),
-        ranks, bool(c.get("compile")) or "compile" in text, keeps.chunks if "chunked" in text or not ladder else 1, offload, keeps.offloads or "activation offloading" in text,
-        paged or "in backward" in text, 0.0 if offload else state, paged,
-        pure and not keeps.gradients > 2 and ("fp32 grad" in precision or "float32" in str(c.get("gradients"))), micro * (c.get("mean_length_padded") or seq),
-        capacity_of(point) if len(ways) > 1 or paged else math.inf, logits=logits_of(c, keeps), liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower()) for way in ways]  # fmt: skip
+    found = [of(way) for way in ways]
     return dataclasses.replace(found[0], options=tuple(found)) if len(found) > 1 or paged else found[0]
 
 
@@ -420,12 +457,17 @@ def change_of(q: Question) -> Change:
     return Change(wide * block * tokens, wide * again * tokens, (2 + (logits - 2) / q.chunks) / 12, not alone, q.offloads)
 
 
+def ends_of(q: Question) -> int:
+    """Parameters of embedding and head."""
+    return (1 if getattr(q.base, "tie_output", False) else 2) * q.base.vocab_size * q.base.d_model
+
+
 def kept_beside(q: Question, p: Process) -> float:
     """Bytes that stay besides what the trace has of weights and gradients."""
     keeps, layout, frozen = q.keeps, q.recipe.layout, q.frozen
     elements, over = p.param_bytes / p.width, layout.shard * layout.tensor * layout.pipeline
-    ends = 2 * q.base.vocab_size * q.base.d_model
-    more = 2.0 * models.count(q.base)["total"] * keeps.whole * (q.n > 1) + 1e9 * keeps.buffers * (q.zero == 3)
+    ends = ends_of(q)
+    more = 2.0 * models.count(q.base)["total"] * keeps.whole * (q.n > 1) + 1e9 * keeps.buffers * (q.zero >= 2)
     if frozen:
         more += frozen.trained * keeps.adapter / over - p.param_bytes + frozen.ends * 8 * ends / over
         if frozen.bits < 8:
@@ -488,9 +530,9 @@ def _of_process(q: Question, p: Process) -> float:
     gradients = 0.0 if q.frozen or q.in_backward or q.keeps.standing else p.param_bytes
     if q.kind == "after":
         return standing + gradients + (2 * q.alive * q.base.vocab_size if q.keeps.logits > 12 else 0.0)  # of the model's output
-    peak, stepped = peak_of(p), standing + gradients + q.keeps.step * p.param_bytes / p.width
+    peak, stepped = peak_of(p), standing + gradients + q.keeps.step * p.param_bytes
     if q.frozen:  # adapters are in fp32
-        ends = 2 * q.base.vocab_size * q.base.d_model * q.frozen.ends
-        stepped = standing + q.keeps.step * (2 * q.frozen.trained + ends) / q.recipe.layout.shard
+        ends = ends_of(q) * q.frozen.ends
+        stepped = standing + q.keeps.step * (4 * q.frozen.trained + 2 * ends) / q.recipe.layout.shard
     value = max(peak.bytes, 0.0 if q.offload else stepped, 0 if q.kind == "allocated" else peak.reserved)
     return value + (1e9 * q.keeps.outside if q.kind == "device" else 0.0)

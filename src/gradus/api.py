@@ -160,7 +160,8 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory of each device; None where that memory is not known."""
+        """Whether it fits into the memory of each device, by the upper end of what it takes; None where that memory is
+        not known."""
         return self.answer.fits
 
     @property

@@ -32,7 +32,7 @@ SIZES = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 176, "voca
 
 
 def point(config: dict | None = None, **fields) -> dict:
-    config = {**SIZES, "precision": "bf16", "micro_batch": 2, "recompute": "none", "framework": "transformers", "memory_kind": "allocated"} | (config or {})
+    config = {**SIZES, "precision": "bf16, no autocast", "micro_batch": 2, "recompute": "none", "framework": "transformers", "memory_kind": "allocated"} | (config or {})
     return {"id": "x", "group": "a", "model": "tiny", "params": None, "config": config, "hardware": "H100", "n_devices": 1, "batch": 2, "seq": 32,
             "metric": "peak_memory", "value": 1.5, "unit": "GB", "kind": "measured", "source": "", "note": None, **fields}  # fmt: skip
 
@@ -156,6 +156,7 @@ def test_state_is_as_the_program_has_it():
     count = estimates._sizes(q)[0]
     alive = 2 * 64 * 96  # half logits of the model's output
     assert after() == pytest.approx((2 + 2 + 4) * count + alive, rel=0.01), "half weights, gradients and moments"
+    assert after(precision="bf16") == pytest.approx((4 + 4 + 8) * count + alive, rel=0.01), "transformers trains in fp32 with autocast where nothing else is said"
     assert after(framework="nanotron") == pytest.approx((2 + 4 + 12) * count, rel=0.01)
     assert after(optimizer="8-bit AdamW") == pytest.approx((2 + 2 + 2) * count + alive, rel=0.01)
     trained = 4 * 3 * (2 * 64 + 64 + 32)  # rank 4 beside queries and values of three blocks
