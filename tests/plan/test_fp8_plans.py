@@ -15,7 +15,7 @@ from gradus.hardware import Cluster
 from gradus.layers import capabilities
 from gradus.patch import replaced
 from gradus.plan import engine, trace
-from gradus.plan.answer import Request, answer
+from gradus.plan.answer import Request, answer, serve
 from gradus.plan.case import Case
 from gradus.plan.step import step_time
 from gradus.plan.trace import Traced, trace_recipe
@@ -96,6 +96,7 @@ def test_the_answer_says_the_peak_that_utilisation_is_of():
     (mfu,) = (row for row in made.rows if row.name == "time/mfu")
     assert mfu.conditions["dtype"] == "bf16" and any("MFU and HFU are shares of the peak in bf16" in note for note in made.notes)
     assert any("layout.compile=default" in note for note in made.notes) and "in fp8" in made.headline[0]
+    assert not any("fp8" in note for note in serve(Request("gpt2-small", BARE, "H100")).notes)
 
 
 @pytest.mark.parametrize("on", ["8xA100", "V100"])
@@ -121,7 +122,7 @@ def test_torchaos_own_linear_takes_as_much(family, checkpointing):
         new.forward = lambda x: plain(x.to(torch.bfloat16))  # it asks for a GPU's autocast
         return new
 
-    with replaced(trace, "_cuda_fp8", torchaos):
+    with replaced(trace, "_CudaFp8", torchaos):
         theirs = trace_recipe(r, target="cuda")
     assert ours.memory == {name: pytest.approx(nbytes, abs=64) for name, nbytes in theirs.memory.items()}
     assert products(ours, "fp8") + products(ours, "bf16") == products(theirs, "bf16")  # a mode sees the products of its tensors, not what they run
