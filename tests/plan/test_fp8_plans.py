@@ -96,6 +96,9 @@ def test_the_answer_says_the_peak_that_utilisation_is_of():
     (mfu,) = (row for row in made.rows if row.name == "time/mfu")
     assert mfu.conditions["dtype"] == "bf16" and any("MFU and HFU are shares of the peak in bf16" in note for note in made.notes)
     assert any("layout.compile=default" in note for note in made.notes) and "in fp8" in made.headline[0]
+
+
+def test_use_has_no_notes_on_training():
     assert not any("fp8" in note for note in serve(Request("gpt2-small", BARE, "H100")).notes)
 
 
