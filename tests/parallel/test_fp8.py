@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from gradus import cli, models
+from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.layers import capabilities
+from gradus.measure.modules import modules
 from gradus.parallel import check
 from gradus.parallel.apply import apply
 from gradus.parallel.precision import Precision
@@ -91,6 +93,12 @@ def test_what_is_not_built_is_named(more):
 def test_an_adapter_is_named():
     (line,) = check.fits(LlamaConfig(**SMALL).trained(Adapter(rank=4)), Layout(precision="fp8"))
     assert line.startswith("layout.precision: cannot be combined with adapter.rank=4") and line.endswith("Use layout.precision=bf16.")
+
+
+def test_the_module_tree_needs_no_device_that_has_it():
+    """It holds the same parameters."""
+    fp8, bf16 = (modules(recipes.load("copy-task", [f"layout.precision={numbers}"])) for numbers in ("fp8", "bf16"))
+    assert fp8 == bf16
 
 
 # ---------------------------------------------------------------- torchao's

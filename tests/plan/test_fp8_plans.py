@@ -15,7 +15,7 @@ from gradus.hardware import Cluster
 from gradus.layers import capabilities
 from gradus.patch import replaced
 from gradus.plan import engine, trace
-from gradus.plan.answer import Request, answer
+from gradus.plan.answer import Request, answer, serve
 from gradus.plan.case import Case
 from gradus.plan.step import step_time
 from gradus.plan.trace import Traced, trace_recipe
@@ -98,6 +98,10 @@ def test_the_answer_says_the_peak_that_utilisation_is_of():
     assert any("layout.compile=default" in note for note in made.notes) and "in fp8" in made.headline[0]
 
 
+def test_use_has_no_notes_on_training():
+    assert not any("fp8" in note for note in serve(Request("gpt2-small", BARE, "H100")).notes)
+
+
 @pytest.mark.parametrize("on", ["8xA100", "V100"])
 def test_a_device_without_fp8_is_refused(on):
     name = hardware.cluster(on).device.name
@@ -121,7 +125,7 @@ def test_torchaos_own_linear_takes_as_much(family, checkpointing):
         new.forward = lambda x: plain(x.to(torch.bfloat16))  # it asks for a GPU's autocast
         return new
 
-    with replaced(trace, "_cuda_fp8", torchaos):
+    with replaced(trace, "_CudaFp8", torchaos):
         theirs = trace_recipe(r, target="cuda")
     assert ours.memory == {name: pytest.approx(nbytes, abs=64) for name, nbytes in theirs.memory.items()}
     assert products(ours, "fp8") + products(ours, "bf16") == products(theirs, "bf16")  # a mode sees the products of its tensors, not what they run

@@ -36,9 +36,11 @@ def modules(recipe: Recipe, n: int | None = None, rank: int = 0, data: bool = Tr
         raise UserError(f"--rank={rank} of --processes={n}: ranks go from 0 to processes - 1.")
     # nothing is run here: neither the device nor how it is computed or sent changes what is held
     layout = recipe.layout.model_copy(
-        update={"device": "cpu", "compile": "none", "compress": "none", "transport": "torch"}
-        | {"precision": recipe.layout.precision.replace("fp8", "bf16")}
-    )
+        update={
+            "device": "cpu", "compile": "none", "compress": "none", "transport": "torch",
+            "precision": recipe.layout.precision.replace("fp8", "bf16"),
+        }
+    )  # fmt: skip
     check.validate(recipe, n)
     recipe = recipe.model_copy(update={"layout": layout})
     with fake_world(n, rank) as world:

@@ -39,10 +39,11 @@ class Precision:
             instead = name.replace("bf16", "fp16")
             raise UserError(f"layout.precision={name}: this GPU has no bf16. Use layout.precision={instead}.")
         if name == "fp8":
-            has = capabilities(device).fp8 is not None
-            if not has or (on_gpu and torch.cuda.get_device_capability(device) < (8, 9)):
-                needed = "a CUDA device of capability 8.9 or more (Ada, Hopper, Blackwell)"
-                raise UserError(f"layout.precision=fp8 needs {needed}. Use layout.precision=bf16.")
+            if capabilities(device).fp8 is None or (on_gpu and torch.cuda.get_device_capability(device) < (8, 9)):
+                raise UserError(
+                    "layout.precision=fp8 needs a CUDA device of capability 8.9 or more (Ada, Hopper, Blackwell). Use "
+                    "layout.precision=bf16."
+                )
             if on_gpu:
                 need("torchao", "fp8", "layout.precision=fp8")
 

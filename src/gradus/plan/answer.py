@@ -612,7 +612,7 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
 
 def of_model(notes: list[str]) -> list[str]:
     """Those that are not about training it."""
-    texts = ("training settings", "20 per active")
+    texts = ("training settings", "20 per active", "MFU and HFU", "casts to fp8")
     notes = [note for note in notes if not note.startswith("planned for samples")]
     return [note for note in notes if not any(text in note for text in texts)]
 

@@ -224,7 +224,7 @@ def small_recipe(recipe: Recipe, small: Part, split_backward: bool = False) -> R
     """The recipe with as many blocks as are traced, and those keys of its layout that split a block or change what it
     computes."""
     sizes, layout, default = small.sizes, recipe.layout, Layout()
-    kept = BLOCK_KEYS | ({"compile"} if layout.precision == "fp8" else set())  # a compiler fuses its casts
+    kept = {*BLOCK_KEYS, "compile" if layout.precision == "fp8" else "precision"}  # a compiler fuses its casts
     update = {key: getattr(default, key) for key in Layout.model_fields if key not in kept}
     if layout.shard > 1 and layout.param_dtype in ("bf16", "fp16"):
         update["precision"] = f"pure_{layout.param_dtype}"

@@ -640,7 +640,7 @@ def _cuda_rules(compiled: bool) -> Iterator[None]:
         for owner, name in ((F, "rms_norm"), (F, "layer_norm"), (F, "softmax"), (Tensor, "softmax"), (Tensor, "sum")):
             stack.enter_context(replaced(owner, name, with_fp32_inputs(getattr(owner, name))))
         stack.enter_context(replaced(F, "dropout", _cuda_dropout))
-        fp8 = functools.partial(_cuda_fp8, fused=compiled)
+        fp8 = functools.partial(_CudaFp8, fused=compiled)
         cuda = dataclasses.replace(CUDA, attention=_cuda_attention, blocks=_cuda_blocks, fp8=fp8)
         stack.enter_context(pretending(cuda))
         yield
@@ -689,18 +689,19 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     return torch_private.EFFICIENT(q, k, v, attn_mask, keep_logsumexp, dropout_p, is_causal, scale=scale)[0]
 
 
-def _cuda_fp8(linear: nn.Linear, fused: bool) -> nn.Linear:
+class _CudaFp8(nn.Linear):
     """As torchao's Float8Linear, which need not be installed here: the same operations in the same order, but for
     those of scalars, and it keeps its input and the weight themselves. fused: casts as a compiler makes them, of a pass
     for the largest value and one for the cast, without copies."""
 
-    def forward(x: Tensor) -> Tensor:
-        rows = x.to(torch.get_autocast_dtype("cpu")).flatten(0, -2)
-        out = _Fp8Product.apply(rows, linear.weight.t(), fused).unflatten(0, x.shape[:-1])
-        return out if linear.bias is None else out + linear.bias.to(out.dtype)
+    def __init__(self, linear: nn.Linear, fused: bool):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias, self.fused = linear.weight, linear.bias, fused
 
-    linear.forward = forward
-    return linear
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.to(torch.get_autocast_dtype("cpu")).flatten(0, -2)
+        out = _Fp8Product.apply(rows, self.weight.t(), self.fused).unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class _Fp8Product(torch.autograd.Function):
