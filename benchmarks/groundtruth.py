@@ -3,6 +3,7 @@
     python benchmarks/groundtruth.py POINTS.json                     # a table: per group and overall
     python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
     python benchmarks/groundtruth.py POINTS.json ... --evaluate      # fitted on the files, with each model, group, chip left out: medians of groups, intervals
+    python benchmarks/groundtruth.py POINTS.json ... --evaluate --chart FILE.svg     # and seconds measured by planned, each model left out, drawn
     python benchmarks/groundtruth.py POINTS.json ... --fit           # makes src/gradus/plan/fitted.yaml anew from the files: some ten minutes
     python benchmarks/groundtruth.py KERNELS.json --kernels          # makes src/gradus/plan/kernels.yaml anew: what single kernels say of a chip
 
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
+import re
 import sys
 from pathlib import Path
 
 import yaml
 from published import kernels, others, points, scoring, study
 
+from gradus import pictures
 from gradus.errors import UserError
 from gradus.plan import published as shown
 from gradus.plan import roofline
@@ -63,11 +67,41 @@ def fit(found: list[points.Point], date: str) -> None:
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
 
 
+KINDS = {"A100": "A100", "H100, H200, GH200": r"G?H\d+", "B200 to GB300": r"G?B\d+", "TPU": "TPU.*", "others": ".*"}
+
+
+def chart(entries: list[scoring.Entry]) -> pictures.Picture:
+    """Each run's seconds of a step, planned and measured."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
+    for e in entries:
+        if e.error is not None:
+            name = next(name for name, pattern in KINDS.items() if re.fullmatch(pattern, e.chip))
+            found[name].append((e.case.seconds / math.exp(e.error), e.case.seconds))
+    ends = [f(x for points in found.values() for pair in points for x in pair) for f in (min, max)]
+    curves = {name: pictures.Curve(points, pictures.COLOURS[i], mark=pictures.MARKS[i % 4], joined=False) for i, (name, points) in enumerate(found.items())}
+    curves["equal"] = pictures.Curve([(x, x) for x in ends], "var(--quiet)", dashed=True)
+    title, below = "Published steps beside the plan", f"{sum(map(len, found.values())):,} runs, each predicted without the runs of its model."
+    return pictures.lines(curves, title, below, x="planned, seconds of a step", y="measured, seconds of a step", zero=False, log="xy", height=420)
+
+
+def tables() -> str:
+    """The kept tables as the page on accuracy has them: of groups of scoring.LEAST runs, and the means."""
+    out = []
+    for title in [name for name, entry in roofline.fitted().items() if isinstance(entry, dict) and "columns" in entry and not name.startswith("formulas")]:
+        scores = dict(roofline.fitted()[title])
+        columns = scores.pop("columns")
+        rows = [(name, *map(shown._cell, columns, row)) for name, row in scores.items() if row[0] >= scoring.LEAST]
+        out += [f"| {title} | runs | covered % | error % | bias % | inside % | width |", "|---|---|---|---|---|---|---|"]
+        out += [("| " + " | ".join(row) + " |") if "mean of" not in row[0] else ("| " + " | ".join(f"**{cell}**" for cell in row) + " |") for row in rows] + [""]
+    return "\n".join(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("points", type=Path, nargs="+")
     parser.add_argument("--to", type=Path, help="write every point as a JSON line")
     parser.add_argument("--evaluate", action="store_true", help="fit on the files, each model, group and chip left out")
+    parser.add_argument("--chart", type=Path, help="with --evaluate: draw what the first evaluation says")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
     parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
     arguments = parser.parse_args()
@@ -85,8 +119,10 @@ def main() -> None:
         return
     if arguments.evaluate:
         cases, reasons = study.read(found)
-        for title, entries in study.evaluations(study.Study(cases), reasons):
+        for i, (title, entries) in enumerate(study.evaluations(study.Study(cases), reasons)):
             print("\n".join([*scoring.lines(title, entries), *scoring.worst(entries), ""]))
+            if arguments.chart and i == 0:
+                chart(entries).save(arguments.chart)
         print("\n".join([*study.not_predicted(reasons), *scoring.set_apart(found)]))
         return
     entries, reasons = study.score(found)
