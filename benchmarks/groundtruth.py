@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import kernels, others, points, scoring, study
+from published import kernels, memory, memory_scores, others, points, scoring, study
 
 from gradus import pictures
 from gradus.errors import UserError
@@ -130,6 +130,9 @@ def main() -> None:
     direct = [e for e in entries if e.case.work is None]
     print("\n".join([*scoring.lines("runs, each once", study.counted(entries, reasons)), *scoring.lines("what is no run", direct)]))
     print("\n".join([*study.remarks(entries), *study.not_predicted(reasons), *scoring.set_apart(found)]))
+    if any(point.get("metric") in memory.METRICS for point in found):
+        results, missed = memory_scores.score(found)
+        print("\n".join(["", *memory_scores.table(results), *memory_scores.uncovered(missed)]))
     if arguments.to:
         arguments.to.write_text("".join(row + "\n" for row in study.rows(entries, reasons)), encoding="utf-8")
 

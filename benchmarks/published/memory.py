@@ -23,7 +23,7 @@ from gradus.plan.profiles import N as COMPONENTS
 from gradus.plan.stage import Stage
 from gradus.recipe.schema import Adapter, GPTConfig, Layout, LlamaConfig, ModelConfig, Recipe
 from published import points
-from published.points import GPT, MPT, NotCovered, Point
+from published.points import NotCovered, Point
 
 METRICS = {"peak_memory": "", "peak_reserved_memory": "reserved", "allocated_memory_after_step": "after"}
 GIB = 2**30
@@ -205,12 +205,7 @@ def _named(name: str, seq: int) -> ModelConfig:
     for known, (layers, hidden, heads, d_ff, vocab) in NAMED.items():
         if known in name:
             return GPTConfig(n_layers=layers, d_model=hidden, n_heads=heads, d_ff=d_ff, vocab_size=vocab, seq_len=seq, tie_output=False)
-    for names in (GPT, MPT):
-        for known, (layers, hidden, heads) in names.items():
-            if name.replace(" ", "") in (known.lower().replace("-", ""), "mpt" + known):
-                return GPTConfig(n_layers=layers, d_model=hidden, n_heads=heads, vocab_size=50304, seq_len=seq)
-    found = points.model_of({"config": {}, "model": name, "seq": seq})
-    return found.model_copy(update={"seq_len": seq})
+    return points.model_of(points.cleaned({"config": {}, "model": name, "seq": seq}))
 
 
 def widths(model: Any) -> dict[str, tuple[int, int]]:
