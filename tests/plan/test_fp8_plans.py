@@ -80,12 +80,12 @@ def test_products_are_priced_by_the_peak_in_fp8_and_casts_by_whether_they_are_co
     h100 = Cluster(hardware.find("H100"), 1)
 
     def parts(precision: str, compiled: str = "none") -> dict[str, float]:
-        work = engine.plan(Case.of(recipe("llama", samples=8, layers=2, d=1024, seq=512, precision=precision, compile=compiled), 1, "cuda")).work
+        work = engine.plan(Case.of(recipe("llama", samples=16, layers=2, d=4096, seq=512, precision=precision, compile=compiled), 1, "cuda")).work
         return step_time(work, h100).parts
 
     bf16, eager, compiled = parts("bf16"), parts("fp8"), parts("fp8", "default")
     assert 0.5 * bf16["matmul"] < eager["matmul"] < 0.9 * bf16["matmul"] and compiled["matmul"] == eager["matmul"]
-    assert bf16["memory"] < compiled["memory"] < 0.7 * eager["memory"]
+    assert compiled["memory"] < bf16["memory"] < eager["memory"]  # of weights there is no copy in bf16
 
 
 BARE = ("model.n_layers=2", "model.d_model=256", "model.n_heads=4", "model.d_ff=1024", "model.seq_len=256", "batch.samples=8", "layout.precision=fp8")

@@ -691,8 +691,8 @@ def _cuda_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 
 class _CudaFp8(nn.Linear):
     """As torchao's Float8Linear, which need not be installed here: the same operations in the same order, but for
-    those of scalars, and it keeps its input and the weight themselves. fused: casts as a compiler makes them, of a pass
-    for the largest value and one for the cast, without copies."""
+    those of scalars, and it keeps its input and the weight themselves. fused: a compiler's casts, which are in the
+    product's own seconds (`roofline.Parameters.cast`); the others are counted beside that."""
 
     def __init__(self, linear: nn.Linear, fused: bool):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -725,8 +725,7 @@ class _Fp8Product(torch.autograd.Function):
 def _in_fp8(x: Tensor, fused: bool) -> Tensor:
     """Of gradients the type is another one as wide."""
     if fused:
-        x.amax()
-        return x.to(torch.float8_e4m3fn)
+        return torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scaled = x.float() * (448 / x.abs().max())
     return scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
 
