@@ -246,6 +246,7 @@ def training(point: Point) -> Case:
         held = {"precision": f"pure_{half}"}
     if name == "zero3":
         held = {"precision": program.precision, "shard": shard, "reduce_dtype": "fp16"}
+    held["offload"] = shard > 1 and "cpu offload" in words(point, "method")
     layout = Layout(**held, tensor=d.tensor, pipeline=d.stages // sliced, expert=d.expert, micro_batch=micro, attention="naive" if program.attention == "plain" else "sdpa",
                     sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
     run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, layers=layers, gathered=d.context > (c.get("cp") or 1),

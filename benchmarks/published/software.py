@@ -20,6 +20,7 @@ MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of
 LOSS = {"log_softmax", "nll_loss_forward", "nll_loss_backward", "log_softmax_backward_data"}
 CORE = {"softmax", "native_dropout"}
 MOVES = {"index", "index_put", "new_zeros", "mul", "sum", "add", "to_copy", "expand"}  # of rows to experts and back
+OFFLOADED = 6.0  # bytes between host and device a parameter and step: half weights for either pass, gradients
 NARROW = 64  # an adapter's rank is less
 
 
@@ -293,7 +294,7 @@ def work_of(run: Any) -> Work:
     ops, transfers = _together(run, ops, _beside(transfers, software.hidden + (("tensor", "sequence") if run.asynchronous else ())), m)
     return dataclasses.replace(whole(run), micro=ops, step=step, transfers=transfers, micro_batches=m, software=software.name, virtual=run.virtual,
                                schedule="interleaved" if run.virtual > 1 else "1f1b",
-                               data_bytes=0.0 if software.name == "timm" else t.busiest.data_bytes)  # fmt: skip
+                               data_bytes=0.0 if software.name == "timm" else t.busiest.data_bytes + OFFLOADED * layout.offload * t.held)  # fmt: skip
 
 
 # ---------------------------------------------------------------- memory

@@ -63,6 +63,7 @@ def test_what_is_computed_again_as_a_row_says_it(text, way):
     assert runs.recomputed(cleaned(point({"recompute": text}))) == way
 
 
+@pytest.mark.slow
 def test_eight_bits_are_products_of_linear_layers_alone():
     both = [run_of(point({"framework": "NeMo", "tp": 1, "precision": precision})) for precision in ("BF16", "MXFP8")]
     bf16, mxfp8 = ([op for op in runs.software.work_of(run).micro if op.kind == "matmul"] for run in both)
@@ -71,6 +72,7 @@ def test_eight_bits_are_products_of_linear_layers_alone():
     assert all(1024 in op.shape for op in mxfp8 if op.dtype == "bf16")  # the head
 
 
+@pytest.mark.slow
 def test_an_adapters_base_is_frozen_in_its_stored_type():
     run = run_of(point({"framework": "NeMo", "tp": 1, "method": "LoRA"}))
     assert run.recipe.adapter.base is None
@@ -84,6 +86,7 @@ def test_an_adapters_base_is_frozen_in_its_stored_type():
 EXPERTS = {"model": "Mixtral-8x7B", "seq": 256, "params": 47e9, "batch": 32, "n_devices": 32}
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_experts_is_read_as_stages_of_their_own():
     run = run_of(point({"framework": "NeMo", "pp": 4, "ep": 8, "vp": 2, "micro_batch": 1}, **EXPERTS))
     assert (run.sliced, run.recipe.layout.expert, run.recipe.model.n_layers, run.virtual) == (4, 8, 8, 2)
