@@ -129,6 +129,13 @@ def test_a_chip_takes_the_nearest_ones_kernels_and_all_chips_where_none_is_near(
     assert "general ones" in notes[0]
 
 
+def test_what_networks_reach_is_of_a_family_of_chips_and_of_a_program_that_is_known_for_it():
+    reached = {chip: find_parameters(chip, "mcore", roofline.FITTED)[0].network for chip in ("A100", "A800", "H100", "H200", "TPUV4")}
+    assert reached["A800"] == reached["A100"] < reached["H100"] == reached["H200"] <= 1
+    assert reached["TPUV4"] == roofline.fitted()["network"]["network"]
+    assert find_parameters("A100", "zero3", roofline.FITTED)[0].network < 0.2
+
+
 def test_a_kernel_written_for_ampere_is_slower_on_what_came_later():
     """FlashAttention 2, which PyTorch has, and cuDNN's or FlashAttention 3."""
     a100, h100 = (find_parameters(chip, "gradus", roofline.FITTED)[0] for chip in ("A100", "H100"))
