@@ -125,13 +125,15 @@ def main() -> None:
                 chart(entries).save(arguments.chart)
         print("\n".join([*study.not_predicted(reasons), *scoring.set_apart(found)]))
         return
+    taken = [point for point in found if point.get("metric") in memory.METRICS]
+    found = [point for point in found if point not in taken or not point.get("group")]  # old ones are in the table of what is no run too
     entries, reasons = study.score(found)
     print(f"{len(found)} points, {len(entries)} predicted, {sum(map(len, reasons.values()))} not")
     direct = [e for e in entries if e.case.work is None]
     print("\n".join([*scoring.lines("runs, each once", study.counted(entries, reasons)), *scoring.lines("what is no run", direct)]))
     print("\n".join([*study.remarks(entries), *study.not_predicted(reasons), *scoring.set_apart(found)]))
-    if any(point.get("metric") in memory.METRICS for point in found):
-        results, missed = memory_scores.score(found)
+    if taken:
+        results, missed = memory_scores.score(taken)
         print("\n".join(["", *memory_scores.table(results), *memory_scores.uncovered(missed)]))
     if arguments.to:
         arguments.to.write_text("".join(row + "\n" for row in study.rows(entries, reasons)), encoding="utf-8")
