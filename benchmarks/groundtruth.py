@@ -5,6 +5,7 @@
     python benchmarks/groundtruth.py POINTS.json ... --evaluate      # fitted on the files, with each model, group, chip left out: medians of groups, intervals
     python benchmarks/groundtruth.py POINTS.json ... --evaluate --chart FILE.svg     # and seconds measured by planned, each model left out, drawn
     python benchmarks/groundtruth.py POINTS.json ... --fit           # makes src/gradus/plan/fitted.yaml anew from the files: some ten minutes
+    python benchmarks/groundtruth.py POINTS.json ... --anchors       # 40 runs, whose plans are kept: a change must make no right one wrong
     python benchmarks/groundtruth.py KERNELS.json --kernels          # makes src/gradus/plan/kernels.yaml anew: what single kernels say of a chip
 
 POINTS.json is a list of {id, model, params, config, hardware, n_devices, batch, seq, metric, value, unit, kind, source, note}.
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="fit on the files, each model, group and chip left out")
     parser.add_argument("--chart", type=Path, help="with --evaluate: draw what the first evaluation says")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
+    parser.add_argument("--anchors", action="store_true", help="compare the plans of 40 runs with those that were kept")
     parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
     arguments = parser.parse_args()
     try:
@@ -117,6 +119,11 @@ def main() -> None:
     if arguments.fit:
         fit(found, datetime.date.today().isoformat())
         return
+    if arguments.anchors:
+        kept = yaml.safe_load(study.ANCHORS.read_text())
+        lines = list(study.drift(kept, study.anchors(found, kept)))
+        print("\n".join(lines))
+        sys.exit(int(any(line.endswith("LOST") for line in lines)))
     if arguments.evaluate:
         cases, reasons = study.read(found)
         for i, (title, entries) in enumerate(study.evaluations(study.Study(cases), reasons)):

@@ -9,6 +9,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,24 @@ def sample(points: Sequence[Point], every: int = 25) -> list[float | None]:
         except NotCovered:
             out.append(None)
     return out
+
+
+ANCHORS = Path(__file__).with_name("anchors.yaml")
+RIGHT = 0.15  # of the logarithm: what a measurement itself is off (5 %), and 10 %
+
+
+def anchors(points: Iterable[Point], ids: Iterable[str]) -> dict[str, float]:
+    """Of the points of these ids the logarithm of measured by planned seconds, with the committed parameters."""
+    wanted = set(ids)
+    return {e.point["id"]: round(float(e.error), 3) for e in score(p for p in points if p.get("id") in wanted)[0]}
+
+
+def drift(then: dict[str, float], now: dict[str, float]) -> Iterator[str]:
+    """A line an anchor; those that were right and are not any more, or are not planned, say so."""
+    for name, before in then.items():
+        after = now.get(name)
+        lost = abs(before) <= RIGHT and (after is None or abs(after) > RIGHT)
+        yield f"{name:64} {before:+8.1%} {'–' if after is None else format(after, '+8.1%'):>8}{'  LOST' if lost else ''}"
 
 
 def committed(entry: str) -> dict[str, float]:
