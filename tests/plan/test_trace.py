@@ -200,7 +200,8 @@ def test_attention_forward_is_its_closed_form(family, precision, target):
     if target == "cuda" or family != "t5":  # a CPU's has no trained bias either
         assert sum(op.count for op in ops if op.phase == "forward") == layers
     for op in ops:
-        batch, heads, queries, keys, dim = op.shape
+        batch, heads, queries, keys, dim, of_values = op.shape
+        assert of_values == dim
         causal = family in ("gpt", "llama") or (family == "seq2seq" and op.flops != 4 * batch * heads * queries * keys * dim * BACK[op.phase])
         assert op.flops == 4 * batch * heads * queries * keys * dim * BACK[op.phase] / (2 if causal else 1)
     if family == "seq2seq":  # the encoder's two and the crossing two see all, the decoder's own two half
