@@ -66,6 +66,8 @@ def fit(found: list[points.Point], date: str) -> None:
     roofline.find_parameters.cache_clear()
     file["sample"] = study.sample(found)
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- tables -->\n")
+    PAGE.write_text(f"{before}<!-- tables -->\n{tables()}{rest[rest.index('<!-- end of tables -->') :]}", encoding="utf-8")
 
 
 KINDS = {"A100": "A100", "H100, H200, GH200": r"G?H\d+", "B200 to GB300": r"G?B\d+", "TPU": "TPU.*", "others": ".*"}
@@ -85,13 +87,16 @@ def chart(entries: list[scoring.Entry]) -> pictures.Picture:
     return pictures.lines(curves, title, below, x="planned, seconds of a step", y="measured, seconds of a step", zero=False, log="xy", height=420)
 
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "accuracy-published.md"
+
+
 def tables() -> str:
-    """The kept tables as the page on accuracy has them: of groups of scoring.LEAST runs, and the means."""
+    """The kept tables as PAGE has them between its marks, where --fit writes them: of groups of scoring.LEAST runs, and the means."""
     out = []
     for title in [name for name, entry in roofline.fitted().items() if isinstance(entry, dict) and "columns" in entry and not name.startswith("formulas")]:
         scores = dict(roofline.fitted()[title])
         columns = scores.pop("columns")
-        rows = [(name, *map(shown._cell, columns, row)) for name, row in scores.items() if row[0] >= scoring.LEAST]
+        rows = [(name, *map(shown.cell_text, columns, row)) for name, row in scores.items() if row[0] >= scoring.LEAST]
         out += [f"| {title} | runs | covered % | error % | bias % | inside % | width |", "|---|---|---|---|---|---|---|"]
         out += [("| " + " | ".join(row) + " |") if "mean of" not in row[0] else ("| " + " | ".join(f"**{cell}**" for cell in row) + " |") for row in rows] + [""]
     return "\n".join(out)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "groundtruth.py"
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
+import groundtruth  # noqa: E402
 from published import fit as fitting  # noqa: E402
 from published import price, software, study  # noqa: E402
 from published.points import Case, NotCovered, load  # noqa: E402
@@ -257,6 +258,11 @@ def test_the_kept_table_is_printed_and_a_file_is_the_benchmarks():
         assert group in text
     with pytest.raises(UserError, match=r"benchmarks/groundtruth\.py points\.json"):
         list(kept.lines("points.json"))
+
+
+def test_the_page_has_the_kept_tables():
+    page = groundtruth.PAGE.read_text(encoding="utf-8")
+    assert f"<!-- tables -->\n{groundtruth.tables()}<!-- end of tables -->\n" in page, "python benchmarks/groundtruth.py POINTS.json ... --fit"
 
 
 def test_no_constant_for_a_paper():

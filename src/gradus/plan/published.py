@@ -57,11 +57,11 @@ def _of(device: hardware.Device, kept: dict[str, list]) -> Iterator[str]:
 
 
 def _table(title: str, columns: list[str], scores: dict[str, list]) -> Iterator[str]:
-    rows = [[group, *map(_cell, columns, row)] for group, row in scores.items()]
+    rows = [[group, *map(cell_text, columns, row)] for group, row in scores.items()]
     return table([title, *columns], rows, set(range(1, 1 + len(columns))))
 
 
-def _cell(column: str, value: float | None) -> str:
+def cell_text(column: str, value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.0f}" if column == "n" else f"{value:.2f}" if column == "width" else f"{100 * value:.1f}"
