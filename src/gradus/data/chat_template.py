@@ -180,7 +180,7 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, where: str, tokenizer: Tokenizer, date: str = "2026-01-01"):
-        self.text, self.where, self.tokenizer = text, where, tokenizer
+        self.text, self.where, self.tokenizer, self.date = text, where, tokenizer, date
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self._sandbox = _Sandbox(date)
         self._template = self._run(self._compile)
