@@ -187,6 +187,9 @@ class ChatTemplate:
         config = getattr(tokenizer, "config", {})
         self._tokens = {f"{role}_token": token for role in ROLES if (token := config.get(f"{role}_token"))}
 
+    def __reduce__(self):
+        return ChatTemplate, (self.text, self.where, self.tokenizer, self.date)
+
     def _compile(self) -> Any:
         if len(self.text) > limits.MB:
             raise SecurityError(f"{len(self.text):,} characters; a template has at most {limits.MB:,}")
