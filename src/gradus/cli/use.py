@@ -66,6 +66,8 @@ def predict(args) -> Iterable[str]:
     option("--sliding-window", "continue beyond the context length, forgetting old tokens (not attention's window)"),
     option("--no-cache", "recompute everything for every token (slower, same text)"),
     option("--beams N", "beam width; 1 (default): no beam search", whole(1_000), default=1),
+    option("--chat", "answer by the model's chat template: prompts in turn, or lines of standard input (/reset)"),
+    option("--system TEXT", "with --chat: what the system says (default: as in training)"),
     ADAPTER, *ENGINE,
 )  # fmt: skip
 def generate(args) -> Iterable[str]:

@@ -156,7 +156,7 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, where: str, tokenizer: Tokenizer, date: str = "2026-01-01"):
-        self.text, self.where, self.tokenizer = text, where, tokenizer
+        self.text, self.where, self.tokenizer, self.date = text, where, tokenizer, date
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self._sandbox = sandbox = _Sandbox(datetime.date.fromisoformat(date))
         with self._bounded():
