@@ -5,19 +5,19 @@ A template is a program that came with a model: it runs in jinja2's sandbox, wit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
 import itertools
 import json
-import math
 import os.path
 import re
 import time
 import traceback
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from gradus import limits
-from gradus.data.sentencepiece import SentencePieceTokenizer
-from gradus.data.tokenizers import ROLES, TEMPLATE, Tokenizer
+from gradus.data.tokenizers import ROLES, TEMPLATE, FastTokenizer, Tokenizer
 from gradus.errors import UserError, either, first_line
 
-Messages = list[dict[str, str]]
-THOUGHT = "reasoning_content"
+common_prefix = os.path.commonprefix  # of any texts, not of paths only
+KEYS = ["reasoning_content", "content", "role"]  # of a message; the first is what was thought, where there is any
 # our own templates (templates/NAME.jinja), and the special tokens that each writes beside the tokenizer's bos_token
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -60,79 +59,59 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     looks at the clock; it is asked by every loop, call, filter and operator that can make a text longer."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+    marks, has_marks = ("", ""), False  # what stands around what a generation block writes
 
-    def __init__(self, date: str):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, finalize=self._output)
+    def __init__(self, today: datetime.date):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, finalize=lambda value: self.product(value) or value)
         self.add_extension("jinja2.ext.loopcontrols")
         self.add_extension(_Generation)
-        self.marks, self.has_marks = ("", ""), False
-        self.begin(math.inf)
-        day = datetime.date.fromisoformat(date)
-        del self.globals["lipsum"], self.filters["random"]  # chance
-        self.filters |= {"tojson": _to_json, "~": lambda parts: "".join(map(str, parts))}
-        self.filters = {name: self._bounded(function) for name, function in self.filters.items()}
-        self.globals |= {"raise_exception": _raise, "strftime_now": day.strftime, "dict": lambda *a, **k: dict(*a, **k)}
+        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        self.filters |= {name: self._bounded(self.filters[name]) for name in self.filters.keys() - {"length", "count"}}
+        self.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
 
-    def begin(self, seconds: float) -> None:
-        self.deadline, self.left = time.monotonic() + seconds, limits.BUILT
-
-    def spend(self, n: int) -> str:
+    def spend(self, n: int) -> None:
         self.left -= n
         if self.left < 0 or time.monotonic() > self.deadline:
-            what = f"{limits.RENDERING:.0f} s" if self.left >= 0 else f"{limits.BUILT:,} characters in all"
-            raise SecurityError(f"it took more than {what}, which no template for a chat needs")
-        return ""
+            raise SecurityError("it takes more time or memory than any chat needs")
 
-    def product(self, first: Any, *others: Any) -> None:
+    def product(self, *values: Any) -> None:
         """Spend what a function can make of a text and a number, or of a text in place of each character of another."""
-        if isinstance(first, str) and others and re.search(r"[%{][^%{}]*(\d{4}|\*)", first):
+        sizes = [_size(value) for value in values]
+        if isinstance(values[0], str) and len(sizes) > 1 and re.search(r"[%{][^%{}]*(\d{4}|\*)", values[0]):
             raise SecurityError("a format with a width of four digits")
-        self.spend(_size(first) * max(map(_size, others), default=1))
+        self.spend(sizes[0] * max(sizes[1:], default=1))
 
     def _bounded(self, function: Callable) -> Callable:
         @functools.wraps(function)
         def bounded(*args: Any, **options: Any) -> Any:
-            self.product(*[a for a in (*args, *options.values()) if isinstance(a, SIZED)] or [""])
+            given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+            self.product(*given, *options.values())
             return function(*args, **options)
 
         return bounded
 
-    def _output(self, value: Any) -> Any:
-        self.spend(_size(value))
-        return value
-
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+":
-            self.spend(_size(left) + _size(right))
-        else:
-            self.product(left, right)
+        self.product([left, right]) if operator == "+" else self.product(left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        owner = getattr(function, "__self__", None)
-        self.product(owner if isinstance(owner, SIZED) else 1, *args, *options.values())
+        function_of_a_text = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        self.product(getattr(function_of_a_text, "__self__", 1), *args, *options.values())
         return super().call(context, function, *args, **options)
 
 
-SIZED = (str, int, list, tuple, dict)
-
-
 def _size(value: Any) -> int:
-    """Characters of a text, the amount of a number, 64 for each entry of what holds others; above the limit, any."""
-    total, left = 1, [value]
+    """Characters of a text, the amount of a number, 64 for all else and with each entry; above the limit, any."""
+    total, left = 0, [value]
     while left and total <= limits.BUILT:
         one = left.pop()
-        total += len(one) if isinstance(one, str) else abs(one) if isinstance(one, int) else 64
+        total += max(1, len(one) if isinstance(one, str) else abs(one) if isinstance(one, int) else 64)
         left += one if isinstance(one, list | tuple) else itertools.chain(*one.items()) if isinstance(one, dict) else ()
     return total
 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Generation(Extension):
@@ -147,23 +126,20 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller: Callable[[], str]) -> str:
-        opening, closing = self.environment.marks  # type: ignore[attr-defined]
-        return opening + caller() + closing
+        return caller().join(self.environment.marks)  # type: ignore[attr-defined]
 
 
-class _Ends(NodeTransformer):
-    """Puts `spend` before each body that may run often, for itself and the plain text in it, and our function in the
-    place of `~`."""
+class _Counted(NodeTransformer):
+    """Puts `spend` before each body that may run often, for itself and the plain text in it; a ~ b becomes a + b."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "~", [], [], None, None)
+        return functools.reduce(nodes.Add, [nodes.Filter(one, "string", [], [], None, None) for one in node.nodes])
 
     def visit_For(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        plain = 64 + sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        call = nodes.Call(nodes.EnvironmentAttribute("spend"), [nodes.Const(plain)], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(call))
+        n = nodes.Const(64 + sum(len(plain.data) for plain in node.find_all(nodes.TemplateData)))
+        node.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute("spend"), [n], [], None, None)))
         return node
 
     visit_Macro = visit_CallBlock = visit_For
@@ -182,243 +158,178 @@ class ChatTemplate:
     def __init__(self, text: str, where: str, tokenizer: Tokenizer, date: str = "2026-01-01"):
         self.text, self.where, self.tokenizer, self.date = text, where, tokenizer, date
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self._sandbox = _Sandbox(date)
-        self._template = self._run(self._compile)
-        config = getattr(tokenizer, "config", {})
-        self._tokens = {f"{role}_token": token for role in ROLES if (token := config.get(f"{role}_token"))}
+        self._sandbox = sandbox = _Sandbox(datetime.date.fromisoformat(date))
+        with self._bounded():
+            if len(text) > limits.MB:
+                raise SecurityError(f"{len(text):,} characters; a template has at most {limits.MB:,}")
+            tree = _Counted().visit(sandbox.parse(text)).set_environment(sandbox).set_lineno(1)
+            self._template = sandbox.from_string(tree)
 
     def __reduce__(self):
         return ChatTemplate, (self.text, self.where, self.tokenizer, self.date)
 
-    def _compile(self) -> Any:
-        if len(self.text) > limits.MB:
-            raise SecurityError(f"{len(self.text):,} characters; a template has at most {limits.MB:,}")
-        tree = _Ends().visit(self._sandbox.parse(self.text))
-        for node in tree.find_all(nodes.Node):
-            node.environment, node.lineno = self._sandbox, node.lineno or 1
-        return self._sandbox.from_string(tree)
-
-    def _run(self, work: Callable[..., Any], *args: Any) -> Any:
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        self._sandbox.left, self._sandbox.deadline = limits.BUILT, time.monotonic() + limits.RENDERING
         try:
-            self._sandbox.begin(limits.RENDERING)
-            return work(*args)
+            yield
         except Exception as e:  # whatever a program in a template can do wrong
-            line = getattr(e, "lineno", None)
-            for frame, number in traceback.walk_tb(e.__traceback__):
-                line = number if frame.f_code.co_filename == "<template>" else line
+            frames = traceback.walk_tb(e.__traceback__)
+            lines = [n for frame, n in frames if frame.f_code.co_filename == "<template>"]
             reason = "it calls itself too deeply" if isinstance(e, RecursionError) else first_line(e)[:300]
-        raise self._refused(reason, line)
+            raise self._refused(reason, [getattr(e, "lineno", 0), *lines][-1]) from None
 
-    def _refused(self, reason: str, line: int | str | None) -> UserError:
-        """line: its number, or a word that is in it."""
-        lines = self.text.splitlines()
+    def _refused(self, reason: str, line: int | str) -> UserError:
+        """line: its number, or what is in it; 0 or what is nowhere: none."""
         if isinstance(line, str):
-            line = next((n for n, written in enumerate(lines, 1) if line in written), None)
-        place = f"line {line}: " if line else ""
-        written = f" (`{lines[line - 1].strip()[:100]}`)" if line and line <= len(lines) else ""
-        return UserError(f"{self.where}: {place}{reason}{written}.")
-
-    def _render(self, messages: Messages, prompt: bool) -> str:
-        given = [{"thinking": m[THOUGHT], **m} if THOUGHT in m else m for m in messages]
-        blocks, written = [], 0
-        for block in self._template.generate(
-            messages=given, tools=None, documents=None, add_generation_prompt=prompt, **self._tokens
-        ):
-            blocks.append(block)
-            if (written := written + len(block)) > limits.RENDERED:
-                raise SecurityError(f"it writes more than {limits.RENDERED:,} characters")
-        return "".join(blocks)
+            line = self.text.partition(line)[0].count("\n") + 1 if line in self.text else 0
+        written = f", line {line} ({self.text.splitlines()[line - 1].strip()[:100]})" if line else ""
+        return UserError(f"{self.where}{written}: {reason}.")
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        """The text of a chat; of it with what stands before an answer."""
-        return self._run(self._render, self._checked(messages), add_generation_prompt)
+        """The text of a chat, and of what stands before an answer. Raises UserError for messages of another form."""
+        for n, message in enumerate(messages, 1):
+            if not {*KEYS} >= message.keys() >= {*KEYS[1:]}:
+                has = ", ".join(message) or "nothing"
+                raise UserError(f"message {n} of a chat has {has}: it needs role and content, and may have {KEYS[0]}.")
+        return self._text(messages, add_generation_prompt)
+
+    def _text(self, messages: list[dict], prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
+        given = [{"thinking": m[KEYS[0]], **m} if KEYS[0] in m else m for m in messages]  # as transformers does
+        self._sandbox.marks, config = marks, getattr(self.tokenizer, "config", {})
+        tokens = {f"{role}_token": token for role in ROLES if (token := config.get(f"{role}_token"))}
+        options = {"tools": None, "documents": None, "add_generation_prompt": prompt}
+        with self._bounded():
+            text = self._template.render(messages=given, **options, **tokens)
+            if len(text) > limits.RENDERED:
+                raise SecurityError(f"it writes {len(text):,} characters, more than {limits.RENDERED:,}")
+        return text
 
     def ids(self, messages: list[dict], add_generation_prompt: bool = False) -> list[int]:
         """The ids of `render`: those of transformers' `apply_chat_template`."""
         return self.tokenizer.encode(self.render(messages, add_generation_prompt))
 
-    def _checked(self, messages: list[dict]) -> Messages:
-        """Raises UserError for messages of another form."""
-        checked = []
-        for n, message in enumerate(messages, 1):
-            one = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-            if not {"role", "content"} <= one.keys() <= {"role", "content", THOUGHT}:
-                what = f"has {', '.join(map(str, one)) or 'nothing'}"
-                raise UserError(f"message {n} {what}: it needs role and content, and may have {THOUGHT}.")
-            if wrong := [key for key, value in one.items() if not isinstance(value, str)]:
-                raise UserError(f"message {n}: its {wrong[0]} is not a text.")
-            checked.append(one)
-        return checked
-
-    # ------------------------------------------------------------ what is learnt
-
     def learnt(self, messages: list[dict], last: bool = False) -> list[Learnt]:
         """The rows of a chat: one, or one for each turn of the assistant. last: only its last turn is learnt.
 
         Learnt is what stands in the template's `generation` blocks; where it has none, each turn from behind the prompt
-        for generation, as far as the chat has it, up to and with the token that ends the turn and the text behind that.
-        Where the turns stand is seen from sentinels around the contents. A template that rewrites them gives a row per
-        turn: the prompt of that turn as the model will see it, and the answer. Raises UserError where neither is exact.
+        for it, as far as the chat has that, up to and with the token that ends it and the text behind that, if any. The
+        turns are found by sentinels around the contents. A template that rewrites earlier turns gives a row per turn:
+        the prompt for it as the model will see it, and the answer. Raises UserError where that is not exact either.
         """
-        messages = self._checked(messages)
+        whole = self.render(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise UserError("a chat without an answer of the assistant: nothing to learn from.")
         turns = turns[-1:] if last else turns
-        whole = self.render(messages)
         if self._sandbox.has_marks:
-            return [self._by_marks(messages, whole, turns[0] if last else 0)]
-        spans = self._contents(messages, whole, "assistant")
-        row = spans and self._by_contents(messages, whole, {i: spans[i] for i in turns})
-        return [row] if row else [self._turn(messages, i) for i in turns]
+            spans, closings = self._marked(messages, whole, turns[0] if last else 0), ("",)
+        else:
+            spans, closings = self._answers(messages, whole, turns), self._endings[0]
+        if not spans or type(self.tokenizer) is not FastTokenizer:
+            return [self._turn(messages, i) for i in turns]
+        encoding, learn = self.tokenizer.rust.encode(whole, add_special_tokens=False), set()
+        starts, stops = zip(*encoding.offsets)
+        for start, stop in spans:  # the tokens that have a character of it, as transformers has it
+            ends = [bisect_right(stops, stop + len(common_prefix([text, whole[stop:]]))) for text in closings]
+            learn |= {*range(bisect_right(stops, start), max(bisect_left(starts, stop), *ends))}
+        how = "marks" if self._sandbox.has_marks else "sentinels"
+        return [self._ended(encoding.ids, [n in learn for n in range(len(starts))], how)]
 
-    def _by_marks(self, messages: Messages, whole: str, first: int) -> Learnt:
-        """first: the turn from which on it is learnt."""
-        opening, closing = self._sandbox.marks = self._private(messages)[:2]
-        try:
-            before = self.render(messages[:first], True).count(opening) if first else 0
-            plain, order, places = _taken_out(self.render(messages), opening + closing)
-        finally:
-            self._sandbox.marks = ("", "")
-        if plain != whole or order != (opening + closing) * (len(order) // 2):
-            raise self._refused("generation blocks inside one another, or changed by what is around", "generation")
-        row = _Row(*self._encoded(whole))
-        for start, stop in list(zip(places[::2], places[1::2]))[before:]:
-            row.learn_text(start, stop)
-        if not any(row.learn):
-            raise self._refused("its generation blocks hold nothing of this chat", "generation")
-        return Learnt(row.ids, row.learn, "marks")
+    def _marked(self, messages: list[dict], whole: str, first: int) -> list[tuple[int, int]]:
+        """Where the generation blocks stand in the text of a chat, from this message on."""
+        a, b = marks = self._private(whole)[:2]
+        plain, order, places = _taken_out(self._text(messages, False, marks), marks)
+        before = self._text(messages[:first], True, marks).count(a) if first else 0
+        spans = list(zip(places[::2], places[1::2]))[before:]
+        if plain != whole or order != (a + b) * (len(order) // 2) or all(start == stop for start, stop in spans):
+            raise self._refused("generation blocks without text, or within something that changes it", "generation")
+        return spans
 
-    def _private(self, messages: Messages) -> str:
-        """Four characters that are nowhere in a chat, for sentinels."""
-        used = set(self.text).union(*(text for message in messages for text in message.values()))
-        return "".join(itertools.islice((c for c in map(chr, range(0xE000, 0xF900)) if c not in used), 4))
+    def _answers(self, messages: list[dict], whole: str, turns: list[int]) -> list[tuple[int, int]] | None:
+        """Where these turns stand in the text of a chat, from behind their prompts to their contents' ends."""
+        contents, spans = self._contents(messages, whole), []
+        for i in turns if contents else ():
+            start, stop = contents[i]
+            if i:
+                start = len(common_prefix([self._text(messages[:i], True), whole]))
+                if start < contents[i - 1][1]:
+                    return None
+            spans.append((start, stop))
+        return spans
 
-    def _contents(self, messages: Messages, whole: str, *roles: str) -> dict[int, tuple[int, int]] | None:
-        """Where the contents of these roles stand in the text of a chat, by the number of the message. None where the
-        template leaves out or changes one, or what was thought before it, so that they cannot be seen."""
-        a, b, *around_thought = self._private(messages)
-        for core in (str, str.strip):  # a template that trims what it writes would not see the white space inside
+    def _contents(self, messages: list[dict], whole: str) -> list[tuple[int, int]] | None:
+        """Where the contents stand in the text of a chat; None where the template leaves out or changes one, or a
+        thought."""
+        sentinels = self._private(whole + "".join(text for message in messages for text in message.values()))
+        for core in (str, str.strip):  # a template that trims what it writes would not see white space inside
             marked, expected = [], ""
             for message in messages:
                 marked.append(dict(message))
-                for key, (opening, closing) in ((THOUGHT, around_thought), ("content", (a, b))):
+                for key, (opening, closing) in zip(KEYS, (sentinels[2:], sentinels[:2])):
                     text = core(message.get(key, ""))
-                    if message["role"] in roles and (text or key == "content"):
+                    if text or key in KEYS[1:]:
                         marked[-1][key] = message[key].replace(text, opening + text + closing, 1)
                         expected += opening + closing
-            plain, order, places = _taken_out(self.render(marked), "".join((a, b, *around_thought)))
+            plain, order, places = _taken_out(self._text(marked), sentinels)
             if plain == whole and order == expected:
-                starts, stops = ([at for mark, at in zip(order, places) if mark == side] for side in (a, b))
-                return dict(zip((i for i, m in enumerate(messages) if m["role"] in roles), zip(starts, stops)))
+                stops = [n for n, sentinel in enumerate(order) if sentinel == sentinels[1]]
+                return [(places[n - 1], places[n]) for n in stops]
         return None
 
-    def _by_contents(self, messages: Messages, whole: str, spans: dict[int, tuple[int, int]]) -> Learnt | None:
-        row = _Row(*self._encoded(whole))
-        for i, (start, stop) in spans.items():
-            if i:
-                prompt, before = self.render(messages[:i], True), ""
-                if not whole.startswith(prompt) and not whole.startswith(before := self.render(messages[:i])):
-                    return None
-                start = max(len(os.path.commonprefix([prompt, whole])), len(before))
-            for closing in self._closings:
-                stop = row.border(stop, stop + len(os.path.commonprefix([closing, whole[stop:]])))
-            row.learn_text(start, stop)
-        return self._ended(row.ids, row.learn, "sentinels")
+    def _private(self, text: str) -> list[str]:
+        """Four characters that are neither in a text nor in the template."""
+        return sorted({chr(n) for n in range(0xE000, 0xE100)} - {*text, *self.text})[:4]
 
     def _ended(self, ids: list[int], learn: list[bool], how: str) -> Learnt:
-        """Where no token ends a chat's last turn but the next one's role, that one is added."""
-        more = [] if self._special(self._closings[0]) or not learn[-1] else self.ends()
+        """Where nothing ends a chat's last turn but what begins the next one, that is added."""
+        more = self._endings[2] if learn[-1] else []
         return Learnt(ids + more, learn + [True] * len(more), how)
 
-    def _turn(self, messages: Messages, i: int) -> Learnt:
+    def _turn(self, messages: list[dict], i: int) -> Learnt:
         """The row of one turn: what the model will see before it, and the answer."""
-        answer, whole = messages[i], self.render(messages[: i + 1])
-        prompt = self.render(messages[:i], True) if i else ""
-        for key in ("content", THOUGHT):
-            if answer.get(key, "").strip() not in whole[len(prompt) :]:
-                raise self._refused(f"the {key} of message {i + 1} is not in what it writes", key)
-        ids, before = self.tokenizer.encode(whole), self.tokenizer.encode(prompt)
-        if ids[: len(before)] != before or not i:
-            what = f"message {i + 1}, written, does not begin with the prompt for it, which ends in {prompt[-40:]!r}"
+        if self._sandbox.has_marks:
+            raise self._refused("generation blocks need a tokenizer.json, which tells where tokens stand", "generation")
+        prompt, whole = self._text(messages[:i], True), self._text(messages[: i + 1])
+        before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(whole)
+        if not whole.startswith(prompt) or ids[: len(before)] != before:
+            what = f"message {i + 1} does not begin with the prompt for it, which ends in {prompt[-40:]!r}"
             raise self._refused(what, "add_generation_prompt")
+        for key in KEYS[:2]:
+            if messages[i].get(key, "").strip() not in whole[len(prompt) :]:
+                raise self._refused(f"it leaves out or changes {key} of message {i + 1}", key)
         return self._ended(ids, [n >= len(before) for n in range(len(ids))], "turns")
 
     def ends(self) -> list[int]:
         """The id of the token that ends a turn of the assistant: the first special one behind a last answer, else
         behind an earlier one. Empty where there is none."""
-        return next(([first[0]] for closing in self._closings if (first := self._special(closing))), [])
+        return self._endings[1]
 
     @functools.cached_property
-    def _closings(self) -> tuple[str, str]:
-        """What stands behind a last answer, and what behind an earlier one up to its first special token."""
-        probe = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
-        try:
-            whole = self.render(probe)
-            spans = self._contents(probe, whole, "user", "assistant") or {}
-        except UserError:
-            spans = {}
-        if not spans:
-            return "", ""
-        between = whole[spans[1][1] : spans[2][0]]
-        first = self._special(between)
-        return whole[spans[3][1] :], between[: first[1] if first else 0]
-
-    def _special(self, text: str) -> tuple[int, int] | None:
-        """The first special token in a text: its id, and where it stops."""
-        ids, places = self._encoded(text)
-        return next(((i, stop) for i, (_, stop) in zip(ids, places) if i in self._specials), None)
-
-    @functools.cached_property
-    def _specials(self) -> set[int]:
-        if isinstance(self.tokenizer, SentencePieceTokenizer):
-            return {i for i, token in self.tokenizer.added.items() if token.get("special")}
-        return {i for i, token in self.tokenizer.rust.get_added_tokens_decoder().items() if token.special}
-
-    def _encoded(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and where each stands in it."""
-        tokenizer = self.tokenizer
-        if isinstance(tokenizer, SentencePieceTokenizer):
-            ids, places, at = [], [], 0
-            for n, part in enumerate(tokenizer.split.split(text)):
-                if n % 2:
-                    ids, places = ids + tokenizer.encode(part), [*places, (at, at + len(part))]
-                else:
-                    spaced = tokenizer._spaced(part, n == 0)
-                    shift = at + len(part) - len(spaced)
-                    for piece in tokenizer.sp.encode(spaced, out_type="immutable_proto").pieces:
-                        ids.append(piece.id)
-                        places.append((max(at, shift + piece.begin), max(at, shift + piece.end)))
-                at += len(part)
-        else:
-            encoding = tokenizer.rust.encode(text, add_special_tokens=False)
-            ids, places = encoding.ids, encoding.offsets
-        if ids != tokenizer.encode(text):
-            raise UserError(f"{self.where}: where the tokens of this tokenizer stand in a text is not known.")
-        return ids, places
+    def _endings(self) -> tuple[list[str], list[int], list[int]]:
+        """What stands behind a last answer, and behind an earlier one up to its first special token; `ends`; those of
+        them that a last answer lacks."""
+        chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+        with contextlib.suppress(UserError):
+            if spans := self._contents(chat, whole := self._text(chat)):
+                behind = [whole[spans[3][1] :], whole[spans[1][1] : spans[2][0]]]
+                last, earlier = (_special(self.tokenizer, text) for text in behind)
+                name = "" if earlier is None else self.tokenizer.token(earlier)
+                behind[1] = behind[1].partition(name)[0] + name if name else ""
+                ends = [i for i in (last, earlier) if i is not None][:1]
+                return behind, ends, ends if last is None else []
+        return [""], [], []
 
 
-class _Row:
-    """ids: of a text. places: where each begins and stops in it."""
-
-    def __init__(self, ids: list[int], places: list[tuple[int, int]]):
-        self.ids, self.learn = ids, [False] * len(ids)
-        self.starts, self.stops = [start for start, _ in places], [stop for _, stop in places]
-
-    def learn_text(self, start: int, stop: int) -> None:
-        """The tokens that have a character of text[start:stop], as transformers counts them."""
-        tokens = range(bisect_right(self.stops, start), bisect_left(self.starts, stop))
-        for n in tokens:
-            self.learn[n] = True
-
-    def border(self, start: int, stop: int) -> int:
-        """The last end of a token in text[start:stop]; `start` where there is none."""
-        return max(start, self.stops[n - 1] if (n := bisect_right(self.stops, stop)) else 0)
+def _special(tokenizer: Tokenizer, text: str) -> int | None:
+    """The first special token in a text."""
+    ids = tokenizer.encode(text)
+    return next((i for i in ids if not tokenizer.decode([i]) and tokenizer.token(i) in text), None)
 
 
-def _taken_out(text: str, marks: str) -> tuple[str, str, list[int]]:
+def _taken_out(text: str, marks: list[str]) -> tuple[str, str, list[int]]:
     """The text without the marks, the marks in their order, and where in the text without them each stood."""
-    parts = re.split(f"([{marks}])", text)
+    parts = re.split(f"([{''.join(marks)}])", text)
     return "".join(parts[::2]), "".join(parts[1::2]), list(itertools.accumulate(map(len, parts[:-1:2])))
 
 
@@ -433,17 +344,16 @@ def of_tokenizer(tokenizer: Tokenizer, name: str | None, date: str) -> ChatTempl
     names = either(TEMPLATES)
     if name is None:
         if TEMPLATE not in tokenizer.beside:
-            mend = f"put its {TEMPLATE} beside it, or set task.template={names}, which it must be made for"
-            raise UserError(f"the tokenizer has no chat template: {mend}.")
+            mend = f"Put its {TEMPLATE} beside it, or set task.template={names}: the one that the model knows"
+            raise UserError(f"the tokenizer has no chat template. {mend}, or any for a model that knows none.")
         return ChatTemplate(tokenizer.beside[TEMPLATE], TEMPLATE, tokenizer, date)
     if name not in TEMPLATES:
         raise UserError(f"task.template={name!r:.60}: not known. Use {names}.")
-    text = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    template = ChatTemplate(text, f"task.template={name}", tokenizer, date)
-    if lacks := [t for t in TEMPLATES[name] if [i in template._specials for i in tokenizer.encode(t)] != [True]]:
-        mend = "Use the template that the model was made for, or train a tokenizer with them"
+    if lacks := [token for token in TEMPLATES[name] if _special(tokenizer, token) is None]:
+        mend = "Use the template that the model knows, or train a tokenizer with them"
         raise UserError(f"task.template={name} writes {', '.join(lacks)}: no special tokens of the tokenizer. {mend}.")
-    return template
+    text = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(text, f"task.template={name}", tokenizer, date)
 
 
 def special_tokens(name: str) -> list[str]:
