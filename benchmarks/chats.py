@@ -1,6 +1,6 @@
 """Chats learned, on a CPU:
 
-    python benchmarks/chats.py made             5 M weights from nothing on made chats, three seeds: exact match, and how many answers stop
+    python benchmarks/chats.py made [FOLDER]    5 M weights from nothing on made chats, three seeds: exact match, and how many answers stop
     python benchmarks/chats.py sst2 FOLDER      SST-2 (train.tsv, dev.tsv; also .xz) as chats, and the same sentences as classification
     python benchmarks/chats.py packed           chats in rows of their own and packed: loss, gradient, tokens a second
     ... --steps N --seeds 0 1 2                 another length, other seeds; --write: rows to benchmarks/results/chats-cpu.jsonl
@@ -12,17 +12,23 @@ them, a second about the same letters.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from gradus import api, infer, tasks
+import torch
+
+from gradus import api, infer, models, tasks
+from gradus import recipe as recipes
 from gradus.data.readers import read_rows
 from gradus.measure.machine import conditions
+from gradus.parallel.apply import apply
 from gradus.rows import Row, as_lines
 from gradus.train.session import open_session
 
@@ -125,6 +131,57 @@ def run_sst2(folder: Path, seed: int, steps: int, source: Path) -> list[Row]:
     return out
 
 
+def run_packed(folder: Path, seed: int, rounds: int) -> list[Row]:
+    """One pass over 512 chats forwards and backwards, in rows of their own of like length and in packed rows of 256 tokens, in alternate rounds."""
+    rng, out = random.Random(seed), []
+    write(folder / "train.jsonl", [made(rng) for _ in range(512)])
+    write(folder / "valid.jsonl", [made(rng) for _ in range(10)])
+    for attention in ("sdpa", "chunked", "naive"):
+        passes, times, found = {}, {}, {}
+        for pack in ("none", "documents"):
+            file = folder / "packed.yaml"
+            model = {**MADE["model"], "n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 384, "seq_len": 256}
+            data = {"kind": "chats", "path": str(folder), "cache": str(folder / "cache"), "pack": pack}
+            file.write_text(json.dumps({**MADE, "model": model, "data": data, "train": {"steps": 1}, "layout": {"attention": attention}}))
+            task = tasks.open_task(recipes.load(file, []))
+            model = models.build(task.complete(task.recipe.model), seed=0)
+            apply(model, task.recipe.layout)
+            rows = sorted((task.splits["train"][i] for i in range(len(task.splits["train"]))), key=lambda row: len(row["ids"]))
+            size = 32 if pack == "none" else 8
+            batches = [task.collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+            passes[pack] = functools.partial(one_pass, task, model, batches, sum(batch["counts"]["tokens"] for batch in batches))
+            found[pack], times[pack] = passes[pack](), []  # warm-up
+            shape = {"rows": len(rows), "tokens": sum(batch["n_tokens"] for batch in batches), "with padding": sum(b["ids"].numel() for b in batches)}
+            found[pack] |= shape
+        for _ in range(rounds):
+            for pack, run in passes.items():
+                began = time.process_time()
+                run()
+                times[pack].append(time.process_time() - began)
+        (a, b), scale = (found[pack]["gradients"] for pack in passes), max(float(g.abs().max()) for g in found["none"]["gradients"].values())
+        off = max(float((a[name] - b[name]).abs().max()) for name in a) / scale
+        loss = abs(found["none"]["loss"] - found["documents"]["loss"]) / found["none"]["loss"]
+        speeds = {pack: [found[pack]["tokens"] / seconds for seconds in times[pack]] for pack in passes}
+        for pack, values in speeds.items():
+            about = {"attention": attention, "pack": pack, "loss": found[pack]["loss"], "rounds": rounds, "least": min(values), "most": max(values),
+                     "threads": torch.get_num_threads(), **{k: found[pack][k] for k in ("rows", "tokens", "with padding")}, **conditions()}  # fmt: skip
+            out.append(Row("tokens_per_processor_s", statistics.median(values), "tokens/s", None, about))
+        shown = ", ".join(f"{pack}: {found[pack]['rows']} rows, {found[pack]['with padding']:,} tokens with padding, {statistics.median(v):,.0f} tokens/s"
+                          f" ({min(v):,.0f} to {max(v):,.0f})" for pack, v in speeds.items())  # fmt: skip
+        print(f"{attention}: loss off by {loss:.1e}, gradients by {off:.1e}; {shown}", flush=True)
+    return out
+
+
+def one_pass(task: tasks.base.Task, model: torch.nn.Module, batches: list, n: int) -> dict:
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss = task.losses(model, batch)["tokens"] / n
+        loss.backward()
+        total += float(loss.detach())
+    return {"loss": total, "gradients": {name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["made", "sst2", "packed"])
@@ -136,15 +193,17 @@ def main(words: list[str]) -> None:
     rows: list[Row] = []
     for seed in args.seeds or ([0, 1, 2] if args.what == "made" else [0]):
         with tempfile.TemporaryDirectory() as aside:
-            if args.what == "made":
-                rows += run_made(Path(aside), seed, args.steps or 4_000)
+            if args.what == "made":  # FOLDER/SEED keeps data and run
+                folder = args.folder / str(seed) if args.folder else Path(aside)
+                folder.mkdir(parents=True, exist_ok=True)
+                rows += run_made(folder, seed, args.steps or 1_500)
             elif args.what == "sst2":
                 rows += run_sst2(Path(aside), seed, args.steps or 3_000, args.folder)
             else:
-                rows += run_packed(Path(aside), seed, args.steps or 20)
+                rows += run_packed(Path(aside), seed, args.steps or 5)
     if args.write:
         with RESULTS.open("a") as file:
-            file.writelines(f"{line}\n" for line in as_lines(rows))
+            file.write(as_lines(rows))
 
 
 if __name__ == "__main__":
