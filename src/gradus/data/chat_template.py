@@ -249,7 +249,8 @@ class ChatTemplate:
         for i in turns if contents else ():
             start, stop = contents[i]
             if i:
-                start = len(common_prefix([self._text(messages[:i], True), whole]))
+                prompt = self._text(messages[:i], True)
+                start = len(prompt if whole.startswith(prompt) else common_prefix([prompt, whole]))
                 if start < contents[i - 1][1]:
                     return None
             spans.append((start, stop))
