@@ -165,6 +165,9 @@ class ChatTemplate:
             tree = _Counted().visit(sandbox.parse(text)).set_environment(sandbox).set_lineno(1)
             self._template = sandbox.from_string(tree)
 
+    def __reduce__(self):
+        return ChatTemplate, (self.text, self.where, self.tokenizer, self.date)
+
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
         self._sandbox.left, self._sandbox.deadline = limits.BUILT, time.monotonic() + limits.RENDERING

@@ -56,9 +56,9 @@ def chat(args: Any) -> None:
     """Answer the questions in `args.prompt`, in turn, or lines of standard input until it ends. The arguments are those
     of `gradus generate`. Raises UserError as `Conversation`, for an option that has no effect, and for a question that
     does not fit, unless more can be asked."""
-    for name in ("beams", "sliding_window", "adapter"):
-        if getattr(args, name) not in (1, False, None):
-            raise UserError(f"--{name.replace('_', '-')}: not with --chat. Leave one out.")
+    without = {"--beams": args.beams > 1, "--sliding-window": args.sliding_window, "--adapter": args.adapter}
+    for name in (name for name, given in without.items() if given):
+        raise UserError(f"{name}: not with --chat. Leave one out.")
     choose, [source] = sampler_of(args), sources_of(args)
     conversation = Conversation(source, args.tokenizer, args.system)
     for question in args.prompt or _lines(conversation):

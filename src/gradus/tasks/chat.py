@@ -84,8 +84,15 @@ class Chat(CausalLM):
 
     def answered(self, model: Any, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
         """What a model writes after each, greedily: so many tokens at most, as far as it reads."""
-        room = [max(1, min(n, self.recipe.model.seq_len - len(p) + 1)) for p, n in zip(prompts, most)]
-        return complete(model, prompts, max_new=room, eos_id=self.ends)
+        longest, rows = self.recipe.model.seq_len + 1, []
+        for prompt, n in zip(prompts, most):
+            n = max(1, min(n, longest - len(prompt)))
+            if not rows or max(len(prompt), rows[-1][2]) + max(n, rows[-1][3]) > longest:
+                rows.append(([], [], 0, 0))  # what is answered at once has room for the longest question and answer
+            together, room, asked, new = rows[-1]
+            rows[-1] = [*together, prompt], [*room, n], max(asked, len(prompt)), max(new, n)
+        parts = (complete(model, together, max_new=room, eos_id=self.ends) for together, room, _, _ in rows)
+        return [row for part in parts for row in part]
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Answers to the last turns, as far as the right ones go: what is longer, and then cut, ends in an ellipsis."""
@@ -114,7 +121,8 @@ class Chat(CausalLM):
         data = self.splits["valid"]
         prompts, truths = zip(*(self.question(data[i]) for i in range(min(n, len(data)))))
         rows = self.answered(model, prompts, [self.recipe.evaluate.max_new or len(truth) + 10 for truth in truths])
-        return [f"{self.tokenizer.decode(prompt)[-80:]} │ {self.said(row)}" for prompt, row in zip(prompts, rows)]
+        asked = (" ".join(self.tokenizer.decode(prompt).split())[-80:] for prompt in prompts)
+        return [f"{question} │ {self.said(row)}" for question, row in zip(asked, rows)]
 
     def answers(self, model: Any, samples: list[Sample], top: int) -> Iterator[dict[str, Any]]:
         asked = [self.question(sample) if "learn" in sample else (sample["ids"].tolist(), None) for sample in samples]

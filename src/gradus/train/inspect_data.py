@@ -223,7 +223,8 @@ def _table(
         line = f"found      {file}: running text, for a model that predicts the next token"
         return DataSummary({"kind": "text", "path": where}, [line])
     rows = _first_rows(file)
-    if text is None and not picture and (form or chats.forms_of(rows[0])):
+    forms, has_text = chats.forms_of(rows[0]), _named(rows[0], TEXT_COLUMNS)
+    if not picture and (form or (forms and not text and not has_text)):
         return _chats(where, file, rows[0], form)
     names = dict.fromkeys(itertools.chain(*rows))  # of JSON, a row may lack some
     columns = {name: Column(name, [row.get(name) for row in rows]) for name in names}
@@ -253,6 +254,8 @@ def _table(
         raise UserError(f"{file}: no column looks like a label; there are: {_names(columns)}. Name it: --label COLUMN.")
     label_line = f"label      {f'column {label!r}: {why}' if label else why}"
     lines = [f"found      {file}: a table with columns {_names(columns)}", input_line, label_line]
+    if forms:
+        lines.append(f"note       it has chats too: --form {forms[0]} learns what the assistant says alone")
     if kind_of(file) == "texts":
         lines = [f"found      {file}: texts, each in the folder of its class"]
     n, all_of = len(getattr(file, "files", "1")), re.search(r"-of-(\d+)", str(file))
