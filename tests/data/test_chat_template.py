@@ -147,7 +147,8 @@ def outcome(ours, theirs, name, chat):
     (row,) = rows
     assert row.how == ("marks" if name in MARKED else "sentinels")
     if wanted := BY_HAND.get((name, chat)):
-        more = template.ends() if name == "glm4moe" else []
+        more = template.ends() if name == "glm4moe" else []  # as its twin has it
+        assert not more or (row.ids, row.learn) == their_mask(theirs, TWINS[name], messages)
         assert row.ids == their_ids(theirs, text, messages) + more and runs(ours, row.ids, row.learn) == wanted[: len(messages) // 2]
         return "by hand"
     ids, mask = their_mask(theirs, TWINS.get(name, text), messages)
@@ -258,6 +259,9 @@ def test_templates_that_change_contents(ours, theirs):
     assert row.how == "sentinels" and (row.ids, row.learn) == their_mask(theirs, twin, CHATS["plain"]) and runs(ours, row.ids, row.learn) == [" It is 2.<|im_end|>"]
     with pytest.raises(UserError, match=r"own, line 2 .*message 2 does not begin with the prompt"):  # it writes what comes before anew
         rows("m.content", CHATS["plain"], "{{ messages | length }}" + FORM)
+    once = "{% if messages | length > 2 %}{{ raise_exception('one answer') }}{% endif %}" + FORM.replace("%%", "%").replace("%s", "m.content")
+    (row,) = ChatTemplate(once, "own", ours).learnt(CHATS["plain"])  # what ends an answer is not known
+    assert row.how == "turns" and runs(ours, row.ids, row.learn) == ["It is 2.<|im_end|>"]
     (row,) = rows("m.content", [answer("b"), user("a")])
     assert runs(ours, row.ids, row.learn) == ["b<|im_end|>"]
     with pytest.raises(UserError, match="nothing to learn"):
@@ -292,7 +296,7 @@ def test_every_template_comes_to_an_end(ours, monkeypatch, text):
 
 
 def test_what_it_says_of_a_template(ours, monkeypatch):
-    for text, why in (("a\n{{ b.c }}", r"line 2 \(.*\): 'b' is undefined"), ("\n\n{% if %}", "line 3 .*: Expected an expression"), ("{{ raise_exception('so ' ~ 1) }}", "line 1 .*: so 1"),
+    for text, why in (("a\n{{ b.c }}", r"line 2 \(.*\): 'b' is undefined"), ("\n\n{% if %}", "line 3 .*: Expected an expression"), ("{% if a %}\n", "line 1 .*: Unexpected end of template.*'if'\\.$"), ("{{ raise_exception('so ' ~ 1) }}", "line 1 .*: so 1"),
                       ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "line 1 .*: it calls itself too deeply")):  # fmt: skip
         with pytest.raises(UserError, match=f"^own, {why}"):
             ChatTemplate(text, "own", ours).render(CHATS["plain"])

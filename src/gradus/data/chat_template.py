@@ -183,8 +183,8 @@ class ChatTemplate:
         """line: its number, or what is in it; 0 or what is nowhere: none."""
         if isinstance(line, str):
             line = self.text.partition(line)[0].count("\n") + 1 if line in self.text else 0
-        written = f", line {line} ({self.text.splitlines()[line - 1].strip()[:100]})" if line else ""
-        return UserError(f"{self.where}{written}: {reason}.")
+        written = f", line {line} ({''.join(self.text.splitlines()[line - 1 : line]).strip()[:100]})" if line else ""
+        return UserError(f"{self.where}{written}: {reason.rstrip('.')}.")
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """The text of a chat, and of what stands before an answer. Raises UserError for messages of another form."""
@@ -226,7 +226,7 @@ class ChatTemplate:
             spans, closings = self._marked(messages, whole, turns[0] if last else 0), ("",)
         else:
             spans, closings = self._answers(messages, whole, turns), self._endings[0]
-        if not spans or type(self.tokenizer) is not FastTokenizer:
+        if not spans or not closings or type(self.tokenizer) is not FastTokenizer:
             return [self._turn(messages, i) for i in turns]
         encoding, learn = self.tokenizer.rust.encode(whole, add_special_tokens=False), set()
         starts, stops = zip(*encoding.offsets)
@@ -309,7 +309,7 @@ class ChatTemplate:
     @functools.cached_property
     def _endings(self) -> tuple[list[str], list[int], list[int]]:
         """What stands behind a last answer, and behind an earlier one up to its first special token; `ends`; those of
-        them that a last answer lacks."""
+        them that a last answer lacks. All are empty where that cannot be seen."""
         chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
         with contextlib.suppress(UserError):
             if spans := self._contents(chat, whole := self._text(chat)):
@@ -319,7 +319,7 @@ class ChatTemplate:
                 behind[1] = behind[1].partition(name)[0] + name if name else ""
                 ends = [i for i in (last, earlier) if i is not None][:1]
                 return behind, ends, ends if last is None else []
-        return [""], [], []
+        return [], [], []
 
 
 def _special(tokenizer: Tokenizer, text: str) -> int | None:
@@ -350,7 +350,7 @@ def of_tokenizer(tokenizer: Tokenizer, name: str | None, date: str) -> ChatTempl
         return ChatTemplate(tokenizer.beside[TEMPLATE], TEMPLATE, tokenizer, date)
     if name not in TEMPLATES:
         raise UserError(f"task.template={name!r:.60}: not known. Use {names}.")
-    if lacks := [token for token in TEMPLATES[name] if _special(tokenizer, token) is None]:
+    if lacks := [token for token in TEMPLATES[name] if [_special(tokenizer, token)] != tokenizer.encode(token)]:
         mend = "Use the template that the model knows, or train a tokenizer with them"
         raise UserError(f"task.template={name} writes {', '.join(lacks)}: no special tokens of the tokenizer. {mend}.")
     text = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
