@@ -266,8 +266,8 @@ def test_templates_that_change_contents(ours, theirs):
     assert runs(ours, row.ids, row.learn) == ["b<|im_end|>"]
     with pytest.raises(UserError, match="nothing to learn"):
         rows("m.content", [user("a")])
-    with pytest.raises(UserError, match="message 2 of a chat has role, content, tool_calls"):
-        rows("m.content", [user("a"), answer("b") | {"tool_calls": []}])
+    with pytest.raises(UserError, match="nothing to learn"):
+        rows("", [answer("")], "{%% for m in messages %%}{{ m.content }}%s{%% endfor %%}")
     for body in ("{% generation %}{% endgeneration %}", "{% generation %}{% generation %}b{% endgeneration %}{% endgeneration %}", "{% if x %}{% generation %}b{% endgeneration %}{% endif %}"):
         with pytest.raises(UserError, match=r"^own, line 2 \(.*generation"):
             ChatTemplate("{{ messages[0].content }}\n" + body, "own", ours).learnt(CHATS["plain"])
@@ -293,6 +293,17 @@ def test_every_template_comes_to_an_end(ours, monkeypatch, text):
         ChatTemplate(text, "own", ours).render(CHATS["plain"])
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+@pytest.mark.parametrize("name", ["gemma4_v5", "gptoss", "llama3_1", "qwen3", "qwen3_8"])
+def test_long_chats(ours, theirs, name):
+    """Far from the limits: hundreds of turns, a million characters, what looks like a format."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = ChatTemplate(SHIPPED[name], name, ours, DATE)
+    for chat in ([user("ab " * 99), answer("{'year': 2026, '%9999d': 1}")] * (60 if name == "gemma4_v5" else 300), [user("a"), answer("b" * 1_000_000)]):
+        assert template.render(chat) == render_jinja_template([chat], chat_template=SHIPPED[name], **theirs.special_tokens_map)[0][0]
+        assert template._sandbox.left > 0.5 * limits.BUILT
 
 
 def test_what_it_says_of_a_template(ours, monkeypatch):
