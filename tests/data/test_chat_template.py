@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import importlib.util
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def outcome(ours, theirs, name, chat):
     (row,) = rows
     assert row.how == ("marks" if name in MARKED else "sentinels")
     if wanted := BY_HAND.get((name, chat)):
-        more = template.ends() if name == "glm4moe" else []
+        more = template.ends() if name == "glm4moe" else []  # as its twin has it
+        assert not more or (row.ids, row.learn) == their_mask(theirs, TWINS[name], messages)
         assert row.ids == their_ids(theirs, text, messages) + more and runs(ours, row.ids, row.learn) == wanted[: len(messages) // 2]
         return "by hand"
     ids, mask = their_mask(theirs, TWINS.get(name, text), messages)
@@ -237,7 +239,7 @@ def test_ends(ours):
 FORM = "{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
 
 
-def test_templates_that_change_contents(ours):
+def test_templates_that_change_contents(ours, theirs):
     def rows(written, chat, form=FORM):
         return ChatTemplate(form % written, "own", ours).learnt(chat)
 
@@ -251,12 +253,21 @@ def test_templates_that_change_contents(ours):
         rows("m.content + m.content", CHATS["plain"], FORM.replace("\n", " "))
     (row,) = rows("m.content | trim", [user("a"), answer("  b \n")])
     assert row.how == "sentinels" and runs(ours, row.ids, row.learn) == ["b<|im_end|>"]
+    spaced, marked = FORM.replace("\n", " "), "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    (row,) = rows("m.content", CHATS["plain"], spaced)  # the same token belongs to the answer, as in transformers
+    twin = (spaced % "m.content").replace("{{ m.content }}<|im_end|>", "{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% else %}" + marked + "{% endif %}")
+    assert row.how == "sentinels" and (row.ids, row.learn) == their_mask(theirs, twin, CHATS["plain"]) and runs(ours, row.ids, row.learn) == [" It is 2.<|im_end|>"]
+    with pytest.raises(UserError, match=r"own, line 2 .*message 2 does not begin with the prompt"):  # it writes what comes before anew
+        rows("m.content", CHATS["plain"], "{{ messages | length }}" + FORM)
+    once = "{% if messages | length > 2 %}{{ raise_exception('one answer') }}{% endif %}" + FORM.replace("%%", "%").replace("%s", "m.content")
+    (row,) = ChatTemplate(once, "own", ours).learnt(CHATS["plain"])  # what ends an answer is not known
+    assert row.how == "turns" and runs(ours, row.ids, row.learn) == ["It is 2.<|im_end|>"]
     (row,) = rows("m.content", [answer("b"), user("a")])
     assert runs(ours, row.ids, row.learn) == ["b<|im_end|>"]
     with pytest.raises(UserError, match="nothing to learn"):
         rows("m.content", [user("a")])
-    with pytest.raises(UserError, match="message 2 of a chat has role, content, tool_calls"):
-        rows("m.content", [user("a"), answer("b") | {"tool_calls": []}])
+    with pytest.raises(UserError, match="nothing to learn"):
+        rows("", [answer("")], "{%% for m in messages %%}{{ m.content }}%s{%% endfor %%}")
     for body in ("{% generation %}{% endgeneration %}", "{% generation %}{% generation %}b{% endgeneration %}{% endgeneration %}", "{% if x %}{% generation %}b{% endgeneration %}{% endif %}"):
         with pytest.raises(UserError, match=r"^own, line 2 \(.*generation"):
             ChatTemplate("{{ messages[0].content }}\n" + body, "own", ours).learnt(CHATS["plain"])
@@ -277,9 +288,47 @@ LOOP, GROW = "{{% for i in range(99999) %}}{}{{% endfor %}}", "{{% set ns = name
 ])  # fmt: skip
 def test_every_template_comes_to_an_end(ours, monkeypatch, text):
     monkeypatch.setattr(limits, "RENDERING", 0.3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=r"^own(, line 1 \(|:)") as error:
         ChatTemplate(text, "own", ours).render(CHATS["plain"])
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+@pytest.mark.parametrize("name", ["gemma4_v5", "gptoss", "llama3_1", "qwen3", "qwen3_8"])
+def test_long_chats(ours, theirs, name):
+    """Far from the limits: hundreds of turns, a million characters, what looks like a format."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = ChatTemplate(SHIPPED[name], name, ours, DATE)
+    for chat in ([user("ab " * 99), answer("{'year': 2026, '%9999d': 1}")] * (60 if name == "gemma4_v5" else 300), [user("a"), answer("b" * 1_000_000)]):
+        assert template.render(chat) == render_jinja_template([chat], chat_template=SHIPPED[name], **theirs.special_tokens_map)[0][0]
+        assert template._sandbox.left > 0.5 * limits.BUILT
+
+
+def test_what_it_says_of_a_template(ours, monkeypatch):
+    for text, why in (("a\n{{ b.c }}", r"line 2 \(.*\): 'b' is undefined"), ("\n\n{% if %}", "line 3 .*: Expected an expression"), ("{% if a %}\n", "line 1 .*: Unexpected end of template.*'if'\\.$"), ("{{ raise_exception('so ' ~ 1) }}", "line 1 .*: so 1"),
+                      ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "line 1 .*: it calls itself too deeply")):  # fmt: skip
+        with pytest.raises(UserError, match=f"^own, {why}"):
+            ChatTemplate(text, "own", ours).render(CHATS["plain"])
+    monkeypatch.setattr(limits, "RENDERED", 1000)
+    with pytest.raises(UserError, match=r"^own: it writes 1,001 characters, more than 1,000\.$"):
+        ChatTemplate("{{ 'a' * 1001 }}", "own", ours).render(CHATS["plain"])
+
+
+def test_helpers_and_blocks_as_transformers_has_them(ours, theirs):
+    text = """{%- macro said(m) -%}{% generation %}{{ m.content ~ eos_token }}{% endgeneration %}{%- endmacro -%}
+    {% for m in messages if m.role != "system" %}
+        {% if loop.index > 9 %}{% break %}{% endif %}
+        {{ said(m) if m.role == "assistant" else m | tojson }}{{ m | tojson(indent=2, sort_keys=true) }}
+        {{ strftime_now("%A %d %B %Y, %H:%M") }} {{ m.thought }} {{ dict(a=1).a }} {{ "%s-%d" % (m.role, 3) }}
+    {% endfor %}
+    {% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ tools is none }}{{ messages | map(attribute="role") | join(", ") }}"""
+    chat = [user("Grüße, \"日本\" <b>"), answer("ja 🙂")]
+    template = ChatTemplate(text, "own", ours, DATE)
+    assert template.ids(chat) == their_ids(theirs, text, chat)
+    (row,) = template.learnt(chat)
+    assert row.how == "marks" and runs(ours, row.ids, row.learn) == ["ja 🙂</s>"]
 
 
 def test_whose_template(ours, theirs):

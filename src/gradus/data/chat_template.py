@@ -17,7 +17,7 @@ import re
 import time
 import traceback
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from gradus.data.tokenizers import ROLES, TEMPLATE, FastTokenizer, Tokenizer
 from gradus.errors import UserError, either, first_line
 
 common_prefix = os.path.commonprefix  # of any texts, not of paths only
-KEYS = ["reasoning_content", "content", "role"]  # of a message; the first is what was thought, where there is any
+THOUGHT = "reasoning_content"  # of a message: what was thought before its content
 # our own templates (templates/NAME.jinja), and the special tokens that each writes beside the tokenizer's bos_token
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -40,6 +40,13 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("<|im_start|>", "<|im_end|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
 }
+
+
+# functions by name: what puts a value for each character of another, what reads a width from a text, and filters that
+# look at no text of a list
+MULTIPLY = re.compile(r"\*\*?|expandtabs|indent|join|replace|tojson|translate|urlize|wordwrap|xmlattr")
+FORMAT = re.compile("%|format|format_map")
+OF_LISTS = re.compile("count|d|default|dictsort|first|items|last|length|list|map|(reject|select)(attr)?|reverse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +66,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     looks at the clock; it is asked by every loop, call, filter and operator that can make a text longer."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    marks, has_marks = ("", ""), False  # what stands around what a generation block writes
+    has_marks = False  # is there a generation block?
 
     def __init__(self, today: datetime.date):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, finalize=lambda value: self.product(value) or value)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, finalize=lambda value: self.count("", value) or value)
         self.add_extension("jinja2.ext.loopcontrols")
         self.add_extension(_Generation)
         self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        self.filters |= {name: self._bounded(self.filters[name]) for name in self.filters.keys() - {"length", "count"}}
+        counted = [name for name in self.filters if not OF_LISTS.fullmatch(name)]
+        self.filters |= {name: self._counted(name, self.filters[name]) for name in counted}
         self.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
 
     def spend(self, n: int) -> None:
@@ -74,38 +82,43 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if self.left < 0 or time.monotonic() > self.deadline:
             raise SecurityError("it takes more time or memory than any chat needs")
 
-    def product(self, *values: Any) -> None:
-        """Spend what a function can make of a text and a number, or of a text in place of each character of another."""
+    def count(self, name: str, *values: Any) -> None:
+        """Spend what a function of this name can make of its values."""
         sizes = [_size(value) for value in values]
-        if isinstance(values[0], str) and len(sizes) > 1 and re.search(r"[%{][^%{}]*(\d{4}|\*)", values[0]):
+        if FORMAT.fullmatch(name) and isinstance(values[0], str) and re.search(r"[%{][^%{}]*(\d{4}|\*)", values[0]):
             raise SecurityError("a format with a width of four digits")
-        self.spend(sizes[0] * max(sizes[1:], default=1))
+        self.spend(sizes[0] * max(sizes[1:], default=1) if MULTIPLY.fullmatch(name) else sum(sizes))
 
-    def _bounded(self, function: Callable) -> Callable:
+    def _counted(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)
-        def bounded(*args: Any, **options: Any) -> Any:
-            given = args[1:] if hasattr(function, "jinja_pass_arg") else args
-            self.product(*given, *options.values())
+        def counted(*args: Any, **options: Any) -> Any:
+            self.count(name, *args[hasattr(function, "jinja_pass_arg") :], *options.values())
             return function(*args, **options)
 
-        return bounded
+        return counted
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self.product([left, right]) if operator == "+" else self.product(left, right)
+        if operator == "+":
+            self.spend(sum(len(side) for side in (left, right) if isinstance(side, str | list | tuple)))
+        else:
+            self.count(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        function_of_a_text = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-        self.product(getattr(function_of_a_text, "__self__", 1), *args, *options.values())
+        if function == self.spend:  # in each turn of each loop
+            return self.spend(*args)
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", "")  # the sandbox wraps str.format
+        text = owner if isinstance(owner, str) else ""
+        self.count(getattr(function, "__name__", ""), text, *args, *options.values())
         return super().call(context, function, *args, **options)
 
 
 def _size(value: Any) -> int:
-    """Characters of a text, the amount of a number, 64 for all else and with each entry; above the limit, any."""
+    """Characters of a text, the amount of a number, 256 for all else, with each entry; above the limit, any."""
     total, left = 0, [value]
     while left and total <= limits.BUILT:
         one = left.pop()
-        total += max(1, len(one) if isinstance(one, str) else abs(one) if isinstance(one, int) else 64)
+        total += max(1, len(one) if isinstance(one, str) else abs(one) if isinstance(one, int) else 256)
         left += one if isinstance(one, list | tuple) else itertools.chain(*one.items()) if isinstance(one, dict) else ()
     return total
 
@@ -183,22 +196,20 @@ class ChatTemplate:
         """line: its number, or what is in it; 0 or what is nowhere: none."""
         if isinstance(line, str):
             line = self.text.partition(line)[0].count("\n") + 1 if line in self.text else 0
-        written = f", line {line} ({self.text.splitlines()[line - 1].strip()[:100]})" if line else ""
-        return UserError(f"{self.where}{written}: {reason}.")
+        written = f", line {line} ({''.join(self.text.splitlines()[line - 1 : line]).strip()[:100]})" if line else ""
+        return UserError(f"{self.where}{written}: {reason.rstrip('.')}.")
 
-    def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        """The text of a chat, and of what stands before an answer. Raises UserError for messages of another form."""
-        for n, message in enumerate(messages, 1):
-            if not {*KEYS} >= message.keys() >= {*KEYS[1:]}:
-                has = ", ".join(message) or "nothing"
-                raise UserError(f"message {n} of a chat has {has}: it needs role and content, and may have {KEYS[0]}.")
-        return self._text(messages, add_generation_prompt)
+    def render(
+        self, messages: list[dict], add_generation_prompt: bool = False, marks: Iterable[str] = ("", "")
+    ) -> str:
+        """The text of a chat, and of what stands before an answer; with `marks` around each generation block.
 
-    def _text(self, messages: list[dict], prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
-        given = [{"thinking": m[KEYS[0]], **m} if KEYS[0] in m else m for m in messages]  # as transformers does
+        messages: with role, content and, where the assistant thought first, reasoning_content.
+        """
+        given = [{"thinking": m[THOUGHT], **m} if THOUGHT in m else m for m in messages]  # as transformers does
         self._sandbox.marks, config = marks, getattr(self.tokenizer, "config", {})
         tokens = {f"{role}_token": token for role in ROLES if (token := config.get(f"{role}_token"))}
-        options = {"tools": None, "documents": None, "add_generation_prompt": prompt}
+        options = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         with self._bounded():
             text = self._template.render(messages=given, **options, **tokens)
             if len(text) > limits.RENDERED:
@@ -219,14 +230,14 @@ class ChatTemplate:
         """
         whole = self.render(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
+        if not turns or not whole:
             raise UserError("a chat without an answer of the assistant: nothing to learn from.")
         turns = turns[-1:] if last else turns
         if self._sandbox.has_marks:
             spans, closings = self._marked(messages, whole, turns[0] if last else 0), ("",)
         else:
             spans, closings = self._answers(messages, whole, turns), self._endings[0]
-        if not spans or type(self.tokenizer) is not FastTokenizer:
+        if not spans or not closings or type(self.tokenizer) is not FastTokenizer:
             return [self._turn(messages, i) for i in turns]
         encoding, learn = self.tokenizer.rust.encode(whole, add_special_tokens=False), set()
         starts, stops = zip(*encoding.offsets)
@@ -239,8 +250,8 @@ class ChatTemplate:
     def _marked(self, messages: list[dict], whole: str, first: int) -> list[tuple[int, int]]:
         """Where the generation blocks stand in the text of a chat, from this message on."""
         a, b = marks = self._private(whole)[:2]
-        plain, order, places = _taken_out(self._text(messages, False, marks), marks)
-        before = self._text(messages[:first], True, marks).count(a) if first else 0
+        plain, order, places = _taken_out(self.render(messages, False, marks), marks)
+        before = self.render(messages[:first], True, marks).count(a) if first else 0
         spans = list(zip(places[::2], places[1::2]))[before:]
         if plain != whole or order != (a + b) * (len(order) // 2) or all(start == stop for start, stop in spans):
             raise self._refused("generation blocks without text, or within something that changes it", "generation")
@@ -252,7 +263,8 @@ class ChatTemplate:
         for i in turns if contents else ():
             start, stop = contents[i]
             if i:
-                start = len(common_prefix([self._text(messages[:i], True), whole]))
+                prompt = self.render(messages[:i], True)
+                start = len(prompt if whole.startswith(prompt) else common_prefix([prompt, whole]))
                 if start < contents[i - 1][1]:
                     return None
             spans.append((start, stop))
@@ -266,12 +278,12 @@ class ChatTemplate:
             marked, expected = [], ""
             for message in messages:
                 marked.append(dict(message))
-                for key, (opening, closing) in zip(KEYS, (sentinels[2:], sentinels[:2])):
+                for key, (opening, closing) in ((THOUGHT, sentinels[2:]), ("content", sentinels[:2])):
                     text = core(message.get(key, ""))
-                    if text or key in KEYS[1:]:
+                    if text or key == "content":
                         marked[-1][key] = message[key].replace(text, opening + text + closing, 1)
                         expected += opening + closing
-            plain, order, places = _taken_out(self._text(marked), sentinels)
+            plain, order, places = _taken_out(self.render(marked), sentinels)
             if plain == whole and order == expected:
                 stops = [n for n, sentinel in enumerate(order) if sentinel == sentinels[1]]
                 return [(places[n - 1], places[n]) for n in stops]
@@ -290,12 +302,12 @@ class ChatTemplate:
         """The row of one turn: what the model will see before it, and the answer."""
         if self._sandbox.has_marks:
             raise self._refused("generation blocks need a tokenizer.json, which tells where tokens stand", "generation")
-        prompt, whole = self._text(messages[:i], True), self._text(messages[: i + 1])
+        prompt, whole = self.render(messages[:i], True), self.render(messages[: i + 1])
         before, ids = self.tokenizer.encode(prompt), self.tokenizer.encode(whole)
         if not whole.startswith(prompt) or ids[: len(before)] != before:
             what = f"message {i + 1} does not begin with the prompt for it, which ends in {prompt[-40:]!r}"
             raise self._refused(what, "add_generation_prompt")
-        for key in KEYS[:2]:
+        for key in ("content", THOUGHT):
             if messages[i].get(key, "").strip() not in whole[len(prompt) :]:
                 raise self._refused(f"it leaves out or changes {key} of message {i + 1}", key)
         return self._ended(ids, [n >= len(before) for n in range(len(ids))], "turns")
@@ -308,17 +320,17 @@ class ChatTemplate:
     @functools.cached_property
     def _endings(self) -> tuple[list[str], list[int], list[int]]:
         """What stands behind a last answer, and behind an earlier one up to its first special token; `ends`; those of
-        them that a last answer lacks."""
+        them that a last answer lacks. All are empty where that cannot be seen."""
         chat = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
         with contextlib.suppress(UserError):
-            if spans := self._contents(chat, whole := self._text(chat)):
+            if spans := self._contents(chat, whole := self.render(chat)):
                 behind = [whole[spans[3][1] :], whole[spans[1][1] : spans[2][0]]]
                 last, earlier = (_special(self.tokenizer, text) for text in behind)
                 name = "" if earlier is None else self.tokenizer.token(earlier)
                 behind[1] = behind[1].partition(name)[0] + name if name else ""
                 ends = [i for i in (last, earlier) if i is not None][:1]
                 return behind, ends, ends if last is None else []
-        return [""], [], []
+        return [], [], []
 
 
 def _special(tokenizer: Tokenizer, text: str) -> int | None:
@@ -349,7 +361,7 @@ def of_tokenizer(tokenizer: Tokenizer, name: str | None, date: str) -> ChatTempl
         return ChatTemplate(tokenizer.beside[TEMPLATE], TEMPLATE, tokenizer, date)
     if name not in TEMPLATES:
         raise UserError(f"task.template={name!r:.60}: not known. Use {names}.")
-    if lacks := [token for token in TEMPLATES[name] if _special(tokenizer, token) is None]:
+    if lacks := [token for token in TEMPLATES[name] if [_special(tokenizer, token)] != tokenizer.encode(token)]:
         mend = "Use the template that the model knows, or train a tokenizer with them"
         raise UserError(f"task.template={name} writes {', '.join(lacks)}: no special tokens of the tokenizer. {mend}.")
     text = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
