@@ -77,14 +77,14 @@ def test_loss_is_transformers_over_the_assistants_tokens(data, tmp_path):
     task, model = opened(data)
     models.save(model, tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
-    batch = task.collate([task.splits["train"][i] for i in range(6)])
-    labels = torch.cat([torch.full((6, 1), IGNORE), batch["labels"]], 1)  # theirs are shifted by the model
-    keep = torch.arange(labels.shape[1])[None] < torch.tensor([[len(task.splits["train"][i]["ids"])] for i in range(6)])
-    ids = torch.cat([batch["ids"], torch.zeros(6, 1, dtype=torch.long)], 1)
-    for i in range(6):
-        whole = torch.tensor(task.splits["train"][i]["ids"])
-        ids[i, : len(whole)] = whole
-    expected = theirs(input_ids=ids, attention_mask=keep.long(), labels=labels).loss
+    rows = [task.splits["train"][i] for i in range(6)]
+    batch, longest = task.collate(rows), max(len(row["ids"]) for row in rows)
+    ids, keep, labels = (torch.full((6, longest), value) for value in (0, 0, IGNORE))  # theirs are shifted by the model
+    for i, row in enumerate(rows):
+        n = len(row["ids"])
+        ids[i, :n], keep[i, :n] = torch.tensor(row["ids"]), 1
+        labels[i, :n] = torch.tensor(row["ids"]).where(torch.tensor(row["learn"]), IGNORE)
+    expected = theirs(input_ids=ids, attention_mask=keep, labels=labels).loss
     found = task.losses(model, batch)["tokens"].detach() / batch["counts"]["tokens"]
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
     means = {name: float(torch.as_tensor(total).detach()) / n for name, (total, n) in task.evaluate(model, batch).items()}

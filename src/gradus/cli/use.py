@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradus.cli.verb import RECIPE, verb
+from gradus.errors import UserError
 from gradus.limits import CLASSES, LENGTH, SAMPLES, VOCABULARY
 from gradus.options import option, real, whole
 
@@ -71,7 +72,13 @@ def predict(args) -> Iterable[str]:
     ADAPTER, *ENGINE,
 )  # fmt: skip
 def generate(args) -> Iterable[str]:
-    """continue a text"""
+    """continue a text, or answer in a conversation"""
+    if args.system is not None and not args.chat:
+        raise UserError("--system: it is what the system says in a chat. Give --chat too, or leave it out.")
+    if args.chat:
+        from gradus.infer.chat import chat
+
+        return chat(args)
     from gradus.infer.generate import generate
 
     return generate(args)

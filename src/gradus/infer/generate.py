@@ -93,12 +93,6 @@ def generate(args: Any) -> None:
     """Print the continuation of `args.prompt` on standard output: one prompt as it comes, several as one batch at the
     end. One line of timing goes to standard error. The arguments are those of `gradus generate`; errors as of
     `Continuation`."""
-    if args.system is not None and not args.chat:
-        raise UserError("--system: it is what the system says in a chat. Give --chat too, or leave it out.")
-    if args.chat:
-        from gradus.infer.chat import chat
-
-        return chat(args)
     choose = sampler_of(args)
     if args.beams > 1 and (args.temperature or args.no_cache):
         other = "--temperature" if args.temperature else "--no-cache"

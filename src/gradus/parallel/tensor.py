@@ -294,8 +294,8 @@ def loss_context(layout: Layout) -> contextlib.AbstractContextManager:
     """The context for the forward and backward pass of a training step.
 
     With `layout.vocab_parallel` the logits are, within it, DTensors split along the vocabulary, for `F.cross_entropy`
-    with reduction="sum" or "none" (label smoothing included). Outside of it, or without `layout.vocab_parallel`, logits are plain
-    and whole.
+    with reduction="sum" or "none" (label smoothing too). Outside of it, or without `layout.vocab_parallel`, logits are
+    plain and whole.
     """
     stack = contextlib.ExitStack()
     if layout.tensor > 1 and layout.vocab_parallel:
