@@ -149,3 +149,11 @@ def test_packed_rows_hold_every_chat_once(lengths):
             seen.append(int(chat))
     assert sorted(seen) == list(range(len(lengths)))
     assert 20 * len(rows) < 2 * sum(lengths) + 20, "at most one row is less than half full"
+
+
+def test_answers_that_do_not_stand_behind_their_prompt_are_told(tokenizer, template):
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    other = chat_template.ChatTemplate(text, "own.jinja", tokenizer)
+    file = put([{"messages": PLAIN}])
+    assert ChatsDataset(file, template, 100).notes == []
+    assert ChatsDataset(file, other, 100).notes == ["c.jsonl: own.jinja does not write a chat's answers behind its prompt for one"]

@@ -184,12 +184,19 @@ def _rows(
     return first if ends else "without a turn of the assistant's, left out", []
 
 
+def _answers_its_prompt(template: ChatTemplate, messages: list[Message], row: Learnt) -> bool:
+    """Whether the first answer that is learned stands behind what the model will read before one."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    prompt = template.ids(messages[:first], add_generation_prompt=True)
+    return row.ids[: len(prompt)] == prompt
+
+
 def _write(
     folder: Path, chats: Iterable[tuple[str, list[Message], float]], template: ChatTemplate, longest: int, last: bool,
     name: str,
 ) -> None:  # fmt: skip
     dtype = "<u2" if template.tokenizer.vocab_size <= 1 << 16 else "<u4"
-    offsets, weights, chat, became = [0], [], [], collections.Counter()
+    offsets, weights, chat, became, notes = [0], [], [], collections.Counter(), []
     with open(folder / "ids.bin", "wb") as ids, open(folder / "learn.bin", "wb") as learn:
         for number, (where, messages, weight) in enumerate(chats):
             try:
@@ -197,6 +204,8 @@ def _write(
             except UserError as e:
                 raise UserError(f"{where}: {e}") from None
             became[what] += 1
+            if rows and not weights and not _answers_its_prompt(template, messages, rows[0]):
+                notes.append(f"{name}: {template.where} does not write a chat's answers behind its prompt for one")
             for row in rows:
                 if not any(row.learn[1:]):
                     raise UserError(f"{where}: not one of its tokens would be learned. Look at it with gradus check.")
@@ -206,7 +215,7 @@ def _write(
                 weights.append(weight)
                 chat.append(number)
     total = became.total()
-    notes = [f"{name}: {n:,} of {total:,} chats {what}" for what, n in became.items() if what]
+    notes += [f"{name}: {n:,} of {total:,} chats {what}" for what, n in became.items() if what]
     if not weights:
         raise UserError(f"{'; '.join(notes)}: nothing to learn. Look at the data, data.max_len and model.seq_len.")
     arrays = {"offsets": np.array(offsets, "<i8"), "weights": np.array(weights, "<f4"), "chats": np.array(chat, "<i8")}
