@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -189,6 +190,14 @@ class TokenTask(Task):
         with targets.given():
             output = self.output(model, batch)
         return targets.sums(output, batch["counts"]["tokens"])
+
+
+def shares(lengths: list[int], rank: int, world: int) -> Iterator[list[int]]:
+    """The samples that one of `world` processes answers, in batches of similar length. The lengths alone determine the
+    batches; the processes take turns with them."""
+    order, size = np.argsort(lengths, kind="stable"), min(64, max(8, -(-len(lengths) // 8)))
+    for start in range(rank * size, len(order), world * size):
+        yield order[start : start + size].tolist()
 
 
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[int], list[int]]:

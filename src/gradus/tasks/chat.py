@@ -18,13 +18,11 @@ from gradus.errors import InputError, UserError
 from gradus.models.decoding import Encoded, complete
 from gradus.recipe.schema import ChatTask, Recipe
 from gradus.tasks import GENERATION
-from gradus.tasks.base import Batch, TokenTask
+from gradus.tasks.base import Batch, TokenTask, shares
 from gradus.tasks.causal_lm import CausalLM
 from gradus.tasks.kinds import TaskKind
 from gradus.tasks.made import Sample
 from gradus.tasks.sources import open_chats
-
-AT_ONCE = 32  # chats that are answered together
 
 
 class Chat(CausalLM):
@@ -84,23 +82,14 @@ class Chat(CausalLM):
 
     def answered(self, model: Any, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
         """What a model writes after each, greedily: so many tokens at most, as far as it reads."""
-        longest, rows = self.recipe.model.seq_len + 1, []
-        for prompt, n in zip(prompts, most):
-            n = max(1, min(n, longest - len(prompt)))
-            if not rows or max(len(prompt), rows[-1][2]) + max(n, rows[-1][3]) > longest:
-                rows.append(([], [], 0, 0))  # what is answered at once has room for the longest question and answer
-            together, room, asked, new = rows[-1]
-            rows[-1] = [*together, prompt], [*room, n], max(asked, len(prompt)), max(new, n)
-        parts = (complete(model, together, max_new=room, eos_id=self.ends) for together, room, _, _ in rows)
-        return [row for part in parts for row in part]
+        longest = self.recipe.model.seq_len
+        room = [max(1, min(n, longest + 1 - len(prompt))) for prompt, n in zip(prompts, most)]
+        return complete(model, prompts, max_new=room, eos_id=self.ends, window=longest)  # of the longest row, of all
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Answers to the last turns, as far as the right ones go: what is longer, and then cut, ends in an ellipsis."""
-        data = self.splits[split]
-        order = sorted(range(len(data)), key=lambda i: len(data[i]["ids"]))
-        written: dict[int, str] = {}
-        for start in range(rank * AT_ONCE, len(order), world * AT_ONCE):
-            part = order[start : start + AT_ONCE]
+        data, written = self.splits[split], {}
+        for part in shares([len(data[i]["ids"]) for i in range(len(data))], rank, world):
             prompts, truths = zip(*(self.question(data[i]) for i in part))
             rows = self.answered(model, prompts, [len(truth) for truth in truths])
             for i, row, truth in zip(part, rows, truths):
