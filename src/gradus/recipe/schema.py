@@ -557,8 +557,10 @@ MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for 
 
 
 def _date(text: str) -> str:
-    datetime.date.fromisoformat(text)  # a ValueError says what is wrong
-    return text
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError(f"{text!r:.40} is no day. Write it as 2026-01-31") from None
 
 
 class TaskConfig(Section):

@@ -74,7 +74,8 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
 def in_documents(recipe: Recipe) -> bool:
     """Whether a language model's texts have the special tokens that the tokenizer's files put around a text: documents
     do, and so does all that continues from published weights."""
-    return recipe.model.init is not None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
+    whole = recipe.data.kind != "text" or recipe.data.source == "stdlib" or recipe.data.pack == "documents"
+    return whole or recipe.model.init is not None
 
 
 def open_running_text(
