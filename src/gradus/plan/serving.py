@@ -247,11 +247,12 @@ def _sums(done: Pass, use: Use) -> float:
 
 
 def kernel_seconds(done: Pass, use: Use, cache: int = 0) -> float:
-    """Seconds of a pass by what single kernels reach (`plan.roofline`): products and attention, with all else fused
-    into them, launched without waiting for the host (CUDA graphs), and all-reduces. cache: as in `_time`."""
+    """Seconds of a pass by what single kernels reach (`plan.roofline`), launched without waiting for the host (CUDA
+    graphs): products, attention, and all else fused to one kernel between two products, which writes what the next one
+    reads and reads what the last one wrote; and all-reduces. cache: as in `_time`."""
     device, n, width = use.on.device, use.devices, BYTES[use.precision]
-    fit = dataclasses.replace(parameters(device, "")[0], cast=0.0)
-    seconds = cache / device.bandwidth / fit.bandwidth + _sums(done, use)
+    fit = dataclasses.replace(parameters(device, "")[0], cast=0.0)  # which those between fuse, too
+    moved, seconds = cache, _sums(done, use)
     for kind, flops, shape, times in done.kernels:
         dtype, nbytes = use.precision, 0.0
         if kind == "matmul":
@@ -260,26 +261,32 @@ def kernel_seconds(done: Pass, use: Use, cache: int = 0) -> float:
             chosen = experts * (1 - (1 - 1 / experts) ** rows)  # one, or as many as all rows choose at random
             sides[sides[1] > sides[0]] /= n  # tensor parallelism cuts the longer one
             dtype, shape = use.products or dtype, (experts, each, *sides)
-            nbytes = chosen * math.prod(sides) * use.bits / 8 + rows * sum(sides) * width
+            nbytes = chosen * math.prod(sides) * use.bits / 8
+            moved += times * rows * sum(sides) * width
         seconds += times * op_seconds(Op(kind, "", dtype, "forward", flops / n, nbytes, shape), device, fit)
-    return seconds
+    return seconds + moved / device.bandwidth / fit.bandwidth
 
 
-def expected(use: Use, new: int, rate: float | None = None, mixed: bool = True) -> dict[str, float]:
+def expected(use: Use, new: int, rate: float | None = None) -> dict[str, float]:
     """requests_per_s: the most that `use.batch` rows serve; ttft, itl: mean seconds to a request's first token and
-    between its others. rate: requests/s, which arrive at random and wait for a free row as in M/D/n (Sakasegawa 1977);
-    no times where it is no less than what is served. None: a batch starts at once, and each request is followed by
-    another. mixed: others' prompts are computed between a row's tokens (in-flight batching), else before all."""
+    between its others, which wait for the prompts of requests beside it. rate: requests/s, which arrive at random and
+    wait for a free row as in M/D/n (Sakasegawa 1977); no times where it is no less than what is served. None: a batch
+    starts at once, and each request is followed by another."""
     n, width, start = use.batch, BYTES[use.precision], use.tokens - new
     prompt = kernel_seconds(usage_of(use.config, 1, start).prefill, use)
-    found = [usage_of(use.config, rows, start + new // 2) for rows in (1, n)]
-    alone, full = (kernel_seconds(usage.decode, use, usage.own * width // use.parts) for usage in found)
+
+    def step(rows: int) -> float:
+        usage = usage_of(use.config, rows, start + new // 2)
+        return kernel_seconds(usage.decode, use, usage.own * width // use.parts)
+
+    full = step(n)
     most = n / (new * full + n * prompt)
-    itl = full + mixed * (n - 1) * prompt / new
+    itl = full + (n - 1) * prompt / new
     if rate is None:
         return {"requests_per_s": most, "ttft": (n + 1) / 2 * prompt + full, "itl": itl}
     if rate >= most:
         return {"requests_per_s": most}
+    alone = step(1)
     load, row = rate / most, (full - alone) / max(n - 1, 1)
     itl = min(itl, alone / (1 - rate * (prompt + row * new)))
     wait = load ** (math.sqrt(2 * n + 2) - 1) / (1 - load) / 2 / most
