@@ -66,13 +66,13 @@ def score(points: Iterable[Point]) -> tuple[list[scoring.Entry], dict[str, list[
 
 
 def band(value: float, *ends: float) -> str:
-    return next((f"up to {end:3g}" for end in ends if value <= end), f"with more than {ends[-1]:g}")
+    return next((f"up to {end:4g}" for end in ends if value <= end), f"with more than {ends[-1]:g}")
 
 
 BY: dict[str, Callable[[scoring.Entry], str]] = {
     "": lambda e: e.point["group"],
     "tensor degree": lambda e: str(e.point["config"].get("tp")),
-    "new tokens": lambda e: f"{e.point['config'].get('osl')!s:>5}",
+    "new tokens": lambda e: band(e.point["config"].get("osl") or 0, 128, 256, 512, 1024),
     "chip": lambda e: e.chip,
     "engine": lambda e: e.program,
     "requests at once": lambda e: band(e.point["batch"] or 0, 1, 8, 32, 64, 128),

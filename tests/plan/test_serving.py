@@ -427,7 +427,8 @@ def test_rows_of_a_batch_choose_experts():
 
 @pytest.fixture
 def constants(monkeypatch):
-    """A prompt takes 0.1 s; a token of one row 0.01, and 0.001 for each other."""
+    """A pass with prompts takes 0.1 s and has one; a token of one row takes 0.01 s, and 0.001 for each other."""
+    monkeypatch.setattr(room, "PASS", 1)
     monkeypatch.setattr(room, "usage_of", lambda config, rows, tokens: Usage(Pass([], 0, []), Pass([], rows, []), 1))
     monkeypatch.setattr(room, "kernel_seconds", lambda done, use, cache=0: 0.009 + 0.001 * done.weights if done.weights else 0.1)
 
@@ -451,6 +452,13 @@ def test_rows_share_a_device(constants):
     for name in ("ttft", "itl"):
         assert [t[name] for t in times] == sorted(t[name] for t in times)
     assert times[-1]["itl"] <= found["itl"]
+
+
+def test_short_prompts_share_a_pass(constants, monkeypatch):
+    """Of 150 tokens: three where a pass has 450 to 599."""
+    monkeypatch.setattr(room, "PASS", 599)
+    assert expected(use(5), 50)["requests_per_s"] == pytest.approx(5 / (50 * 0.014 + 5 * 0.1 / 3))
+    assert expected(use(2), 50)["requests_per_s"] == pytest.approx(2 / (50 * 0.011 + 0.1))
 
 
 @pytest.mark.parametrize("share", [1.1, 1.0, 0.9])

@@ -24,6 +24,7 @@ from gradus.rows import Row
 from gradus.text import duration, rate, size, table
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+PASS = 8192  # tokens of prompts in one pass: vLLM's and TensorRT-LLM's default on large GPUs
 LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
 
@@ -273,7 +274,8 @@ def expected(use: Use, new: int, rate: float | None = None) -> dict[str, float]:
     wait for a free row as in M/D/n (Sakasegawa 1977); no times where it is no less than what is served. None: a batch
     starts at once, and each request is followed by another."""
     n, width, start = use.batch, BYTES[use.precision], use.tokens - new
-    prompt = kernel_seconds(usage_of(use.config, 1, start).prefill, use)
+    beside = min(n, max(PASS // start, 1))
+    prompt = kernel_seconds(usage_of(use.config, beside, start).prefill, use) / beside
 
     def step(rows: int) -> float:
         usage = usage_of(use.config, rows, start + new // 2)
