@@ -13,6 +13,7 @@ import itertools
 import math
 import shutil
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -21,13 +22,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradus import hardware
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.layers import word_loss
 from gradus.parallel import check
 from gradus.plan import batches as making
 from gradus.plan import case as plan_case
-from gradus.plan import engine, peak, profiles, store, tracing
+from gradus.plan import engine, peak, profiles, search, store, tracing
 from gradus.plan.process import Memory
 from gradus.plan.store import digest_of
 from gradus.plan.trace import trace_recipe
@@ -529,7 +531,7 @@ def test_a_profile_is_of_one_kind_of_device_and_of_one_loss(plain):
 
 
 def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
-    """Whatever source is edited, also in a folder of a folder."""
+    """Whatever source is edited, also in a folder of a folder; a layout that was searched also of what says what steps take."""
     source = Path(store.__file__).parents[1]
     shutil.copytree(source, tmp_path / "gradus", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(store, "__file__", str(tmp_path / "gradus" / "plan" / "store.py"))
@@ -539,14 +541,28 @@ def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
         part, batch = profiles.Part.whole(profiles.block_kinds(plain.recipe.model)), making.micro_batches(plain.recipe, 1)[0]
         return digest_of(engine._question(plan_case.Case.of(plain.recipe), part, batch))
 
-    names = "recipe/axes.py", "recipe/schema.py", "patch.py", "models/weights/stored.py", "layers/small.py", "plan/figures.yaml"
+    def layouts() -> str:
+        store.code.cache_clear()
+        space = types.SimpleNamespace(recipe=plain.recipe, n=1, stated=(), cluster=hardware.Cluster(hardware.find("H100"), 1))
+        return digest_of(search._question(space, 1))
+
+    def edit(name: str) -> None:
+        file = tmp_path / "gradus" / name
+        file.write_text(file.read_text() + "# edited\n")
+
+    names = "recipe/axes.py", "recipe/schema.py", "patch.py", "models/llama.py", "layers/small.py", "models/weights/names.yaml", "recipe/names.yaml"
     keys = [key()]
     assert key() == keys[0]
     for name in names:
-        file = tmp_path / "gradus" / name
-        file.write_text(file.read_text() + "# edited\n")
+        edit(name)
         keys.append(key())
     assert len(set(keys)) == 1 + len(names)
+    searched = [layouts()]
+    for name in ("plan/fitted.yaml", "plan/kernels.yaml", "hardware/links.yaml"):
+        edit(name)
+        assert key() == keys[-1]
+        searched.append(layouts())
+    assert len(set(searched)) == 4
     monkeypatch.undo()
     store.code.cache_clear()
 
