@@ -459,6 +459,16 @@ def test_what_a_layout_does_not_split_is_a_note():
     assert "equal shares of the tokens" in notes(1, experts=4)[0]
 
 
+@pytest.mark.slow
+def test_a_ring_on_gpus_says_what_is_faster():
+    def notes(target: str, method: str) -> str:
+        r = recipe("gpt", samples=2, layers=1, d=32, seq=16, vocab=64, context=2, context_method=method)
+        return " ".join(engine.plan(plan_case.Case.of(r, 2, target)).memory.notes)
+
+    assert "ulysses keeps the fused kernel" in notes("cuda", "ring")
+    assert "ulysses" not in notes("cuda", "ulysses") + notes("cpu", "ring")
+
+
 def test_of_replicas_that_step_a_part_each_that_which_steps_most_is_planned():
     """An embedding that is larger than all other parameters is the first replica's, alone."""
     r = making.complete(recipe("gpt", samples=4, layers=2, d=32, seq=16, vocab=2048, shard_optimizer=True))
