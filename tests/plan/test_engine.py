@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import shutil
+import subprocess
 import sys
 import types
 from collections import Counter
@@ -575,6 +577,29 @@ def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
     assert len(set(searched)) == 4
     monkeypatch.undo()
     store.code.cache_clear()
+
+
+TRACES = """
+import sys
+from gradus import recipe as recipes
+from gradus.plan import batches, case, engine, serving, store, tracing
+from gradus.recipe.presets import config_of
+made = case.Case.of(batches.complete(recipes.load("copy-task", ["model.n_layers=1"])), 1, "cuda")
+store.code(False)
+sys.addaudithook(lambda event, about: event == "open" and str(about[0]).endswith(".yaml") and print("read", about[0]))
+engine.profile_of(made, engine.Part.whole(made.kinds), made.batches.full)
+serving.usage_of(config_of("gpt2-small").changed(n_layers=1), 1, 64)
+print("traced", store.progress.traced)
+"""
+
+
+@pytest.mark.slow
+def test_no_trace_reads_what_its_digest_leaves_out(tmp_path):
+    """In a process of its own, where no file was read before."""
+    env = {**os.environ, "GRADUS_CACHE": str(tmp_path)}
+    lines = subprocess.run([sys.executable, "-c", TRACES], env=env, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+    assert lines[-1] == "traced 2"
+    assert lines[:-1] and not [line for line in lines[:-1] if Path(line.split()[1]).parent.name in store.UNTRACED]
 
 
 def test_a_torn_or_changed_profile_is_traced_anew(kept, plain, monkeypatch):
