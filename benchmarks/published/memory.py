@@ -203,40 +203,28 @@ def capacity_of(point: Point) -> float:
         return math.inf
 
 
-@dataclasses.dataclass(frozen=True)
-class Numbers:
-    """In which a run computes. half: bf16 or fp16; pure: its weights too; full: nothing is in half."""
-
-    half: str
-    pure: bool
-    full: bool
-    tf32: bool
-
-    @classmethod
-    def of(cls, point: Point, keeps: Program, frozen: bool) -> Numbers:
-        """Weights in half where the program has them so; of transformers' full fine-tuning only where that is said (its default is autocast)."""
-        said = str(point["config"].get("precision") or "bf16").lower()
-        if "fp4" in said:
-            raise NotCovered("NVFP4")
-        tf32, full = "tf32" in said, "tf32" in said or "fp32" in said.partition("+")[0]
-        casts = bool(re.search(r"(?<!no )(autocast|amp|mixed)", said)) or (keeps.name == "hf" and not frozen and not re.search("pure|true|no autocast", said))
-        return cls("fp16" if "fp16" in said and "bf16" not in said else "bf16", keeps.name == "megatron" or (keeps.half and not casts and not full), full, tf32)
-
-    def of_layout(self, shards: int) -> dict[str, Any]:
-        if self.full or self.pure or shards == 1:
-            precision = "fp32" if self.full else f"pure_{self.half}" if self.pure else self.half
-            return {"precision": precision, "tf32": self.tf32, "shard": shards}
-        return {"shard": shards, "param_dtype": self.half, "reduce_dtype": "fp32"}
+def numbers_of(point: Point, keeps: Program, frozen: bool) -> tuple[str, bool, bool]:
+    """(half type, whether weights are in it, whether nothing is). Weights in half where the program has them so; of transformers' full fine-tuning
+    only where that is said (its default is autocast)."""
+    said = str(point["config"].get("precision") or "bf16").lower()
+    if "fp4" in said:
+        raise NotCovered("NVFP4")
+    full = "tf32" in said or "fp32" in said.partition("+")[0]
+    casts = bool(re.search(r"(?<!no )(autocast|amp|mixed)", said)) or (keeps.name == "hf" and not frozen and not re.search("pure|true|no autocast", said))
+    return "fp16" if "fp16" in said and "bf16" not in said else "bf16", keeps.name == "megatron" or (keeps.half and not casts and not full), full
 
 
-def layout_of(point: Point, keeps: Program, numbers: Numbers, n: int, micro: int) -> Layout:
-    c, zero = point["config"], str(point["config"].get("zero") or "").lower()
+def layout_of(point: Point, keeps: Program, numbers: tuple[str, bool, bool], n: int, micro: int) -> Layout:
+    c, zero, (half, pure, full) = point["config"], str(point["config"].get("zero") or "").lower(), numbers
     tensor, stages = int(c.get("tp") or 1), int(c.get("pp") or 1)
     ranks = n // (tensor * stages)
     split = ranks > 1 and ("fsdp" in zero or "fsdp" in c or zero_of(c) == 3 or (keeps.sharded and not zero_of(c)))
     attention = str(c.get("attention") or ("plain" if keeps.name == "megatron" else ""))
     virtual = runs.virtual_of(point) if stages > 1 and not split else 1
-    return Layout(device="cuda", **numbers.of_layout(ranks if split else 1), tensor=tensor, pipeline=stages, micro_batch=micro, offload=split and offloaded(c),
+    held = {"precision": "fp32" if full else f"pure_{half}" if pure else half, "tf32": "tf32" in str(c.get("precision")).lower()}
+    if split and not (full or pure):
+        held = {"param_dtype": half, "reduce_dtype": "fp32"}
+    return Layout(device="cuda", **held, shard=ranks if split else 1, tensor=tensor, pipeline=stages, micro_batch=micro, offload=split and offloaded(c),
                   attention="naive" if re.search("plain|naive|eager", attention) else "sdpa", reshard=stages == 1 or not split,
                   sequence_parallel=tensor == 1 or bool(c.get("sequence_parallel", keeps.name != "megatron")),
                   **({"schedule": "interleaved", "stages": virtual} if virtual > 1 else {}))  # fmt: skip
@@ -268,11 +256,11 @@ def question_of(point: Point) -> Question:
     micro = int(c.get("micro_batch") or (1 if stages > 1 else c.get("local_batch") or max(1, batch // groups)))
     model = model_of(point, seq // context, tensor)
     adapter, frozen = adapted(point, model)
-    numbers = Numbers.of(point, keeps, frozen is not None)
+    numbers = _, pure, _ = numbers_of(point, keeps, frozen is not None)
     layout = layout_of(point, keeps, numbers, n, micro)
     many = min(max(1, round(batch / (groups * micro))), 2 * stages + 2 if stages > 1 else 3)  # further ones repeat the peak
     paged = keeps.paged and n == 1 and frozen is None and not ladder
-    state = state_of(keeps.state if numbers.pure or not keeps.half else 8.0, numbers.pure, "8-bit" if paged else text)
+    state = state_of(keeps.state if pure or not keeps.half else 8.0, pure, "8-bit" if paged else text)
     ways = recomputed(point, keeps, n > 1, text)
     said = f"{c.get('gradients')} {c.get('precision')}".lower()
 
@@ -283,7 +271,7 @@ def question_of(point: Point) -> Question:
             recipe, model, n, keeps, kind_of(point, keeps), way, frozen, zero=3 if layout.shard > 1 else zero_of(c) or int(keeps.distributed), replicas=ranks,
             compiled=bool(c.get("compile")) or "compile" in text, chunks=keeps.chunks if "chunked" in text or not ladder else 1, offload=offloaded(c),
             offloads=keeps.offloads or "activation offloading" in text, in_backward=paged or "in backward" in text, state=0.0 if offloaded(c) else state, paged=paged,
-            wide=numbers.pure and keeps.gradients <= 2 and bool(re.search("fp32 grad|float32", said)), alive=micro * (c.get("mean_length_padded") or seq),
+            wide=pure and keeps.gradients <= 2 and bool(re.search("fp32 grad|float32", said)), alive=micro * (c.get("mean_length_padded") or seq),
             capacity=capacity_of(point) if len(ways) > 1 or paged else math.inf, logits=logits_of(c, keeps),
             liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower(),
         )  # fmt: skip

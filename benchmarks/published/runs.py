@@ -62,11 +62,6 @@ def made(point: Point, run: Run) -> Case:
     return Case(point, "", "", point["model"], float(point["value"]), work, run.cluster, value, run=run)
 
 
-def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> dict[str, Any]:
-    """Of a layout: weights sharded over so many, computed with in half; of one process autocast."""
-    return {"shard": processes, "param_dtype": half, "reduce_dtype": reduced} if processes > 1 else {"precision": half}
-
-
 # ---------------------------------------------------------------- fields
 
 
