@@ -7,6 +7,7 @@
     python benchmarks/groundtruth.py POINTS.json ... --ablation      # what the plan would say of the runs with less: data sheets, kernels, features
     python benchmarks/groundtruth.py POINTS.json ... --fit           # makes src/gradus/plan/fitted.yaml anew from the files: some ten minutes
     python benchmarks/groundtruth.py POINTS.json ... --anchors       # 40 runs, whose plans are kept: a change must make no right one wrong
+    python benchmarks/groundtruth.py POINTS.json --serving           # measurements of serving: errors by what may be their cause; some minutes
     python benchmarks/groundtruth.py KERNELS.json --kernels          # makes src/gradus/plan/kernels.yaml anew: what single kernels say of a chip
 
 POINTS.json is a list of {id, model, params, config, hardware, n_devices, batch, seq, metric, value, unit, kind, source, note}.
@@ -22,7 +23,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import kernels, memory, others, points, scoring, study
+from published import kernels, memory, others, points, scoring, serving, study
 
 from gradus import pictures
 from gradus.errors import UserError
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
     parser.add_argument("--anchors", action="store_true", help="compare the plans of 40 runs with those that were kept")
     parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
+    parser.add_argument("--serving", action="store_true", help="score measurements of serving: time to a first token, and between tokens")
     arguments = parser.parse_args()
     try:
         found = [point for path in arguments.points for point in points.load(path)]
@@ -122,6 +124,10 @@ def main() -> None:
     if arguments.kernels:
         print("\n".join(lines))
         roofline.KERNELS.write_text(kernels.HEAD + written(file), encoding="utf-8")
+        return
+    if arguments.serving:
+        entries, reasons = serving.score(found)
+        print("\n".join([*serving.tables(entries), "", *scoring.not_predicted(reasons)]))
         return
     if arguments.fit:
         fit(found, datetime.date.today().isoformat())

@@ -754,7 +754,7 @@ def option_cases(pick: random.Random, n: int) -> Iterator[Case]:
         value = pick.choice(PATHS if option in FREE else OPTIONS)
         if (start[0], value) == ("calibrate", "loop"):
             continue  # a good name, which would be written after minutes of work
-        extra = ["--serve"] if start[0] == "plan" and option in ("--batch", "--length", "--bits") else ["--on",
+        extra = ["--serve"] if start[0] == "plan" and option in ("--batch", "--length", "--bits", "--new", "--rate") else ["--on",
             "A100"] if option == "--days" else []
         extra = ["--modules"] if option == "--rank" else ["--temperature=1"] if option in ("--top-k",
             "--top-p") else extra

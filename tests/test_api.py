@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from gradus import api, models
+from gradus import recipe as recipes
 from gradus.data import tokenizers
 from gradus.errors import UserError
 from gradus.recipe.schema import BertConfig, GPTConfig, T5Config, ViTConfig
+from gradus.rows import read_rows
 from gradus.train.hooks import Hook
+from gradus.train.run import train
 
 TINY = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 32}
 COPY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=32", "data.n_train=64", "data.n_valid=8", "layout.device=cpu",
@@ -47,6 +50,16 @@ def test_a_run_that_is_interrupted_comes_back_and_goes_on(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     run = api.train(run, resume=True)
     assert run.finished and run.summary["train_loss"] == pytest.approx(whole.summary["train_loss"], rel=1e-6)
+
+
+def test_in_bf16_every_step_has_the_steps_weights(tmp_path):
+    """PyTorch keeps cast weights as long as any autocast is entered, a caller's too: training must not see old ones."""
+    words = [*COPY, "train.steps=6", "train.clip_norm=null", "layout.precision=bf16", "log.every=1", "layout.threads=1"]
+    train(recipes.load("copy-task", [*words, f"log.dir={tmp_path / 'alone'}"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        api.train("copy-task", *words, log={"dir": tmp_path / "within"})
+    losses = [[r["value"] for r in read_rows(tmp_path / name / "metrics.jsonl") if r["name"] == "train/loss"] for name in ("alone", "within")]
+    assert len(losses[0]) == 6 and losses[1] == losses[0]
 
 
 class Raises(Hook):

@@ -71,6 +71,9 @@ EXPRESSION, EXPRESSIONS = 1_000, 50  # characters of an expression for modules t
 FIELD = 2**22  # characters that are read of a labelled text; War and Peace has 3.2 million
 TOKEN = 256  # characters of a token of a text that a model reads; those of published vocabularies have at most 128
 WORD = 1_000  # characters of a word from which a tokenizer is made: a longer one counts in parts
+RENDERED = 2**24  # characters that a chat template may write
+BUILT = 2**28  # characters that it may build for that, lists and objects counted as 256
+RENDERING = 60.0  # s that it may take; of the published ones Gemma 4's takes longest, about 6 for a thousand turns
 
 # ---- the page
 BODY = 256 * 1024  # bytes of a request; a config.json that names 1,000 classes has 70 kB

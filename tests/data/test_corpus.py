@@ -260,7 +260,7 @@ def test_bpe_is_trained_once(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "the cat sat on the mat\n" * 3)
 
     def bpe():
-        return cached_bpe([Corpus.open(path)], 400, lowercase=False, sentinels=True)
+        return cached_bpe([Corpus.open(path)], 400, lowercase=False, specials=[f"<extra_id_{i}>" for i in range(100)])
 
     first = bpe()
     assert first.sentinel(99) and first.vocab_size > 361

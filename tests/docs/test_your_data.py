@@ -1,4 +1,4 @@
-"""docs/your-data.md, docs/train.md and docs/adapters.md: the pages run from top to bottom in an empty folder, their trainings cut short."""
+"""docs/your-data.md, docs/train.md, docs/adapters.md and docs/chats.md: the pages run from top to bottom in an empty folder, their trainings cut short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradus.cli import main
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = re.split(r"^## ", (DOCS / "your-data.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:-1]  # the last has no commands
 DOOR = (DOCS / "train.md").read_text(encoding="utf-8")
-ADAPTERS = (DOCS / "adapters.md").read_text(encoding="utf-8")
+ADAPTERS, CHATS = ((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("adapters", "chats"))
 
 
 def commands(section: str) -> str:
@@ -32,7 +32,7 @@ def test_every_section_goes_from_nothing_to_an_answer():
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("section", [*SECTIONS, DOOR, ADAPTERS], ids=lambda s: s.partition("\n")[0])
+@pytest.mark.parametrize("section", [*SECTIONS, DOOR, ADAPTERS, CHATS], ids=lambda s: s.partition("\n")[0])
 def test_the_page_runs(tmp_path, monkeypatch, capsys, section):
     """Lines that call gradus in this process, all else by a shell."""
     if "transformers" in section:

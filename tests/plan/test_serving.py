@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gradus import models
+from gradus import cli, models
 from gradus.errors import UserError
 from gradus.hardware import cluster, find
 from gradus.models.decoding import generate
+from gradus.plan import serving as room
 from gradus.plan.collectives import collective_seconds
-from gradus.plan.serving import BYTES, lines, optimal, serving, usage_of
+from gradus.plan.passes import Pass, Usage
+from gradus.plan.roofline import op_seconds, parameters
+from gradus.plan.serving import BYTES, Use, expected, kernel_seconds, lines, optimal, serving, usage_of
+from gradus.plan.work import Op
 from gradus.recipe.presets import config_of
 from gradus.recipe.schema import (
     BertConfig,
@@ -28,6 +33,7 @@ from gradus.recipe.schema import (
     T5Config,
     ViTConfig,
 )
+from gradus.text import rate
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -218,7 +224,6 @@ def test_a_stem_of_convolutions_is_counted():
 
 def test_it_is_read_from_disk_where_it_was_traced_before(tmp_path, monkeypatch):
     from gradus.plan import pass_tracing
-    from gradus.plan import serving as room
 
     monkeypatch.setenv("GRADUS_CACHE", str(tmp_path))
     config = SMALL["gqa"].model_copy(update={"seq_len": 19})
@@ -392,6 +397,90 @@ def test_mistakes_are_told_in_one_line(name, more, text):
     with pytest.raises(UserError, match=text) as e:
         serving(config_of(name), bits=4 if "T4" in text else None, **more)
     assert "\n" not in str(e.value)
+
+
+# ---------------------------------------------------------------- what is expected
+
+
+def use(batch: int = 1, on: str = "H100") -> Use:
+    return Use(SMALL["gqa"].model_copy(update={"seq_len": 200}), batch, 200, 0, 16, "bf16", cluster(on))
+
+
+def test_kernels_of_a_token_by_hand():
+    """Of Llama-2-7B's products by the roofline's own function, their weights' bytes alone; between them a kernel moves what they read and write."""
+    llama, on = config_of("llama2-7b"), cluster("H100")
+    fit = parameters(on.device, "")[0]
+    of = {(4096, 4096): 4 * 32, (11008, 4096): 2 * 32, (4096, 11008): 32, (32000, 4096): 1}
+    products = sum(times * op_seconds(Op("matmul", "", "bf16", "forward", 2 * n * k, 2 * n * k, (1, 1, n, k)), on.device, fit) for (n, k), times in of.items())
+    moved = 4096 * 512 * 1024 + sum(times * 2 * (n + k) for (n, k), times in of.items())
+    found = kernel_seconds(usage_of(llama, 1, 4096).decode, Use(llama, 1, 4096, 0, 16, "bf16", on), 4096 * 512 * 1024)
+    assert found == pytest.approx(products + moved / on.device.bandwidth / fit.bandwidth + 32 * fit.decode, rel=1e-3)
+
+
+def test_rows_of_a_batch_choose_experts():
+    """Mixtral: one row reads two of eight experts a layer, as many as 1,000 rows all of them."""
+    mixtral, on = config_of("mixtral-8x7b"), cluster("8xH100")
+    one, many = (kernel_seconds(usage_of(mixtral, rows, 8).decode, Use(mixtral, rows, 8, 0, 16, "bf16", on)) for rows in (1, 1000))
+    expert = 32 * 3 * 4096 * 14336 * 2 / 8 / (on.device.bandwidth * parameters(on.device, "")[0].bandwidth)  # on one of eight devices
+    assert one > 1.5 * expert and many > 8 * expert > one
+
+
+@pytest.fixture
+def constants(monkeypatch):
+    """A pass with prompts takes 0.1 s and has one; a token of one row takes 0.01 s, and 0.001 for each other."""
+    monkeypatch.setattr(room, "PASS", 1)
+    monkeypatch.setattr(room, "usage_of", lambda config, rows, tokens: Usage(Pass([], 0, []), Pass([], rows, []), 1))
+    monkeypatch.setattr(room, "kernel_seconds", lambda done, use, cache=0: 0.009 + 0.001 * done.weights if done.weights else 0.1)
+
+
+def test_one_row_is_the_queue_of_one_server(constants):
+    """M/D/1: a request of 0.1 + 50 · 0.01 s, 1.2 a second, waits D · ρ / 2 (1 - ρ)."""
+    most = expected(use(), 50)["requests_per_s"]
+    assert most == pytest.approx(1 / 0.6)
+    found, load = expected(use(), 50, 1.2), 1.2 * 0.6
+    assert found["itl"] == pytest.approx(0.01)
+    assert found["ttft"] == pytest.approx(0.6 * load / (2 * (1 - load)) + 0.1 + 0.01)
+
+
+def test_rows_share_a_device(constants):
+    """Five rows: a token takes 0.014 s, and a row waits for four prompts while it makes its 50."""
+    found = expected(use(5), 50)
+    assert found == pytest.approx({"requests_per_s": 5 / (50 * 0.014 + 5 * 0.1), "ttft": 0.3 + 0.014, "itl": 0.014 + 4 * 0.1 / 50})
+    few = expected(use(5), 50, 0.01)
+    assert few["itl"] == pytest.approx(0.01, rel=0.01) and few["ttft"] == pytest.approx(0.11, rel=0.01)
+    times = [expected(use(5), 50, share * found["requests_per_s"]) for share in (0.2, 0.5, 0.9, 0.99)]
+    for name in ("ttft", "itl"):
+        assert [t[name] for t in times] == sorted(t[name] for t in times)
+    assert times[-1]["itl"] <= found["itl"]
+
+
+def test_short_prompts_share_a_pass(constants, monkeypatch):
+    """Of 150 tokens: three where a pass has 450 to 599."""
+    monkeypatch.setattr(room, "PASS", 599)
+    assert expected(use(5), 50)["requests_per_s"] == pytest.approx(5 / (50 * 0.014 + 5 * 0.1 / 3))
+    assert expected(use(2), 50)["requests_per_s"] == pytest.approx(2 / (50 * 0.011 + 0.1))
+
+
+@pytest.mark.parametrize("share", [1.1, 1.0, 0.9])
+def test_more_than_is_served_is_saturated(capsys, share):
+    """At 110 % of what the plan itself says that is served, no time is stated, and the answer is no error; at 90 % both are."""
+    words = ["plan", "llama3.1-8b", "--serve", "--on", "H100", "--batch", "16", "--length", "2048", "--new", "512", "--json"]
+    assert cli.run(words) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    most = next(row["value"] for row in said if row["name"] == "serving/requests_per_s")
+    assert cli.run([*words[:-1], "--rate", repr(share * most)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("SATURATED" in text) == (share >= 1) and ("the first of 512 new tokens after" in text) == (share < 1)
+    assert f"at most {rate(most)} requests/s" in text
+    rows = {r.name for r in serving(config_of("llama3.1-8b"), batch=16, seq_len=2048, on=cluster("H100"), new=512, rate=share * most)}
+    assert "serving/requests_per_s" in rows and (("serving/itl" in rows), ("serving/ttft" in rows)) == (share < 1,) * 2
+
+
+@pytest.mark.parametrize("more", [{"rate": 1.0}, {"new": 4}, {"on": "H100", "new": 9000}, {"on": "H100", "rate": 2.0}, {"name": "t5-base", "on": "H100", "new": 4}])
+def test_a_requests_time_needs_a_device_and_an_answer(more):
+    more = {key: cluster(value) if key == "on" else value for key, value in more.items()}
+    with pytest.raises(UserError, match=r"--new and --rate: a request's time needs --on DEVICE, --new N"):
+        serving(config_of(more.pop("name", "llama2-7b")), **more)
 
 
 # ---------------------------------------------------------------- several devices

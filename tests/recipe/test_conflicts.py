@@ -46,7 +46,7 @@ def test_what_an_override_robs_of_its_effect_is_left_out_and_named(write, overri
          " (task.name=translation on the command line)"),
         (BERT, ["tokenizer.shared=true"], "command line: tokenizer.shared: cannot take effect with labelled data. It is for pairs."
          " (data.kind=labelled in r.yaml)"),
-        (GPT, ["task.name=masked_lm"], "r.yaml: model.family: task masked_lm needs bert, not gpt. gpt is for task.name=causal_lm."
+        (GPT, ["task.name=masked_lm"], "r.yaml: model.family: task masked_lm needs bert, not gpt. gpt is for task.name=causal_lm or chat."
          " (task.name=masked_lm on the command line)"),
         (GPT, ["data.max_len=128"], "command line: data.max_len: 128 is more than model.seq_len=64. Set data.max_len=64 or a longer"
          " model.seq_len. (model.seq_len=64 in r.yaml)"),

@@ -192,7 +192,7 @@ learning_rate: 1
         "r.yaml: layout.micro_batch: expected a whole number ≥ 1, got 'none'. Use null to unset it.",
         "r.yaml: optimiser: unknown key. Did you mean optimizer?",
         "r.yaml: learning_rate: unknown key. It is optimizer.lr.",
-        "r.yaml: task: missing. It needs task.name: copy, translation, causal_lm, masked_lm, span_corruption, classification.",
+        "r.yaml: task: missing. It needs task.name: copy, translation, causal_lm, chat, masked_lm, span_corruption, classification.",
         "command line: evaluate.samples: expected a whole number ≥ 0, got -1.",
         "command line: data.sources: unknown key. Did you mean data.source?",
         "command line: log.every: not of the form section.key=value. Write log.every=VALUE.",

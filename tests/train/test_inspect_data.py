@@ -102,8 +102,8 @@ ALPACA = {"instruction": "Name a colour of the sky.", "input": "", "output": "bl
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (ALPACA, ("instructions with their answers, as Alpaca's (columns 'instruction', 'input' and 'output')", "in a column 'text'")),
-        ({"messages": [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]}, ("chats, a list of messages each (column 'messages')", "in a column 'text'")),
+        ({"instruction": "Name a colour.", "response": "blue"}, ("instructions with their answers (columns 'instruction' and 'response')", "Call them prompt and completion")),
+        ({"dialog": [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Hi"}]}, ("chats (column 'dialog')", "in a column messages")),
         ({"prompt": "Two plus two is what?", "chosen": "4", "rejected": "5"}, ("answers that were chosen and rejected",)),
     ],
 )  # fmt: skip
@@ -117,7 +117,8 @@ def test_data_of_assistants_are_named_and_not_half_read(tmp_path, capsys, row, w
 def test_with_a_column_of_whole_texts_or_a_named_one_they_can_be_learned(tmp_path):
     rows = [{**ALPACA, "input": str(i), "text": f"Question {i}: name a colour. Answer: blue"} for i in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert look([str(tmp_path / "a.jsonl")], None, False).data["text"] == "text"
+    whole = look([str(tmp_path / "a.jsonl")], None, False)
+    assert whole.data["text"] == "text" and "note       it has chats too: --form alpaca learns what the assistant says alone" in whole.lines
     assert look([str(tmp_path / "a.jsonl")], "output", False).data["text"] == "output"
 
 

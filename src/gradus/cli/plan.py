@@ -46,6 +46,10 @@ QUESTIONS = ("explain", "devices", "search", "serve", "optimal", "accuracy", "we
            only="serve"),
     option("--bits Q", "with --serve: bits per stored weight, e.g. 8 (default: the precision's)", whole(32),
            only="serve"),
+    option("--new N", "with --serve: of --length those of the answer; adds what a request takes", whole(LENGTH),
+           only="serve"),
+    option("--rate R", "with --serve --new: requests/s that arrive (default: a batch at once)",
+           real(above=0, most=1e6), only="serve"),
     option("--optimal", "compute-optimal tokens; with --tokens, the model size"),
     option("--accuracy FILE", "error against published runs (no file), with --on a chip's", nargs="?", const=True),
     option("--web", "serve the plan as a local page"),
@@ -141,7 +145,9 @@ def _replied(args, request: Request) -> tuple[Iterable[str], Sequence[Row]]:
     from gradus.plan.show import components, first_screen, note_lines
 
     if args.serve:
-        lines, rows, notes = serve(request, batch=args.batch or 1, length=args.length, bits=args.bits)
+        lines, rows, notes = serve(
+            request, batch=args.batch or 1, length=args.length, bits=args.bits, new=args.new, rate=args.rate
+        )  # fmt: skip
         if args.all:
             return [*lines, *note_lines(notes), *components(rows)], rows
         last = ["--all for components, --json for rows"]

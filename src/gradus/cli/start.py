@@ -11,6 +11,8 @@ from gradus.errors import UserError
 from gradus.limits import AXIS
 from gradus.options import option, whole
 
+CHATS = ("messages", "sharegpt", "prompt", "alpaca")  # data.form
+
 
 @verb("all of it, in two minutes", "gradus demo", "start")
 def demo(args) -> int:
@@ -34,19 +36,21 @@ def _labels(p: Any) -> Action:
     option("file FILE.yaml", "the recipe to write"),
     option(
         "--data PATH",
-        "a table (CSV, TSV, JSONL, Parquet), a text, a folder of these or of images, or two files of parallel text",
+        "a table (CSV, TSV, JSONL, Parquet), chats, a text, a folder of these or of images, or two files of parallel "
+        "text",
         nargs="+", required=True,
     ),
     option("--init FOLDER", "weights to fine-tune (Hugging Face layout) in place of a small new model"),
     option("--lora", "with --init: train an adapter, small matrices beside its weights"),
     option("--text COLUMN", "of a table: the text column (default: the only candidate)"),
     _labels,
+    option("--form NAME", "of chats: which columns hold them (default: the only candidate)", choices=[*CHATS]),
 )  # fmt: skip
 def new(args) -> Iterable[str]:
     """a recipe for your own data"""
     from gradus.train.new import new
 
-    return new(args.file, args.data, args.init, args.text, args.label, args.lora)
+    return new(args.file, args.data, args.init, args.text, args.label, args.lora, args.form)
 
 
 @verb("the packaged recipes", "gradus recipes", "results")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradus.cli.verb import RECIPE, verb
+from gradus.errors import UserError
 from gradus.limits import CLASSES, LENGTH, SAMPLES, VOCABULARY
 from gradus.options import option, real, whole
 
@@ -66,10 +67,18 @@ def predict(args) -> Iterable[str]:
     option("--sliding-window", "continue beyond the context length, forgetting old tokens (not attention's window)"),
     option("--no-cache", "recompute everything for every token (slower, same text)"),
     option("--beams N", "beam width; 1 (default): no beam search", whole(1_000), default=1),
+    option("--chat", "answer by the model's chat template: prompts in turn, or lines of standard input (/reset)"),
+    option("--system TEXT", "with --chat: what the system says (default: as in training)"),
     ADAPTER, *ENGINE,
 )  # fmt: skip
 def generate(args) -> Iterable[str]:
-    """continue a text"""
+    """continue a text, or answer in a conversation"""
+    if args.system is not None and not args.chat:
+        raise UserError("--system: it is what the system says in a chat. Give --chat too, or leave it out.")
+    if args.chat:
+        from gradus.infer.chat import chat
+
+        return chat(args)
     from gradus.infer.generate import generate
 
     return generate(args)

@@ -201,10 +201,9 @@ def stdlib_texts() -> Iterator[str]:
 
 
 def cached_bpe(
-    corpora: Sequence[Corpus], vocab_size: int, lowercase: bool, sentinels: bool, cache: str | Path | None = None
+    corpora: Sequence[Corpus], vocab_size: int, lowercase: bool, specials: list[str], cache: str | Path | None = None
 ) -> Tokenizer:
-    """`train_bpe` of these texts, done once and kept in the cache. sentinels: with T5's 100 `<extra_id_i>`."""
-    specials = [f"<extra_id_{i}>" for i in range(100)] if sentinels else []
+    """`train_bpe` of these texts, done once and kept in the cache."""
     key = digest(1, "".join(corpus.key for corpus in corpora), vocab_size, lowercase, specials)
 
     def write(aside: Path) -> None:

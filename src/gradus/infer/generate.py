@@ -11,7 +11,7 @@ from gradus.data.tokenizers import Tokenizer
 from gradus.errors import UserError
 from gradus.infer import ModelSource, encode, note, repetition_penalty, sources
 from gradus.infer.checked import checked
-from gradus.models.decoding import Choose, beam_search, penalised, sampler
+from gradus.models.decoding import Choose, Encoded, beam_search, penalised, sampler
 from gradus.models.decoding import generate as decode
 from gradus.models.finite import NotFinite
 
@@ -21,13 +21,15 @@ class Continuation:
     encoder-decoder's answer) so far.
 
     prompts: none means one empty text. sliding: a decoder continues beyond its positions, reading only the latest
-    tokens that fit them. Raises UserError for a model that cannot generate, a setting out of range, or a prompt that
+    tokens that fit them. encoded: the prompts as the model reads them; the texts are then its answers alone. Raises
+    UserError for a model that cannot generate, a setting out of range, or a prompt that
     does not fit.
     """
 
     def __init__(
         self, source: ModelSource, prompts: list[str], *, max_new: int, tokenizer: str | None = None,
         precision: str | None = None, sliding: bool = False, engine: str | None = None, beams: int = 1,
+        encoded: Encoded | None = None,
     ):  # fmt: skip
         family, self.prompts = source.family, prompts or [""]
         if max_new < 1:
@@ -39,14 +41,14 @@ class Continuation:
             raise UserError(f"--sliding-window: it is for decoders, which {family.name} is not. Leave it out.")
         tokenizers = source.tokenizers(tokenizer)
         self.penalty = repetition_penalty(source, applied=beams == 1)
-        self.encoded = encode(source, tokenizers, self.prompts, fit=not sliding)
+        self.encoded = encoded or encode(source, tokenizers, self.prompts, fit=not sliding)
         self.max_new = self._new_that_fit(source, max_new, sliding)
         self.window = source.config.seq_len if sliding else None
         if beams > 1 and sliding:
             raise UserError("--beams: not with --sliding-window. Leave one out.")
         self.beams, self.engine = beams, checked(source, engine, precision, self.encoded)
         self.tokenizer = tokenizers.get("target", tokenizers[""])
-        answers = self.encoded.sources is not None
+        answers = encoded or self.encoded.sources is not None
         self.before = [[] for _ in self.prompts] if answers else [list(row) for row in self.encoded.prompts]
         self.rows = [list(row) for row in self.before]
 
@@ -91,27 +93,36 @@ def generate(args: Any) -> None:
     """Print the continuation of `args.prompt` on standard output: one prompt as it comes, several as one batch at the
     end. One line of timing goes to standard error. The arguments are those of `gradus generate`; errors as of
     `Continuation`."""
-    choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    choose = sampler_of(args)
     if args.beams > 1 and (args.temperature or args.no_cache):
         other = "--temperature" if args.temperature else "--no-cache"
         raise UserError(f"--beams={args.beams}: not with {other}. Leave one out.")
-    for source in sources(args.model, args.adapter, args.engine, args.precision):
+    for source in sources_of(args):
         if args.adapter and len(args.adapter) > 1:
             print(f"── {source.name} ──", flush=True)
-        _generate(args, source, choose)
+        continuation = Continuation(
+            source, args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
+            sliding=args.sliding_window, engine=args.engine, beams=args.beams,
+        )  # fmt: skip
+        print_answer(continuation, choose, cache=not args.no_cache)
 
 
-def _generate(args: Any, source: ModelSource, choose: Any) -> None:
-    continuation = Continuation(
-        source, args.prompt, max_new=args.max_new, tokenizer=args.tokenizer, precision=args.precision,
-        sliding=args.sliding_window, engine=args.engine, beams=args.beams,
-    )
+def sampler_of(args: Any) -> Choose:
+    return sampler(args.temperature, args.top_k, args.top_p, args.seed)
+
+
+def sources_of(args: Any) -> list[ModelSource]:
+    return sources(args.model, args.adapter, args.engine, args.precision)
+
+
+def print_answer(continuation: Continuation, choose: Choose, cache: bool) -> None:
+    """Print one text as it comes, several when all are there, and the time that they took."""
     stream = Stream(continuation.tokenizer, sys.stdout.write) if len(continuation.prompts) == 1 else None
     first, start = None, time.perf_counter()
     if stream:
         stream.show(continuation.rows[0])
     try:
-        for _ in continuation.steps(choose, cache=not args.no_cache):
+        for _ in continuation.steps(choose, cache):
             first = first or time.perf_counter()
             if stream:
                 stream.show(continuation.rows[0])
@@ -120,7 +131,7 @@ def _generate(args: Any, source: ModelSource, choose: Any) -> None:
             print(flush=True)
         raise
     end = time.perf_counter()
-    first = start if first is None or args.beams > 1 else first  # a search yields all at once
+    first = start if first is None or continuation.beams > 1 else first  # a search yields all at once
     if stream:
         stream.show(continuation.rows[0], end=True)
         print(flush=True)

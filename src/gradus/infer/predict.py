@@ -174,6 +174,8 @@ def texts_of(source: ModelSource, given: str) -> Iterable[str]:
         if readers.kind_of(path) == "txt":
             return filter(str.strip, readers.read_lines(path))
         data = source.recipe and source.recipe.data
+        if data and (rows := task_class(source.recipe).rows):
+            return rows(path, source.recipe)
         return Corpus.column(path, getattr(data, "text", getattr(data, "source", None)))
     if end in readers.KINDS or (os.sep in given and os.path.isdir(path)):
         aside = "If it is a text, give it on standard input"

@@ -175,7 +175,7 @@ def before_and_after(session: Session, split: str, old: Engine, new: Engine) -> 
         evaluate(parallel, task, split, fp32, session.device, instead=engine, each=sums)
         for engine, sums in zip((old, new), each)
     ]
-    table |= {f"{split}/{name}": [m[name] for m in metrics] for name in ("accuracy", "loss")}
+    table |= {f"{split}/{name}": [m[name] for m in metrics] for name in (task.accuracy, "loss")}
     both = [(a["accuracy"], b.get("accuracy", b["loss"])) for a, b in zip(*each, strict=True)]
     return table | {"difference": paired_loss([(before - after, n) for (before, n), (after, _) in both])}
 

@@ -24,10 +24,11 @@ ROWS = 2048  # of a chunk: the weight's gradient is read and written once a chun
 def summed_cross_entropy(
     logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, reduction: str = "sum"
 ) -> Tensor:
-    """Cross entropy summed over the targets that count (those not IGNORE), in fp32. logits (n, classes),
-    targets (n,). reduction: none: one value a target, 0 where it does not count."""
+    """Cross entropy summed over the targets that count (those not IGNORE), in fp32, of float64 in that. logits (n,
+    classes), targets (n,). reduction: none: one value a target, 0 where it does not count."""
+    exact = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(
-        logits.float(), targets, reduction=reduction, label_smoothing=label_smoothing, ignore_index=IGNORE
+        exact, targets, reduction=reduction, label_smoothing=label_smoothing, ignore_index=IGNORE
     )
 
 

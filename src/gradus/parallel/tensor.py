@@ -285,8 +285,8 @@ class _SplitLoss(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.cross_entropy and isinstance(args[0], DTensor):
-            assert kwargs["reduction"] == "sum" and kwargs["weight"] is None, "sums of losses, unweighted"
-            return _cross_entropy(*args, kwargs["ignore_index"], kwargs["label_smoothing"])
+            assert kwargs["reduction"] != "mean" and kwargs["weight"] is None, "sums of losses or each, unweighted"
+            return _cross_entropy(*args, kwargs["reduction"], kwargs["ignore_index"], kwargs["label_smoothing"])
         return function(*args, **(kwargs or {}))
 
 
@@ -294,8 +294,8 @@ def loss_context(layout: Layout) -> contextlib.AbstractContextManager:
     """The context for the forward and backward pass of a training step.
 
     With `layout.vocab_parallel` the logits are, within it, DTensors split along the vocabulary, for `F.cross_entropy`
-    with reduction="sum" (label smoothing included). Outside of it, or without `layout.vocab_parallel`, logits are plain
-    and whole.
+    with reduction="sum" or "none" (label smoothing too). Outside of it, or without `layout.vocab_parallel`, logits are
+    plain and whole.
     """
     stack = contextlib.ExitStack()
     if layout.tensor > 1 and layout.vocab_parallel:
@@ -310,20 +310,24 @@ def _logits(module: nn.Module, inputs: tuple, logits: Tensor) -> Tensor:
     return logits.redistribute(placements=[Replicate()]).to_local()
 
 
-def _cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
-    """logits (n, vocab) split along the vocabulary, targets (n,) -> the summed loss, a plain scalar.
+def _cross_entropy(
+    logits: DTensor, targets: Tensor, reduction: str, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """logits (n, vocab) split along the vocabulary, targets (n,) -> the summed loss, a plain scalar, or for
+    reduction="none" each (n,).
 
     PyTorch's parallel loss has no label smoothing; this adds its part, the cross entropy to the uniform distribution
     (Szegedy et al. 2016, section 7).
     """
-    loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index).full_tensor()
+    loss = F.cross_entropy(logits, targets, reduction=reduction, ignore_index=ignore_index).full_tensor()
     if not label_smoothing:
         return loss
     highest = logits.detach().amax(-1, keepdim=True).redistribute(placements=[Replicate()])  # (n, 1)
     total = (logits - highest).exp().sum(-1).full_tensor()  # (n,)
     mean = logits.sum(-1).full_tensor() / logits.shape[-1]
     uniform = total.log() + highest.to_local()[:, 0] - mean  # (n,)
-    return (1 - label_smoothing) * loss + label_smoothing * uniform[targets != ignore_index].sum()
+    uniform = uniform.masked_fill(targets == ignore_index, 0.0)
+    return (1 - label_smoothing) * loss + label_smoothing * (uniform.sum() if reduction == "sum" else uniform)
 
 
 def sum_partial_gradients(model: nn.Module) -> None:

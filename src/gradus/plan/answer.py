@@ -593,8 +593,9 @@ def search(request: Request) -> Reply:
     return Reply(result.lines(), result.rows(), notes)
 
 
-def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: int | None = None) -> Reply:
-    """What using the model takes: weights, cache by batch and length, time per token. Raises UserError as `answer`."""
+def serve(request: Request, *, batch: int = 1, length: int | None = None, **more: float | None) -> Reply:
+    """What using the model takes: weights, cache by batch and length, time per token. more: `bits`, `new` and `rate` of
+    `serving`. Raises UserError as `answer`."""
     from gradus.plan.serving import lines, serving
 
     if request.days or request.tokens:
@@ -603,7 +604,7 @@ def serve(request: Request, *, batch: int = 1, length: int | None = None, bits: 
     recipe = case.recipe
     precision = recipe.layout.precision.removeprefix("pure_")
     try:
-        rows = serving(recipe.model, batch=batch, seq_len=length, bits=bits, precision=precision, on=cluster)
+        rows = serving(recipe.model, batch=batch, seq_len=length, precision=precision, on=cluster, **more)
     except UserError as e:  # by the names of the command line
         flags = {"seq_len": "--length=", "batch": "--batch=", "bits": "--bits="}
         raise UserError(re.sub(r"\b(seq_len|batch|bits)=", lambda m: flags[m[1]], str(e))) from None

@@ -64,7 +64,8 @@ class PassTracer(Recorder):
     def _pass(self, counts: Counter) -> Pass:
         sums = [(key[1], times) for key, times in counts.items() if key[0] == "sum"]
         weights = sum(self.elements[key[1]] * times for key, times in counts.items() if key[0] == "read")
-        return Pass(counts["operations"], weights, sums)
+        kernels = [(*key[1:], times) for key, times in counts.items() if key[0] == "kernel"]
+        return Pass(kernels, weights, sums)
 
     def _cached(self, cache: Cache) -> tuple[int, int]:
         """own and cross of `Usage`."""
@@ -83,13 +84,14 @@ class PassTracer(Recorder):
         return torch.empty(self.batch, c.n_channels, c.image_size, c.image_size, device="meta")
 
     def _trace(self, call: Callable[[], Any]) -> tuple[Counter, Tensor]:
-        """(counts, the first tensor that the call returns). The counts: "operations"; ("read", memory of a parameter) →
-        how many are like it; ("sum", elements of an output that tensor parallelism sums) → how many of them."""
+        """(counts, the first tensor that the call returns). The counts: ("kernel", kind, operations, shape) and ("sum",
+        elements of an output that tensor parallelism sums) → how many; ("read", memory of a parameter) → how many are
+        like it."""
         self.ops, self.counts, self.counting = {}, Counter(), True
         fused = replace(OTHER, skips_blocks=True, attention=_fused, blocks=_fused_window)
         with torch.no_grad(), pretending(fused), self:
             output = call()
-        self.counts["operations"] = sum(key.flops * times for key, times in self.ops.items())
+        self.counts |= {("kernel", key.kind, key.flops, key.shape): n for key, n in self.ops.items() if key.flops}
         return self.counts, tree_leaves(output)[0]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

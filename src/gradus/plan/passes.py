@@ -14,14 +14,19 @@ from gradus.torch_private import memory_id
 class Pass:
     """What a pass over a batch does, on all devices together.
 
-    operations: of matrix products, convolutions and attention, of which a causal kernel computes half. weights:
-    elements of parameters that are read: none of a table that is looked up in, top_k experts of a layer. sums:
-    (elements of an output that tensor parallelism sums, how many all-reduces have so many).
+    kernels: (kind, operations, shape, how many) of matrix products, convolutions and attention, of which a causal
+    kernel computes half; as in `work.Op`. weights: elements of parameters that are read: none of a table that is looked
+    up in, top_k experts of a layer. sums: (elements of an output that tensor parallelism sums, how many all-reduces
+    have so many).
     """
 
-    operations: float
+    kernels: list[tuple]
     weights: int
     sums: list[tuple[int, int]]
+
+    @property
+    def operations(self) -> float:
+        return sum(operations * times for _, operations, _, times in self.kernels)
 
 
 @dataclasses.dataclass(frozen=True)

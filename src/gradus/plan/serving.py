@@ -16,12 +16,15 @@ from gradus.hardware import Cluster, Device
 from gradus.plan.collectives import collective_seconds
 from gradus.plan.figures import known_figure
 from gradus.plan.passes import Pass, Usage
+from gradus.plan.roofline import op_seconds, parameters
 from gradus.plan.store import stored, versions
+from gradus.plan.work import Op
 from gradus.recipe.schema import ModelConfig
 from gradus.rows import Row
 from gradus.text import duration, rate, size, table
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+PASS = 8192  # tokens of prompts in one pass: vLLM's and TensorRT-LLM's default on large GPUs
 LEFT_OUT = "the prompt's activations, workspaces, the framework"
 
 
@@ -50,7 +53,8 @@ def usage_of(config: ModelConfig, batch: int, tokens: int, source: int = 0) -> U
 @dataclasses.dataclass(frozen=True)
 class Use:
     """A model in use. batch: rows decoded together. tokens: of a row, prompt and new ones. source: those of the other
-    side of an encoder-decoder. bits: of a stored weight. precision: of computing, and of the cache."""
+    side of an encoder-decoder. bits: of a stored weight. precision: of computing, and of the cache. products: of linear
+    layers' products, where that is another: fp8, fp4."""
 
     config: ModelConfig
     batch: int
@@ -59,10 +63,16 @@ class Use:
     bits: int
     precision: str
     on: Cluster | None
+    products: str = ""
 
     @property
     def devices(self) -> int:
         return self.on.n if self.on else 1
+
+    @property
+    def parts(self) -> int:
+        """Devices among which keys and values are split."""
+        return math.gcd(getattr(self.config, "n_kv_heads", None) or self.config.n_heads, self.devices)
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -73,23 +83,29 @@ class Use:
 
 def serving(
     config: ModelConfig, *, batch: int = 1, seq_len: int | None = None, bits: int | None = None,
-    precision: str = "bf16", on: Cluster | None = None,
+    precision: str = "bf16", on: Cluster | None = None, new: int | None = None, rate: float | None = None,
 ) -> list[Row]:  # fmt: skip
     """Rows serving/<what>: weights, kv_per_token, kv_cache, cross_cache, logits, total (bytes, on each device); rule
     and rule_tokens, the rule of thumb and the tokens at which its 20 % are used up; device, the single one with the
     least memory that holds all; and where `on` holds it prefill_time, decode_time (s) and tokens_per_s: lower bounds,
-    on several devices with what they send at the usual rate of their links.
+    on several devices with what they send at the usual rate of their links; with new also requests_per_s, ttft and itl,
+    as `expected`.
 
     batch: rows decoded together. seq_len: tokens per row, prompt and new ones, and of an encoder-decoder's source
     (None: all the model has positions for). bits: of a stored weight, where it is not that of `precision` (8, 4:
     quantized, their scales not counted). on: several devices split weights and heads among them (tensor parallelism);
-    keys and values as far as their heads divide. Raises UserError for a length the model cannot take, and devices that
-    it cannot be split over or whose peak is not known.
+    keys and values as far as their heads divide. new: tokens of the row that are an answer. rate: requests/s that
+    arrive. Raises UserError for a length the model cannot take, and devices that it cannot be split over or whose peak
+    is not known.
     """
     length = _length(config, seq_len)
     if on is not None and on.n > 1:
         _check_split(config, on)
-    source = length if models.lookup(config.family).attention == "cross" else 0
+    attention = models.lookup(config.family).attention
+    source = length if attention == "cross" else 0
+    if (new or rate) and not (on and attention == "causal" and 0 < (new or 0) < length):
+        needs = "--on DEVICE, --new N below --length, and a model that continues text"
+        raise UserError(f"--new and --rate: a request's time needs {needs}")
     use = Use(config, batch, length, source, bits or 8 * BYTES[precision], precision, on)
     usage, total = usage_of(config, batch, length, source), models.count(config)["total"]
     rows = _memory(use, usage, total)
@@ -104,6 +120,9 @@ def serving(
     ]
     if on is not None and need <= on.device.capacity:
         rows += _times(use, usage, parts.get("kv_cache", 0) + parts.get("cross_cache", 0))
+        if new:
+            inputs = {"batch": batch, "prompt": length - new, "new": new, "rate": rate}
+            rows += [known_figure(f"serving/{key}", v, inputs, **inputs) for key, v in expected(use, new, rate).items()]
     for row in rows:
         row.conditions |= use.conditions
     return rows
@@ -136,18 +155,17 @@ def _check_split(config: ModelConfig, on: Cluster) -> None:
 def _memory(use: Use, usage: Usage, total: int) -> list[Row]:
     """The parts of a device's memory. total: parameters."""
     width, weights = BYTES[use.precision], total * use.bits / 8
-    parts = math.gcd(getattr(use.config, "n_kv_heads", None) or use.config.n_heads, use.devices)
     inputs = {"P": total, "Q": use.bits, "devices": use.devices}
     rows = [known_figure("serving/weights", weights / use.devices, inputs)]
-    inputs = {"bytes": width, "parts": parts, "batch": use.batch}
+    inputs = {"bytes": width, "parts": use.parts, "batch": use.batch}
     if usage.own:
         each = usage.own // (use.batch * use.tokens)
         own = {"elements": each, "tokens": use.tokens, **inputs}
-        rows.append(known_figure("serving/kv_per_token", each * width // parts, own))
-        rows.append(known_figure("serving/kv_cache", usage.own * width // parts, own))
+        rows.append(known_figure("serving/kv_per_token", each * width // use.parts, own))
+        rows.append(known_figure("serving/kv_cache", usage.own * width // use.parts, own))
     if usage.cross:
         cross = {"elements": usage.cross // use.batch // use.source, "source": use.source, **inputs}
-        rows.append(known_figure("serving/cross_cache", usage.cross * width // parts, cross))
+        rows.append(known_figure("serving/cross_cache", usage.cross * width // use.parts, cross))
     inputs = {"batch": use.batch, "classes": usage.classes, "bytes": width}
     return [*rows, known_figure("serving/logits", use.batch * usage.classes * (width + 4), inputs)]
 
@@ -208,7 +226,7 @@ def _time(name: str, done: Pass, use: Use, cache: int) -> Row:
     device, n, peak = use.on.device, use.devices, use.on.device.peaks[use.precision]
     moved = done.weights * use.bits / 8 / n + cache
     payloads = [(elements * BYTES[use.precision], calls) for elements, calls in done.sums]
-    sent = sum(calls * collective_seconds("all_reduce", payload, n, 1, use.on) for payload, calls in payloads)
+    sent = _sums(done, use)
     seconds = {"bandwidth": moved / device.bandwidth, "operations": done.operations / n / peak, "all-reduces": sent}
     inputs = {
         "operations": done.operations, "bytes": moved, "devices": n, "all-reduces": sum(calls for _, calls in payloads),
@@ -218,6 +236,63 @@ def _time(name: str, done: Pass, use: Use, cache: int) -> Row:
     conditions = {"limit": max(seconds, key=seconds.get), "device": device.name, "bound": "lower"}
     least_time = max(seconds["bandwidth"], seconds["operations"]) + sent
     return known_figure(f"serving/{name}", least_time, inputs, **conditions)
+
+
+def _sums(done: Pass, use: Use) -> float:
+    """Seconds of a pass's all-reduces."""
+    width = BYTES[use.precision]
+    return sum(n * collective_seconds("all_reduce", size * width, use.devices, 1, use.on) for size, n in done.sums)
+
+
+# ---------------------------------------------------------------- expected
+
+
+def kernel_seconds(done: Pass, use: Use, cache: int = 0) -> float:
+    """Seconds of a pass by what single kernels reach (`plan.roofline`), launched without waiting for the host (CUDA
+    graphs): products, attention, and all else fused to one kernel between two products, which writes what the next one
+    reads and reads what the last one wrote; and all-reduces. cache: as in `_time`."""
+    device, n, width = use.on.device, use.devices, BYTES[use.precision]
+    fit = dataclasses.replace(parameters(device, "")[0], cast=0.0)  # which those between fuse, too
+    moved, seconds = cache, _sums(done, use)
+    for kind, flops, shape, times in done.kernels:
+        dtype, nbytes = use.precision, 0.0
+        if kind == "matmul":
+            experts, each, *sides = shape
+            rows = flops / 2 / math.prod(sides)
+            chosen = experts * (1 - (1 - 1 / experts) ** rows)  # one, or as many as all rows choose at random
+            sides[sides[1] > sides[0]] /= n  # tensor parallelism cuts the longer one
+            dtype, shape = use.products or dtype, (experts, each, *sides)
+            nbytes = chosen * math.prod(sides) * use.bits / 8
+            moved += times * rows * sum(sides) * width
+        seconds += times * op_seconds(Op(kind, "", dtype, "forward", flops / n, nbytes, shape), device, fit)
+    return seconds + moved / device.bandwidth / fit.bandwidth
+
+
+def expected(use: Use, new: int, rate: float | None = None) -> dict[str, float]:
+    """requests_per_s: the most that `use.batch` rows serve; ttft, itl: mean seconds to a request's first token and
+    between its others, which wait for the prompts of requests beside it. rate: requests/s, which arrive at random and
+    wait for a free row as in M/D/n (Sakasegawa 1977); no times where it is no less than what is served. None: a batch
+    starts at once, and each request is followed by another."""
+    n, width, start = use.batch, BYTES[use.precision], use.tokens - new
+    beside = min(n, max(PASS // start, 1))
+    prompt = kernel_seconds(usage_of(use.config, beside, start).prefill, use) / beside
+
+    def step(rows: int) -> float:
+        usage = usage_of(use.config, rows, start + new // 2)
+        return kernel_seconds(usage.decode, use, usage.own * width // use.parts)
+
+    full = step(n)
+    most = n / (new * full + n * prompt)
+    itl = full + (n - 1) * prompt / new
+    if rate is None:
+        return {"requests_per_s": most, "ttft": (n + 1) / 2 * prompt + full, "itl": itl}
+    if rate >= most:
+        return {"requests_per_s": most}
+    alone = step(1)
+    load, row = rate / most, (full - alone) / max(n - 1, 1)
+    itl = min(itl, alone / (1 - rate * (prompt + row * new)))
+    wait = load ** (math.sqrt(2 * n + 2) - 1) / (1 - load) / 2 / most
+    return {"requests_per_s": most, "ttft": wait + prompt + itl, "itl": itl}
 
 
 # ---------------------------------------------------------------- as text
@@ -252,7 +327,18 @@ def lines(name: str, rows: list[Row], on: Cluster | None = None, images: bool = 
         limit = "" if until else ", on average: layers with a window keep no more than it"
         text.append(f"cache     {size(by_name['kv_per_token'].value)} of keys and values for {each}{limit}")
     text += [f"how fast  {line}" for line in _how_fast(by_name, c, on, images)]
+    if "requests_per_s" in by_name:
+        text.append(_expected(by_name))
     return [*text, f"excluded  {c['without']}"]
+
+
+def _expected(by_name: dict[str, Row]) -> str:
+    c, most = by_name["requests_per_s"].conditions, f"at most {rate(by_name['requests_per_s'].value)} requests/s"
+    if "itl" not in by_name:
+        return f"SATURATED {c['rate']:g} requests/s would queue without end: {most} are served"
+    ttft, itl = (duration(by_name[name].value) for name in ("ttft", "itl"))
+    when = f"at {c['rate']:g} requests/s" if c["rate"] else "all at once"
+    return f"expected  {when}: the first of {c['new']:,} new tokens after {ttft}, then one every {itl}; {most}"
 
 
 def _fit(by_name: dict[str, Row], on: Cluster | None) -> str:

@@ -274,7 +274,7 @@ def screen(answer: Answer, everything: bool = False) -> list[str]:
     return [*lines, *components(answer.rows), *note_lines(answer.notes), *(["", *timed, LEGEND] if timed else [])]
 
 
-VERDICTS = {"green": r"^fits\b", "red": r"^NO FIT\b|\bnothing fits\b|\bdoes not fit\b|[\d.]+ \w+ too much"}
+VERDICTS = {"green": r"^fits\b", "red": r"^(NO FIT|SATURATED)\b|\bnothing fits\b|\bdoes not fit\b|[\d.]+ \w+ too much"}
 
 
 def printed(lines: Iterable[str]) -> Iterator[str]:

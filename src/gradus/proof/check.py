@@ -58,6 +58,7 @@ NEAR = 0.25, 1.0  # how far from ln(classes) the first loss may be: the larger o
 WAIT, LITTLE = 0.1, 2e-3  # share of a step that may be spent waiting for data; s that are never too many
 WRONG_IDS = "Leave model.vocab_size out (the tokenizer sets it), or use the tokenizer that goes with the weights."
 WRONG_LABELS = "Labels count from 0: look at data.label, or leave model.n_classes and model.vocab_size out."
+SHOWN = 400  # tokens of a sample that is shown
 LOADER, ROUNDS = 1.5, 5  # s for which the loader is timed; in so many rounds, whose median counts
 
 
@@ -81,6 +82,27 @@ class Line:
         texts = (text.replace("\n", " ") for text in (self.text, self.hint) if text)
         lines = (line for text in texts for line in fold(text, 0, width() - len(head)))
         return f"{word}  {self.name:12} " + f"\n{head}".join(lines)
+
+
+class Sample(Line):
+    """One training sample, token by token: what is learned between brackets, in green, and what stops with a ■."""
+
+    def __init__(self, tokens: list[tuple[str, bool, bool]]):
+        n, self.tokens = sum(learned for _, learned, _ in tokens), tokens[:SHOWN]
+        self.left = len(tokens) - len(self.tokens)
+        super().__init__("learned", True, f"{n:,} of the first sample's {len(tokens):,} tokens")
+
+    def __str__(self) -> str:
+        lines, line, size, before = [f"{super().__str__()}: ⟦so⟧, ■ stops"], "", 0, False
+        for text, learned, stops in [*self.tokens, ("", False, False)]:
+            mark = "⟦" if learned and not before else "⟧" if before and not learned else "·" if line else ""
+            part = mark + text + "■" * stops
+            if size + len(part) > width() - 2:
+                lines.append(line)
+                line, size = "", 0
+            line, size, before = line + (colour(part, "green") if learned else part), size + len(part), learned
+        more = [f"... and {self.left:,} more"] if self.left else []
+        return "\n  ".join([*lines, line, *more])
 
 
 class Wrong(Exception):
@@ -119,6 +141,8 @@ def checks(recipe: Recipe) -> Iterator[Line]:
     session_checks = SessionChecks(session, recipe)
     for name in NAMES:
         yield run(name, getattr(session_checks, name))
+    if tokens := list(session.task.token_by_token()):
+        yield Sample(tokens)
 
 
 def run(name: str, function: Callable[[], str]) -> Line:

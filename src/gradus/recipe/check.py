@@ -114,8 +114,14 @@ def _max_len(data, sizes) -> Iterator[Problem]:
 
 
 def _tokenizer(task, data, model, tokenizer) -> Iterator[Problem]:
-    if data.kind not in learners(task.name) or data.kind not in ("text", "labelled", "pairs"):
+    if data.kind not in learners(task.name) or data.kind not in ("text", "chats", "labelled", "pairs"):
         return
+    if data.kind == "chats" and tokenizer and tokenizer.kind not in ("bpe", "file"):
+        text = f"{tokenizer.kind} has no tokens that begin and end a turn. Set tokenizer.kind=bpe or file."
+        yield Problem("tokenizer.kind", text, ("data.kind",))
+    if data.kind == "chats" and tokenizer and tokenizer.kind == "bpe" and not task.template:
+        text = "missing: a tokenizer made from text has none of its own. Set task.template=chatml, say."
+        yield Problem("task.template", text, ("tokenizer.kind",))
     if tokenizer is None:
         if model.init is None:
             text = f"missing. {data.kind} data needs one, such as tokenizer.kind=byte, "
@@ -182,7 +188,7 @@ def _batch(batch, data, sizes) -> Iterator[Problem]:
     if data.kind == "images":
         yield Problem("batch.tokens", "images are counted in samples. Set batch.samples.", ("data.kind",))
     row = getattr(data, "max_len", None) or getattr(sizes, "seq_len", None)
-    if data.kind == "text" and row and batch.tokens < row:
+    if data.kind in ("text", "chats") and row and batch.tokens < row:
         text = f"{batch.tokens} is less than one row of {row} tokens. "
         text += f"Set batch.tokens={row} or more, or a shorter data.max_len."
         yield Problem("batch.tokens", text, ("data.max_len",) if getattr(data, "max_len", None) else ("model.seq_len",))

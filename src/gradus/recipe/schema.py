@@ -6,6 +6,7 @@ checkpointing, compile). Nothing here imports torch.
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 import string
@@ -317,7 +318,7 @@ class BertConfig(ModelConfig):
 class GPTConfig(ExpertsConfig):
     """GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020)."""
 
-    learns = {"causal_lm": "text"}
+    learns = {"causal_lm": "text", "chat": "chats"}
     family: Literal["gpt"] = "gpt"
     d_ff: Hidden | None = None  # None: 4 d_model
     seq_len: Length = 1024  # longest sequence in tokens
@@ -419,7 +420,7 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
     with qkv_bias, Qwen2 and Qwen2.5 (Yang et al. 2024); with qk_norm, Qwen3 (Yang et al. 2025); with latent,
     DeepSeek-V2 and V3 (DeepSeek-AI 2024), planned only."""
 
-    learns = {"causal_lm": "text"}
+    learns = {"causal_lm": "text", "chat": "chats"}
     family: Literal["llama"] = "llama"
     n_kv_heads: Heads | None = None  # None: n_heads; of latent 1, which is what is kept in use
     d_head: Width | None = None  # None: d_model / n_heads; of latent nope_dim + rope_dim
@@ -485,7 +486,7 @@ class LlamaConfig(ExpertsConfig, WindowsConfig):
 class GemmaConfig(WindowsConfig):
     """Gemma 3's text model (Gemma Team 2025). Layers with a window have rotary positions of their own."""
 
-    learns = {"causal_lm": "text"}
+    learns = {"causal_lm": "text", "chat": "chats"}
     family: Literal["gemma"] = "gemma"
     n_kv_heads: Heads | None = None  # None: n_heads
     d_head: Width = 256  # numbers per head
@@ -555,6 +556,13 @@ MODELS: dict[str, type[ModelConfig]] = {c.model_fields["family"].default: c for 
 # ---------------------------------------------------------------- task
 
 
+def _date(text: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError(f"{text!r:.40} is no day. Write it as 2026-01-31") from None
+
+
 class TaskConfig(Section):
     """What every task has: all that a recipe must know of it without torch."""
 
@@ -599,6 +607,17 @@ class CausalLMTask(TaskConfig):
     label_smoothing: Fraction = 0.0  # share of the target spread over all tokens
 
 
+class ChatTask(TaskConfig):
+    """Answer in a conversation: the assistant's turns are learned, each with the token that ends it."""
+
+    name: Literal["chat"] = "chat"
+    template: Literal["chatml", "llama3", "qwen3", "gemma"] | None = None  # how a chat is a text; None: the tokenizer's
+    learn: Literal["all", "last"] = "all"  # which of the assistant's turns
+    system: str | None = None  # what the system says in chats where it says nothing
+    date: Annotated[str, AfterValidator(_date)] = "2026-01-01"  # today, for templates that write it
+    digest: str | None = None  # of the template, as training has it; set when a run begins
+
+
 class MaskedLMTask(TaskConfig):
     """Predict masked tokens (Devlin et al. 2019, section 3.1): of the chosen ones 80 % become [MASK], 10 % a random
     token, 10 % stay."""
@@ -628,7 +647,7 @@ class ClassificationTask(TaskConfig):
 
 
 Task = Annotated[
-    CopyTask | TranslationTask | CausalLMTask | MaskedLMTask | SpanCorruptionTask | ClassificationTask,
+    CopyTask | TranslationTask | CausalLMTask | ChatTask | MaskedLMTask | SpanCorruptionTask | ClassificationTask,
     Field(discriminator="name"),
 ]
 TASKS: dict[str, type[TaskConfig]] = {c.model_fields["name"].default: c for c in get_args(get_args(Task)[0])}
@@ -678,6 +697,17 @@ class TextData(TextConfig):
     pack: Literal["stream", "documents"] = "stream"  # documents: packed rows do not attend across document borders
 
 
+class ChatsData(TextConfig):
+    """Chats, a row each: messages, prompt and completion, instruction and output (Alpaca's), or conversations
+    (ShareGPT's)."""
+
+    kind: Literal["chats"] = "chats"
+    form: Literal["messages", "prompt", "alpaca", "sharegpt"] | None = None  # None: what the columns say
+    weight: str | None = None  # the column of a row's weight in the loss; None: all weigh 1
+    pack: Literal["none", "documents"] = "none"  # documents: several chats a training row, which do not see each other
+    pad: Literal["bucket", "longest"] = "bucket"  # bucket: like lengths together; longest: of the batch
+
+
 class LabelledData(TextConfig):
     """Texts with a label."""
 
@@ -723,7 +753,7 @@ class ImagesData(DataConfig):
 
 
 Data = Annotated[
-    SyntheticData | TextData | LabelledData | PairsData | ImagesData,
+    SyntheticData | TextData | ChatsData | LabelledData | PairsData | ImagesData,
     Field(discriminator="kind"),
 ]
 
@@ -838,7 +868,7 @@ class Evaluate(Section):
     batch: Batches | None = None  # samples at a time; None: the micro-batch
     best: str | None = None  # metric whose best checkpoint is kept, e.g. valid/loss; None: the task's own
     test: bool = False  # also evaluate the test split at the very end
-    decode: bool = True  # translation: BLEU of greedy translations at every evaluation, not only teacher-forced metrics
+    decode: bool = True  # translation, chat: BLEU, exact matches of what is written at every evaluation, token by token
     samples: Annotated[Whole, upto(limits.SAMPLES, 0)] = 0  # decoded samples to print at the end
     answers: Annotated[Whole, upto(limits.SAMPLES, 0)] = 0  # the same, kept at every evaluation for the report
     max_new: Length | None = None  # tokens, for decoding

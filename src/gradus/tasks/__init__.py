@@ -34,32 +34,32 @@ def load_tokenizers(checkpoint: Path) -> dict | None:
         if any((folder / name).exists() for name in tokenizer_files.FILES):
             tokenizers[place] = tokenizer_files.load(folder)
     if "" in tokenizers:
-        tokenizers[""].beside = _beside(checkpoint)
+        tokenizers[""].beside = beside(checkpoint)
     return tokenizers or None
 
 
-def _beside(folder: Path) -> dict[str, str]:
+def beside(folder: Path) -> dict[str, str]:
     """Chat templates and settings of generation beside the weights of a folder, by the names of their files. Several
     end tokens of a config.json alone are kept as generation_config.json has them."""
     from gradus.data import tokenizer_files
 
-    beside, file, config = tokenizer_files.chat_templates(folder), folder / GENERATION, folder / "config.json"
+    kept, file, config = tokenizer_files.chat_templates(folder), folder / GENERATION, folder / "config.json"
     if file.is_file():
-        beside[GENERATION] = limits.read_text(file, limits.CONFIG_FILE)
+        kept[GENERATION] = limits.read_text(file, limits.CONFIG_FILE)
     elif config.is_file() and isinstance(ends := limits.read_object(config).get("eos_token_id"), list):
-        beside[GENERATION] = json.dumps({"eos_token_id": ends})
-    return beside
+        kept[GENERATION] = json.dumps({"eos_token_id": ends})
+    return kept
 
 
 def inherit(tokenizers: dict, folder: Path) -> list[str]:
     """Keep with the tokenizers of a run what lies in the folder of the weights that it starts from. Returns the names
     of the files that are left out, since the tokens there are others."""
-    if not (beside := _beside(folder)) or "" not in tokenizers:
+    if not (kept := beside(folder)) or "" not in tokenizers:
         return []
     own, theirs = tokenizers[""], load_tokenizers(folder)
     if theirs and (theirs.keys() != tokenizers.keys() or any(_other(theirs[p], tokenizers[p]) for p in theirs)):
-        return sorted(beside.keys() - own.beside.keys())
-    own.beside = {**beside, **own.beside}
+        return sorted(kept.keys() - own.beside.keys())
+    own.beside = {**kept, **own.beside}
     return []
 
 

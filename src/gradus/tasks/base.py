@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,8 @@ class Task(abc.ABC):
     decodes = False  # whether `evaluate` generates token by token, for which a process needs the whole model
     opened = 0  # bytes that its data take in this process, where a plan has opened them
     counts_tokens = True  # speed is reported in tokens (else in samples)
+    token_names = ("tokens",)  # how rows of a run name the tokens that it has read
+    accuracy = "accuracy"  # the metric of predictions that are right
     varies = False  # whether batches of samples of one length differ in shape
     units = {"loss": "nats/token", "perplexity": "", "accuracy": ""}  # of every metric this task has
 
@@ -62,7 +65,7 @@ class Task(abc.ABC):
 
     @staticmethod
     def higher_is_better(metric: str) -> bool:
-        return metric in ("accuracy", "macro_f1", "next_sentence_accuracy", "exact_match", "bleu")
+        return metric.endswith("accuracy") or metric in ("macro_f1", "exact_match", "bleu")
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         """The model's configuration completed with what only the data knows (vocabulary, classes). Raises UserError
@@ -129,6 +132,11 @@ class Task(abc.ABC):
         """Metrics of the texts that the model generated for every sample of a split."""
         return {}
 
+    def token_by_token(self) -> Iterable[tuple[str, bool, bool]]:
+        """(text, whether it is learned, whether it stops) of the tokens of a training sample, where not all are learned
+        alike."""
+        return ()
+
     def examples(self, model: nn.Module, n: int) -> list[str]:
         """Lines that show what the model does on `n` validation samples."""
         return []
@@ -138,6 +146,9 @@ class Task(abc.ABC):
         return []
 
     # ------------------------------------------------------------ what `gradus predict` says
+
+    rows: ClassVar[Callable[..., Iterator[str]] | None] = None
+    """(path, recipe) → the rows of a file as texts for `read`, where they are not a column."""
 
     read: ClassVar[Callable[..., Sample] | None] = None
     """(self, text, longest) → the sample of an input, for `answers`, where the model's head does not say how it is
@@ -168,16 +179,25 @@ class TokenTask(Task):
         raise NotImplementedError
 
     def losses(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        targets = Targets(batch["labels"], self.label_smoothing)
+        targets = Targets(batch["labels"], self.label_smoothing, each="weights" in batch)
         with targets.given():
             output = self.output(model, batch)
-        return {"tokens": targets.loss(output)}
+        loss = targets.loss(output)
+        return {"tokens": (batch["weights"] * loss).sum() if targets.each else loss}
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float | Tensor, int]]:
         targets = Targets(batch["labels"], count_right=True)
         with targets.given():
             output = self.output(model, batch)
         return targets.sums(output, batch["counts"]["tokens"])
+
+
+def shares(lengths: list[int], rank: int, world: int) -> Iterator[list[int]]:
+    """The samples that one of `world` processes answers, in batches of similar length. The lengths alone determine the
+    batches; the processes take turns with them."""
+    order, size = np.argsort(lengths, kind="stable"), min(64, max(8, -(-len(lengths) // 8)))
+    for start in range(rank * size, len(order), world * size):
+        yield order[start : start + size].tolist()
 
 
 def around(tokenizer: Tokenizer, what: str, **more: int | None) -> tuple[list[int], list[int]]:

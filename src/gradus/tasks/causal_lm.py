@@ -36,15 +36,18 @@ class CausalLM(TokenTask):
             **({"word_perplexity": ""} if sized and self.words else {}),
         }
 
+    def targets(self, sample: dict[str, Any]) -> np.ndarray:
+        """What each token but the last is to predict; nothing across the borders of packed documents."""
+        ids, segments = sample["ids"], sample.get("segments")
+        return ids[1:] if segments is None else np.where(segments[1:] == segments[:-1], ids[1:], IGNORE)
+
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         ids = [s["ids"] for s in samples]
-        targets, batch = [row[1:] for row in ids], {"ids": pad_sequences([row[:-1] for row in ids], 0)[0]}
-        if "segments" in samples[0]:  # packed documents: no attention and no prediction across their borders
-            inside = [s["segments"][1:] == s["segments"][:-1] for s in samples]
-            targets = [np.where(same, row, IGNORE) for same, row in zip(inside, targets)]
+        batch = {"ids": pad_sequences([row[:-1] for row in ids], 0)[0]}
+        if "segments" in samples[0]:  # packed documents: no attention across their borders
             for key, padding in (("segments", -1), ("positions", 0)):
                 batch[key], _ = pad_sequences([s[key][:-1] for s in samples], padding)
-        batch["labels"], _ = pad_sequences(targets, IGNORE)
+        batch["labels"], _ = pad_sequences([self.targets(sample) for sample in samples], IGNORE)
         counts = {"tokens": int((batch["labels"] != IGNORE).sum())}
         if getattr(self.recipe.model, "n_experts", None) is not None:
             counts["balance"] = len(samples)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gradus import limits, models
+from gradus.data import chat_template
+from gradus.data.chat_template import ChatTemplate
+from gradus.data.chats import ChatsDataset, Packed, texts
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
 from gradus.data.readers import Readable
 from gradus.data.splits import find_pairs, find_splits, hold_out, limited, print_left_out
 from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, PairsDataset, has_labels
 from gradus.data.tokenizer_files import load
-from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
+from gradus.data.tokenizers import TEMPLATE, ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
 from gradus.recipe.schema import Recipe
+from gradus.tasks import GENERATION, beside
 from gradus.tasks.made import Unopened
 from gradus.text import say
 
@@ -38,8 +43,9 @@ def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tok
         return CharTokenizer.from_texts(itertools.chain.from_iterable(corpora))
     if config.kind == "word":
         return WordTokenizer.from_texts(itertools.chain.from_iterable(corpora), config.lowercase)
-    sentinels = recipe.task.name == "span_corruption"
-    return cached_bpe(corpora, config.vocab_size, config.lowercase, sentinels, recipe.data.cache)
+    sentinels = [f"<extra_id_{i}>" for i in range(100)] if recipe.task.name == "span_corruption" else []
+    specials = chat_template.special_tokens(recipe.task.template) if recipe.data.kind == "chats" else sentinels
+    return cached_bpe(corpora, config.vocab_size, config.lowercase, specials, recipe.data.cache)
 
 
 def needs_path(recipe: Recipe) -> str:
@@ -68,7 +74,8 @@ def running_text(recipe: Recipe, documents: bool) -> dict[str, Corpus]:
 def in_documents(recipe: Recipe) -> bool:
     """Whether a language model's texts have the special tokens that the tokenizer's files put around a text: documents
     do, and so does all that continues from published weights."""
-    return recipe.model.init is not None or recipe.data.pack == "documents" or recipe.data.source == "stdlib"
+    whole = recipe.data.kind != "text" or recipe.data.source == "stdlib" or recipe.data.pack == "documents"
+    return whole or recipe.model.init is not None
 
 
 def open_running_text(
@@ -96,6 +103,46 @@ def open_running_text(
             words = about["n_words"] + about["n_lines"]
             sizes[split] = {"bytes": about["n_bytes"], "words": words, "targets": targets}
     return tokenizers, limited(splits, data), sizes
+
+
+def open_chats(
+    recipe: Recipe, saved: Tokenizers | None, longest: int
+) -> tuple[Tokenizers, dict[str, Any], ChatTemplate | None]:
+    """Return (tokenizers, splits of chats of at most `longest` tokens, the template; None: of made samples without
+    one). The template and the tokens that end an answer are kept beside the tokenizer. Without a valid split every
+    tenth chat is held out."""
+    data, task = recipe.data, recipe.task
+    if isinstance(saved, Unopened):
+        every = {"learn": np.ones(longest, bool)}
+        if data.pack == "documents":
+            every |= {"segments": np.ones(longest, np.int64), "positions": np.arange(longest)}
+        own = TEMPLATE in saved[""].beside
+        template = chat_template.of_tokenizer(saved[""], None, task.date) if own else None
+        return saved, saved.splits(lambda i: {"ids": saved.words(i, longest), **every}), template
+    files = _files(recipe)
+    tokenizers = saved or {"": make_tokenizer(recipe, lambda: [texts(files["train"], data.form)])}
+    template = chat_template.of_tokenizer(tokenizers[""], task.template, task.date)
+    _keep_beside(tokenizers[""], template, recipe)
+    options = {"last": task.learn == "last", "system": task.system, "form": data.form, "weight": data.weight}
+    chats = {split: ChatsDataset(file, template, longest, cache=data.cache, **options) for split, file in files.items()}
+    splits: dict[str, Any] = dict(chats)
+    if "valid" not in splits:
+        splits["train"], splits["valid"] = chats["train"].every(10)
+    if data.pack == "documents":
+        splits["train"] = Packed(splits["train"], longest)
+    return tokenizers, limited(splits, data), template
+
+
+def _keep_beside(tokenizer: Tokenizer, template: ChatTemplate, recipe: Recipe) -> None:
+    """Keep the template and what ends an answer with the tokenizer, as each checkpoint and export has them."""
+    there, init = dict(tokenizer.beside), recipe.model.init
+    if init is not None and GENERATION not in there and (place := models.locate(init)).is_dir():
+        there = beside(place) | there
+    asked = json.loads(there.get(GENERATION, "{}"))
+    before = asked.get("eos_token_id", tokenizer.eos_id)
+    ends = [*template.ends(), *(before if isinstance(before, list) else [before] if before is not None else [])]
+    asked["eos_token_id"] = list(dict.fromkeys(ends))
+    tokenizer.beside = {**there, TEMPLATE: template.text, GENERATION: json.dumps(asked, indent=2) + "\n"}
 
 
 def open_documents(recipe: Recipe, saved: Tokenizers | None, room: int) -> tuple[Tokenizers, dict[str, Any]]:

@@ -13,7 +13,7 @@ from gradus.data.collate import IGNORE, pad_sequences
 from gradus.errors import UserError
 from gradus.models.decoding import Encoded, beam_search, complete
 from gradus.recipe.schema import ModelConfig, Recipe, TranslationTask
-from gradus.tasks.base import Batch, Task, TokenTask, fit_vocabulary
+from gradus.tasks.base import Batch, Task, TokenTask, fit_vocabulary, shares
 from gradus.tasks.kinds import TaskKind
 from gradus.tasks.made import Sample
 from gradus.tasks.sources import open_pairs
@@ -104,14 +104,9 @@ class Translation(SequenceToSequence):
             yield {"answer": answer, "truth": self.target_tokenizer.decode(sample["target"].tolist())}
 
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
-        """Translations. The split alone determines the batches, of samples of similar length; the processes take
-        turns with them."""
-        data = self.splits[split]
-        order = np.argsort([len(data[i]["source"]) for i in range(len(data))], kind="stable")
-        size = min(64, max(8, -(-len(data) // 8)))
-        written: dict[int, str] = {}
-        for start in range(rank * size, len(data), world * size):
-            part = order[start : start + size].tolist()
+        """Translations."""
+        data, written = self.splits[split], {}
+        for part in shares([len(data[i]["source"]) for i in range(len(data))], rank, world):
             rows = [self.sequences(data[i])[0].tolist() for i in part]
             written.update(zip(part, self.translate(model, rows, self.recipe.evaluate.max_new)))
         return written

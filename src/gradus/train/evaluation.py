@@ -80,8 +80,8 @@ class Evaluation(Hook):
         rows = [Row(f"{split}/{name}", x, units.get(name, ""), p.step, conditions) for name, x in values.items()]
         line = f"step {p.step}  " + "  ".join(f"{row.name} {row.value:.4f}" for row in rows)
         shown = examples(trainer, trainer.recipe.evaluate.answers) if stops else []
-        rows += [Row(f"answers/{i}", line, step=p.step) for i, line in enumerate(filter(None, shown))]
-        trainer.log(rows, line)
+        rows += [Row(f"answers/{i}", answer, step=p.step) for i, answer in enumerate(filter(None, shown))]
+        trainer.log(rows, "\n  ".join([line, *filter(None, shown)]))
         if split == "valid":
             p.last_evaluation, p.evaluation_due = metrics, False
             self._keep_best(trainer)

@@ -6,10 +6,11 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradus.data import chats
 from gradus.data.corpus import TEXT_COLUMNS
 from gradus.data.image_sources import SUFFIXES, find_cifar, is_image, listings
 from gradus.data.readers import KINDS, SPLITS, Readable, expanded, is_hub, kind_of, near, read_rows
@@ -18,19 +19,16 @@ from gradus.data.text import LABEL_COLUMNS
 from gradus.errors import UserError, did_you_mean, either
 
 WHAT = {"labelled": "texts with a label", "images": "images with a label", "text": "running text",
-        "pairs": "parallel sentences"}  # fmt: skip
+        "pairs": "parallel sentences", "chats": "chats"}  # fmt: skip
 ROWS, CHARACTERS = 1000, 1 << 24  # the rows that columns are judged by: so many at most, and so large in all
 TEXT_NAMES = ("body", "comment", "message", "tweet", "document", "abstract")
 LABEL_NAMES = ("sentiment", "category", "topic", "rating", "score", "stars", "intent", "emotion", "y")
 DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?")
-CHATS = "chats, a list of messages each"
-QUESTIONS = (  # column names of data to fine-tune assistants with: what they are called
-    ({"instruction", "output"}, "instructions with their answers, as Alpaca's"),
-    ({"instruction", "response"}, "instructions with their answers"),
-    ({"prompt", "completion"}, "prompts with their completions"), ({"completion"}, "completions"),
-    ({"prompt", "response"}, "prompts with answers"),
-    ({"chosen", "rejected"}, "answers that were chosen and rejected"),
-    *(({name}, CHATS) for name in ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")),
+NOT_READ = "Call them prompt and completion, or write each chat as a list of role and content in a column messages"
+QUESTIONS = (  # column names of data to fine-tune assistants with that are not read: what they are called
+    ({"instruction", "response"}, "instructions with their answers"), ({"prompt", "response"}, "prompts with answers"),
+    ({"completion"}, "completions"), ({"chosen", "rejected"}, "answers that were chosen and rejected"),
+    *(({name}, "chats") for name in ("conversation", "dialogue", "dialog", "chat")),
 )  # fmt: skip
 HOLDS = {"dict": "objects", "list": "lists", "bytes": "bytes"}
 PICTURES = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")  # how files of images begin
@@ -49,8 +47,10 @@ class DataSummary:
         return self.data["kind"]
 
 
-def look(paths: Sequence[str], text_column: str | None = None, label: str | bool | None = None) -> DataSummary:
-    """What kind of data this is. text_column, label: columns of a table; label=False: none.
+def look(
+    paths: Sequence[str], text_column: str | None = None, label: str | bool | None = None, form: str | None = None
+) -> DataSummary:
+    """What kind of data this is. text_column, label: columns of a table; label=False: none. form: of chats.
 
     Raises UserError for what no reader knows, and for a table where more than one column may be the text or the label.
     """
@@ -63,11 +63,13 @@ def look(paths: Sequence[str], text_column: str | None = None, label: str | bool
     elif stem := _stem(path):
         summary = stem
     elif path.is_dir() and not is_hub(path):
-        summary = _folder(path, text_column, label)
+        summary = _folder(path, text_column, label, form)
     elif find_cifar(path):
         summary = _images(path)
     else:
-        summary = _table(paths[0], find_split(paths[0], "train"), text_column, label)
+        summary = _table(paths[0], find_split(paths[0], "train"), text_column, label, form)
+    if form and summary.kind != "chats":
+        raise UserError(f"--form {form}: {paths[0]} holds {WHAT[summary.kind]}. Leave it out.")
     no_label = label is False
     options = {"--text": text_column, "--label": None if no_label else label, "--no-label": no_label or None}
     chosen = [f"{name} {value}".removesuffix(" True") for name, value in options.items() if value is not None]
@@ -112,11 +114,11 @@ def _stem(path: Path) -> DataSummary | None:
     return _pairs(path.parent, path.name, *languages) if len(languages) == 2 else None
 
 
-def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> DataSummary:
+def _folder(folder: Path, text_column: str | None, label: str | bool | None, form: str | None) -> DataSummary:
     folder = inner(folder)
     if tables := listings(folder):
         table = by_split([*tables], folder).get("train", [*tables])[0]
-        return _table(folder, table, text_column, label, tables[table])
+        return _table(folder, table, text_column, label, picture=tables[table])
     files = visible_files(folder)
     pictures = (f for pattern in ("*/*", "*/*/*") for f in folder.glob(pattern) if is_image(f))
     if find_cifar(folder) or next(pictures, None):
@@ -127,7 +129,7 @@ def _folder(folder: Path, text_column: str | None, label: str | bool | None) -> 
     sides = [side for f in files if (side := _side(f)) and side[0] in SPLITS["train"]]
     if len(languages := sorted({language for _, language in sides})) == 2:
         return _pairs(folder, sides[0][0], *languages)
-    return _table(folder, find_split(folder, "train"), text_column, label)
+    return _table(folder, find_split(folder, "train"), text_column, label, form)
 
 
 def _images(path: Path) -> DataSummary:
@@ -212,14 +214,18 @@ def _first_rows(file: Readable) -> list[dict[str, Any]]:
 
 
 def _table(
-    path: str | Path, file: Readable, text: str | None, label: str | bool | None, picture: str | None = None
-) -> DataSummary:
+    path: str | Path, file: Readable, text: str | None, label: str | bool | None, form: str | None = None,
+    picture: str | None = None,
+) -> DataSummary:  # fmt: skip
     """picture: the column of names of image files."""
     where = str(path) if str(path).startswith("hf:") else str(expanded(path).absolute())
     if kind_of(file) == "txt":
         line = f"found      {file}: running text, for a model that predicts the next token"
         return DataSummary({"kind": "text", "path": where}, [line])
     rows = _first_rows(file)
+    forms, has_text = chats.forms_of(rows[0]), _named(rows[0], TEXT_COLUMNS)
+    if not picture and (form or (forms and not text and not has_text)):
+        return _chats(where, file, rows[0], form)
     names = dict.fromkeys(itertools.chain(*rows))  # of JSON, a row may lack some
     columns = {name: Column(name, [row.get(name) for row in rows]) for name in names}
     for option, name in (("--text", text), ("--label", label)):
@@ -248,6 +254,8 @@ def _table(
         raise UserError(f"{file}: no column looks like a label; there are: {_names(columns)}. Name it: --label COLUMN.")
     label_line = f"label      {f'column {label!r}: {why}' if label else why}"
     lines = [f"found      {file}: a table with columns {_names(columns)}", input_line, label_line]
+    if forms:
+        lines.append(f"note       it has chats too: --form {forms[0]} learns what the assistant says alone")
     if kind_of(file) == "texts":
         lines = [f"found      {file}: texts, each in the folder of its class"]
     n, all_of = len(getattr(file, "files", "1")), re.search(r"-of-(\d+)", str(file))
@@ -262,7 +270,19 @@ def _table(
     return DataSummary(data | ({"label": label} if label else {}), lines)
 
 
-def _names(columns: dict[str, Column]) -> str:
+def _chats(where: str, file: Readable, row: dict[str, Any], form: str | None) -> DataSummary:
+    """Of a file whose rows, as the first is, are chats."""
+    found = chats.form_of(str(file), row, form, "--form")
+    columns = chats.FORMS[found]
+    lines = [f"found      {file}: chats, by the column{'s' * (len(columns) > 1)} {' and '.join(columns)}"]
+    lines.append("learns     what the assistant says, and where it stops; gradus check shows a chat token by token")
+    read = {*columns, "input", "system", "history"}
+    if left := [name for name in row if name not in read]:
+        lines.append(f"note       not read: {_names(dict.fromkeys(left))} (a column of weights: data.weight=COLUMN)")
+    return DataSummary({"kind": "chats", "path": where, **({"form": form} if form else {})}, lines)
+
+
+def _names(columns: Mapping[str, Any]) -> str:
     shown = ", ".join([*columns][:20])
     return shown + (f", ... ({len(columns):,} in all)" if len(columns) > 20 else "")
 
@@ -273,10 +293,8 @@ def _refuse_questions(file: Path, columns: dict[str, Column]) -> None:
     for names, what in QUESTIONS:
         if names <= by_name.keys():
             shown = either([repr(name) for key, name in by_name.items() if key in names | {"input", "system"}], "and")
-            cannot = "Gradus cannot yet learn the answers alone, given the rest"
-            can = "Write each row as one text (question, then answer) in a column 'text' of a new file, and give that: "
             what += f" (column{'s' * (' and ' in shown)} {shown})"
-            raise UserError(f"{file}: {what}. {cannot}. {can}all of it is learned, token by token.")
+            raise UserError(f"{file}: {what}, which are not read so. {NOT_READ}.")
 
 
 def _need_header(file: Path, columns: dict[str, Column]) -> None:

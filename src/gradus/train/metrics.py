@@ -112,7 +112,7 @@ class Metrics(Hook):
             Row("train/lr", taken.rate, "", step),
             Row("train/grad_norm", norm, "", step),
             Row("train/samples", p.samples, "samples", step),
-            Row("train/tokens", p.tokens, "tokens", step),
+            *(Row(f"train/{name}", p.tokens, "tokens", step) for name in trainer.task.token_names),
             Row("train/samples_per_s", samples / elapsed, "samples/s", step),
             Row("train/tokens_per_s", tokens / elapsed, "tokens/s", step),
             Row("train/data_wait", trainer.clock.seconds["data"], "s", step),

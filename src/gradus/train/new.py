@@ -18,6 +18,7 @@ from gradus import files, models, tasks
 from gradus.data.corpus import Corpus
 from gradus.data.readers import expanded
 from gradus.data.splits import find_pairs, find_split
+from gradus.data.tokenizers import TEMPLATE
 from gradus.errors import UserError, not_written
 from gradus.recipe import presets
 from gradus.recipe.check import learners
@@ -34,22 +35,22 @@ WHOLE, LONGEST = 0.95, 1024  # share of the texts that a sample holds whole; tok
 MINUTES = 3  # that a first run is to take on two CPU cores
 SPEED = 3e10  # FLOP/s that two cores of about 2020 reach on models as small as these
 HELD_OUT = {**dict.fromkeys(("labelled", "images"), "A tenth of each class"), "text": "The last tenth of the text",
-            "pairs": "Every tenth pair"}  # fmt: skip
+            "pairs": "Every tenth pair", "chats": "Every tenth chat"}  # fmt: skip
 
 
 def new(
     file: str, paths: Sequence[str], init: str | None = None, text_column: str | None = None,
-    label: str | bool | None = None, lora: bool = False,
+    label: str | bool | None = None, lora: bool = False, form: str | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Write the recipe `file` for the data in `paths` (one, or the two sides of parallel text). Yields what was found.
 
     init: a folder or hub name to fine-tune from; lora: by an adapter beside its weights. text_column, label: columns of
-    a table, which are chosen where only one is possible; label=False: none. Raises UserError where `file` is there
-    already or cannot be written, for data that no reader knows, that are ambiguous or that cannot be trained on, and
-    for an init of another kind.
+    a table, which are chosen where only one is possible; label=False: none. form: of chats. Raises UserError where
+    `file` is there already or cannot be written, for data that no reader knows, that are ambiguous or that cannot be
+    trained on, and for an init of another kind.
     """
     target = _target(file)
-    summary = look(paths, text_column, label)
+    summary = look(paths, text_column, label, form)
     if lora and init is None:
         raise UserError("--lora: an adapter stands beside weights that are trained already. Give them: --init FOLDER.")
     config = _weights(init, summary) if init else None
@@ -136,7 +137,7 @@ class Facts:
     def lines(self) -> Iterator[str]:
         """What was found."""
         splits, kind = self.task.splits, self.summary.kind
-        unit = {"text": "windows", "pairs": "pairs", "images": "images", "labelled": "texts"}[kind]
+        unit = {"text": "windows", "labelled": "texts"}.get(kind, kind)
         sizes = ", ".join(f"{split} {len(data):,}" for split, data in splits.items())
         yield f"splits     {sizes} {unit}{self._held_out()}"
         if kind in ("labelled", "images"):
@@ -182,6 +183,8 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
     kind, path = summary.kind, summary.data["path"]
     model = {"init": init} if init else dict(presets.DRAFTS[kind])
     sections: Sections = {"task": {"name": drafted(kind)}, "model": model, "data": dict(summary.data)}
+    if kind == "chats" and not (init and tasks.beside(models.locate(init)).get(TEMPLATE)):
+        sections["task"]["template"] = "chatml"
     if init and kind != "images":
         sections["tokenizer"] = {"kind": "file"}
         if kind == "text":
@@ -199,7 +202,8 @@ def _draft(summary: DataSummary, init: str | None, config: ModelConfig | None) -
     sections["schedule"] = {"name": "linear" if init else "cosine", "warmup_ratio": 0.1}
     sections["batch"] = {"samples": 16 if kind == "text" or init else 32}
     sections["train"] = {"steps": 100, "clip_norm": 1.0, "seed": 0}
-    sections["evaluate"] = {"every": 20, **({"samples": 1, "max_new": 100} if kind == "text" else {"samples": 3})}
+    shown = {"text": {"samples": 1, "max_new": 100}, "chats": {"answers": 3}}.get(kind, {"samples": 3})
+    sections["evaluate"] = {"every": 20, **shown}
     return sections
 
 
@@ -218,7 +222,7 @@ def _alphabet(corpus: Corpus) -> tuple[dict[str, Any], int]:
 def _fit_to(sections: Sections, facts: Facts, config: ModelConfig | None) -> None:
     """Lengths and sizes that suit what the data were found to be."""
     kind, model, data = facts.summary.kind, sections["model"], sections["data"]
-    if kind in ("labelled", "pairs"):
+    if kind in ("labelled", "pairs", "chats"):
         most = (config.longest if config else None) or LONGEST
         if config:  # an activation is about 17 fp32 numbers of each width, layer and token (Korthikanti et al. 2022)
             total, limit = machine.memory_bytes()
@@ -251,7 +255,7 @@ def _steps(sections: Sections, session: Session, counts: dict[str, int], facts: 
     else:
         length = facts.task.seq_len if kind == "text" else float(facts.lengths().mean()) + 2
     weights = counts["attention"] + counts["feedforward"]
-    weights += m.vocab_size * m.d_model if kind in ("text", "pairs") else 0
+    weights += m.vocab_size * m.d_model if kind in ("text", "pairs", "chats") else 0
     seconds = 0.02 + 6 * weights * length * sections["batch"]["samples"] / SPEED
     epoch = session.steps.order.steps_per_epoch
     steps = int(min(60 * MINUTES / seconds, max(3 * epoch if tuned else 10 * epoch, 20 if tuned else 200)))

@@ -113,6 +113,7 @@ class Stepper:
             self.precision.step(optimizer, (~finite).float())  # a bad gradient never reaches the weights
             parallel.observer.step(before=False)
         parallel.after_step()
+        torch.clear_autocast_cache()  # of the old weights: within a caller's autocast it would stay
         parallel.zero_grad()
         return norm
 

@@ -1,0 +1,258 @@
+"""Chats: rows of several forms as messages, and their tokens, of which the assistant's are learned."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradus import files, limits
+from gradus.data import readers
+from gradus.data.cache import digest, identity, keep
+from gradus.data.chat_template import ChatTemplate, Learnt
+from gradus.data.corpus import Corpus, TokenFile
+from gradus.data.readers import Readable, Row, kind_of, numbered
+from gradus.data.splits import Part
+from gradus.errors import UserError, either
+
+Message = dict[str, str]  # role, content, and where the assistant thought first reasoning_content
+# form (data.form) → the columns that it is known by
+FORMS = {"messages": ("messages",), "sharegpt": ("conversations",), "prompt": ("prompt", "completion"),
+         "alpaca": ("instruction", "output")}  # fmt: skip
+ROLES = {role: role for role in ("system", "user", "assistant")} | {"human": "user", "gpt": "assistant"}
+NOT_TEXT = ("tools", "images", "image", "videos", "audio", "audios")  # columns, and fields of a message
+CALLS = ("tool_calls", "function_call")
+
+
+def forms_of(columns: Iterable[str]) -> list[str]:
+    """The forms that a row with these columns may have."""
+    there = set(columns)
+    return [form for form, names in FORMS.items() if there.issuperset(names)]
+
+
+def form_of(name: str, row: Mapping[str, Any], asked: str | None = None, option: str = "data.form") -> str:
+    """The form of a file's rows, by the first. Raises UserError where it has not the columns of the one that is asked
+    for, of none, or of several."""
+    found, there = forms_of(row), ", ".join(row)[:200]
+    if asked in found or (len(found) == 1 and asked is None):
+        return asked or found[0]
+    if len(found) > 1 and asked is None:
+        several = either([f"{form} ({', '.join(FORMS[form])})" for form in found])
+        raise UserError(f"{name}: its columns may be {several}. Choose one: {option}={found[0]}, say.")
+    wanted = either([" and ".join(FORMS[form]) for form in ([asked] if asked else FORMS)])
+    raise UserError(f"{name}: no chats in it: they need the columns {wanted}; there are: {there}.")
+
+
+def messages_of(row: Row, form: str, system: str | None = None) -> list[Message]:
+    """The messages of a row: role (system, user or assistant) and content; where the system says nothing, `system`.
+    Raises ValueError for what is not learned here (tools, images), an unknown role and a content that is no text."""
+    if there := [name for name in NOT_TEXT if row.get(name)]:
+        raise ValueError(f"{there[0]}: only texts are learned")
+    if form == "messages":
+        turns = row["messages"]
+    elif form == "sharegpt":
+        turns = row["conversations"]
+        if isinstance(turns, list) and all(isinstance(turn, dict) and "from" in turn for turn in turns):
+            turns = [{"role": turn["from"], "content": turn.get("value")} for turn in turns]
+    elif form == "prompt":
+        sides = (("user", row["prompt"]), ("assistant", row["completion"]))
+        turns = [turn for role, x in sides for turn in (x if isinstance(x, list) else [_turn(role, x)])]
+    else:
+        said = [text for pair in row.get("history") or () for text in pair]
+        history = [_turn("assistant" if i % 2 else "user", text) for i, text in enumerate(said)]
+        question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
+        turns = [*history, _turn("user", question), _turn("assistant", row["output"])]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{turns!r:.40} is no list of messages")
+    messages = [_message(i, turn) for i, turn in enumerate(turns, 1)]
+    if messages[0]["role"] != "system" and (system := (form != "messages" and row.get("system")) or system):
+        messages.insert(0, _turn("system", system))
+    return messages
+
+
+def _turn(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
+
+
+def _message(number: int, turn: Any) -> Message:
+    if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+        raise ValueError(f"message {number}: {turn!r:.60} has no role and content")
+    role, content = ROLES.get(str(turn["role"]).lower()), turn["content"]
+    if called := [name for name in (*CALLS, *NOT_TEXT) if turn.get(name)]:
+        raise ValueError(f"message {number}: {called[0]}: only texts are learned")
+    if role is None:
+        raise ValueError(f"message {number}: role {turn['role']!r:.40} is none of system, user and assistant")
+    if turn.get("weight") not in (None, 1):
+        raise ValueError(f"message {number}: a weight of its own. Weights are of rows: name their column, data.weight")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text")) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"message {number}: its content is {content!r:.40}, not text")
+    thought = turn.get("reasoning_content")
+    return _turn(role, content) | ({"reasoning_content": thought} if isinstance(thought, str) else {})
+
+
+def rows_of(
+    path: Readable, form: str | None, system: str | None = None, weight: str | None = None
+) -> Iterator[tuple[str, list[Message], float]]:
+    """(file and row, messages, weight) of each row. Raises UserError for one that cannot be learned from."""
+    for file, number, row in numbered(path):
+        if isinstance(row, str):
+            raise readers.no_columns(file, "chats")
+        form, where = form or form_of(str(file), row), f"{file}: row {number}"
+        if missing := [name for name in (*FORMS[form], *([weight] if weight else [])) if name not in row]:
+            raise readers.no_column(file, number, missing[0], row)
+        try:
+            messages, of_row = messages_of(row, form, system), 1.0 if weight is None else float(row[weight])
+            if not 0 <= of_row <= limits.REAL:
+                raise ValueError(f"{weight}={of_row}: a weight is 0 or more")
+        except (ValueError, TypeError) as e:
+            raise UserError(f"{where}: {e}. Correct or remove it.") from None
+        yield where, messages, of_row
+
+
+def texts(path: Readable, form: str | None) -> Corpus:
+    """What is said in the chats, each message a document: what a tokenizer is trained on."""
+
+    def contents() -> Iterator[str]:
+        return (message["content"] for _, messages, _ in rows_of(path, form) for message in messages)
+
+    content = identity(path)
+    return Corpus(contents, digest("chats", kind_of(path), form, content), str(path), True, content)
+
+
+class ChatsDataset:
+    """Rows of chats: item i is {"ids": (n,) int64, "learn": (n,) bool, of the tokens to predict}, n <= longest; with
+    `weight`, a column, also "weight": float, of the row's loss. One chat is one row, or one for each of the assistant's
+    turns where its template writes earlier turns anew (see `ChatTemplate.learnt`).
+
+    Of a longer chat the last turns are cut off, up to one that fits; chats that cannot be cut, have no turn of the
+    assistant's or no weight are left out. `notes`: how many. lengths: (rows,) tokens; chats: (rows,) the chat of each.
+    Raises UserError, with file and row, for one that is no chat, and where no row is left.
+    """
+
+    def __init__(
+        self, path: Readable, template: ChatTemplate, longest: int, *, last: bool = False, system: str | None = None,
+        form: str | None = None, weight: str | None = None, cache: str | Path | None = None,
+    ):  # fmt: skip
+        self.name, self.content, self.weight = str(path), identity(path), weight
+        how = (template.digest, template.date, template.tokenizer.fingerprint, longest, last, system, form, weight)
+        folder = files.cache_dir(cache) / "chats" / digest(1, kind_of(path), self.content, *how)
+        rows = rows_of(path, form, system, weight)
+        self.tokens = TokenFile(keep(folder, lambda aside: _write(aside, rows, template, longest, last, self.name)))
+        self.learn = np.memmap(self.tokens.folder / "learn.bin", bool, mode="r")
+        self.weights = np.fromfile(self.tokens.folder / "weights.bin", "<f4")
+        self.chats = np.fromfile(self.tokens.folder / "chats.bin", "<i8")
+        self.lengths, self.notes = self.tokens.lengths(), self.tokens.about["notes"]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        place = slice(*self.tokens.offsets[i : i + 2])
+        more = {"weight": float(self.weights[i])} if self.weight else {}
+        return {"ids": self.tokens.ids[place].astype(np.int64), "learn": np.array(self.learn[place]), **more}
+
+    def every(self, n: int) -> tuple[Part, Part]:
+        """All but every n-th chat, and the rest."""
+        held_out = self.chats % n == n - 1
+        if not held_out.any():
+            raise UserError(f"{self.name}: {len(self)} chats are too few to hold out every {n}th. Give a valid split.")
+        parts = (Part(self, np.flatnonzero(rows)) for rows in (~held_out, held_out))
+        first, rest = parts
+        first.content, rest.content = (digest(self.content, n, held) for held in (False, True))
+        return first, rest
+
+
+def _rows(
+    messages: list[Message], weight: float, template: ChatTemplate, longest: int, last: bool
+) -> tuple[str, list[Learnt]]:
+    """(what becomes of a chat, its rows), cut at a turn where it is too long."""
+    if not weight:
+        return "of weight 0, left out", []
+    ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    for end in reversed(ends):
+        rows = template.learnt(messages[:end], last)
+        if all(len(row.ids) <= longest for row in rows):
+            return "" if end == ends[-1] else f"longer than {longest:,} tokens, cut at a turn", rows
+    first = f"longer than {longest:,} tokens up to the first answer, left out"
+    return first if ends else "without a turn of the assistant's, left out", []
+
+
+def _answers_its_prompt(template: ChatTemplate, messages: list[Message], row: Learnt) -> bool:
+    """Whether the first answer that is learned stands behind what the model will read before one."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    prompt = template.ids(messages[:first], add_generation_prompt=True)
+    return row.ids[: len(prompt)] == prompt
+
+
+def _write(
+    folder: Path, chats: Iterable[tuple[str, list[Message], float]], template: ChatTemplate, longest: int, last: bool,
+    name: str,
+) -> None:  # fmt: skip
+    dtype = "<u2" if template.tokenizer.vocab_size <= 1 << 16 else "<u4"
+    offsets, weights, chat, became, notes = [0], [], [], collections.Counter(), []
+    with open(folder / "ids.bin", "wb") as ids, open(folder / "learn.bin", "wb") as learn:
+        for number, (where, messages, weight) in enumerate(chats):
+            try:
+                what, rows = _rows(messages, weight, template, longest, last)
+            except UserError as e:
+                raise UserError(f"{where}: {e}") from None
+            became[what] += 1
+            if rows and not weights and not _answers_its_prompt(template, messages, rows[0]):
+                notes.append(f"{name}: {template.where} does not write a chat's answers behind its prompt for one")
+            for row in rows:
+                if not any(row.learn[1:]):
+                    raise UserError(f"{where}: not one of its tokens would be learned. Look at it with gradus check.")
+                ids.write(np.array(row.ids, dtype).tobytes())
+                learn.write(np.array(row.learn, bool).tobytes())
+                offsets.append(offsets[-1] + len(row.ids))
+                weights.append(weight)
+                chat.append(number)
+    total = became.total()
+    notes += [f"{name}: {n:,} of {total:,} chats {what}" for what, n in became.items() if what]
+    if not weights:
+        raise UserError(f"{'; '.join(notes)}: nothing to learn. Look at the data, data.max_len and model.seq_len.")
+    arrays = {"offsets": np.array(offsets, "<i8"), "weights": np.array(weights, "<f4"), "chats": np.array(chat, "<i8")}
+    for file, numbers in arrays.items():
+        (folder / f"{file}.bin").write_bytes(numbers.tobytes())
+    (folder / "about.json").write_text(json.dumps({"dtype": dtype, "notes": notes}))
+
+
+class Packed:
+    """Rows of several chats each, that do not see each other: item i is {"ids", "learn", "weight" as `ChatsDataset`'s,
+    "segments": number of the chat in the row from 0, "positions": from 0 in each chat}, each (n,), n <= longest.
+
+    The longest chat that is left goes where the least room is left (best fit): no chat is cut.
+    """
+
+    def __init__(self, rows: Any, longest: int):
+        self.rows, self.content = rows, rows.content
+        rooms: list[tuple[int, int]] = []  # (left, which), sorted
+        self.places: list[list[int]] = []
+        for i in np.argsort(-np.asarray(rows.lengths), kind="stable").tolist():
+            length = int(rows.lengths[i])
+            at = bisect.bisect_left(rooms, (length, -1))
+            left, place = rooms.pop(at) if at < len(rooms) else (longest, len(self.places))
+            if place == len(self.places):
+                self.places.append([])
+            self.places[place].append(i)
+            bisect.insort(rooms, (left - length, place))
+        self.lengths = np.array([sum(int(rows.lengths[i]) for i in place) for place in self.places])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        chats = [self.rows[j] for j in self.places[i]]
+        lengths = [len(chat["ids"]) for chat in chats]
+        out = {key: np.concatenate([chat[key] for chat in chats]) for key in ("ids", "learn")}
+        if "weight" in chats[0]:
+            out["weight"] = np.repeat([chat["weight"] for chat in chats], lengths)
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        return {**out, "segments": np.repeat(np.arange(len(chats)), lengths), "positions": positions}
