@@ -4,6 +4,7 @@
     python benchmarks/groundtruth.py POINTS.json --to rows.jsonl     # and every point as a row; why not, where not predicted
     python benchmarks/groundtruth.py POINTS.json ... --evaluate      # fitted on the files, with each model, group, chip left out: medians of groups, intervals
     python benchmarks/groundtruth.py POINTS.json ... --evaluate --chart FILE.svg     # and seconds measured by planned, each model left out, drawn
+    python benchmarks/groundtruth.py POINTS.json ... --ablation      # what the plan would say of the runs with less: data sheets, kernels, features
     python benchmarks/groundtruth.py POINTS.json ... --fit           # makes src/gradus/plan/fitted.yaml anew from the files: some ten minutes
     python benchmarks/groundtruth.py POINTS.json ... --anchors       # 40 runs, whose plans are kept: a change must make no right one wrong
     python benchmarks/groundtruth.py POINTS.json --serving           # measurements of serving: errors by what may be their cause; some minutes
@@ -22,7 +23,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from published import kernels, memory, memory_scores, others, points, scoring, serving, study
+from published import kernels, memory, others, points, scoring, serving, study
 
 from gradus import pictures
 from gradus.errors import UserError
@@ -62,10 +63,10 @@ def fit(found: list[points.Point], date: str) -> None:
         if i == 0:
             keep(shown.BY_CHIP, scoring.by_chip(scored))
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
-    (others.HERE / "others-fitted.yaml").write_text("# As fitted.yaml, of what only published points need.\n" + written(entries), encoding="utf-8")
+    Path(others.__file__).with_name(others.FITTED).write_text("# As fitted.yaml, of what only published points need.\n" + written(entries), encoding="utf-8")
     roofline.fitted.cache_clear()
     roofline.find_parameters.cache_clear()
-    file["sample"] = study.sample(found)
+    file["anchors"] = list(study.anchors(found, yaml.safe_load(study.ANCHORS.read_text())).values())
     roofline.FITTED.write_text(HEAD + written(file), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- tables -->\n")
     PAGE.write_text(f"{before}<!-- tables -->\n{tables()}{rest[rest.index('<!-- end of tables -->') :]}", encoding="utf-8")
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="write every point as a JSON line")
     parser.add_argument("--evaluate", action="store_true", help="fit on the files, each model, group and chip left out")
     parser.add_argument("--chart", type=Path, help="with --evaluate: draw what the first evaluation says")
+    parser.add_argument("--ablation", action="store_true", help="what each layer of knowledge brings")
     parser.add_argument("--fit", action="store_true", help="write the parameters fitted on the file")
     parser.add_argument("--anchors", action="store_true", help="compare the plans of 40 runs with those that were kept")
     parser.add_argument("--kernels", action="store_true", help="write what a file of single kernels says of chips")
@@ -125,7 +127,7 @@ def main() -> None:
         return
     if arguments.serving:
         entries, reasons = serving.score(found)
-        print("\n".join([*serving.tables(entries), "", *study.not_predicted(reasons)]))
+        print("\n".join([*serving.tables(entries), "", *scoring.not_predicted(reasons)]))
         return
     if arguments.fit:
         fit(found, datetime.date.today().isoformat())
@@ -135,26 +137,30 @@ def main() -> None:
         lines = list(study.drift(kept, study.anchors(found, kept)))
         print("\n".join(lines))
         sys.exit(int(any(line.endswith("LOST") for line in lines)))
+    if arguments.ablation:
+        cases, reasons = study.read(found)
+        print("\n".join(study.ablation(study.Study(cases), reasons)))
+        return
     if arguments.evaluate:
         cases, reasons = study.read(found)
         for i, (title, entries) in enumerate(study.evaluations(study.Study(cases), reasons)):
             print("\n".join([*scoring.lines(title, entries), *scoring.worst(entries), ""]))
             if arguments.chart and i == 0:
                 chart(entries).save(arguments.chart)
-        print("\n".join([*study.not_predicted(reasons), *scoring.set_apart(found)]))
+        print("\n".join([*scoring.not_predicted(reasons), *scoring.set_apart(found)]))
         return
     taken = [point for point in found if point.get("metric") in memory.METRICS]
-    found = [point for point in found if point not in taken or not point.get("group")]  # old ones are in the table of what is no run too
+    found = [point for point in found if point not in taken]
     entries, reasons = study.score(found)
     print(f"{len(found)} points, {len(entries)} predicted, {sum(map(len, reasons.values()))} not")
     direct = [e for e in entries if e.case.work is None]
     print("\n".join([*scoring.lines("runs, each once", study.counted(entries, reasons)), *scoring.lines("what is no run", direct)]))
-    print("\n".join([*study.remarks(entries), *study.not_predicted(reasons), *scoring.set_apart(found)]))
+    print("\n".join([*study.remarks(entries), *scoring.not_predicted(reasons), *scoring.set_apart(found)]))
     if taken:
-        results, missed = memory_scores.score(taken)
-        print("\n".join(["", *memory_scores.table(results), *memory_scores.uncovered(missed)]))
+        peaks, missed = scoring.memory_entries(taken)
+        print("\n".join(["", *scoring.memory_lines(peaks), *scoring.not_predicted(missed)]))
     if arguments.to:
-        arguments.to.write_text("".join(row + "\n" for row in study.rows(entries, reasons)), encoding="utf-8")
+        arguments.to.write_text("".join(row + "\n" for row in scoring.rows(entries, reasons)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ Nothing is fitted here; what was read off measured rows stands in benchmarks/pub
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import yaml
-from published import memory_scores as scores
-from published import points
+from published import points, scoring
 
 from gradus.errors import UserError
 
@@ -31,12 +29,12 @@ def main() -> None:
         found = [point for path in arguments.points for point in points.load(path)]
     except UserError as error:
         sys.exit(str(error))
-    results, reasons = scores.score(found)
-    print("\n".join([*scores.table(results), "", *scores.rivals(results), "", *scores.uncovered(reasons)]))
+    entries, reasons = scoring.memory_entries(found)
+    print("\n".join([*scoring.memory_lines(entries), "", *scoring.rival_lines(entries), "", *scoring.not_predicted(reasons)]))
     if arguments.keep:
-        scores.INTERVALS.write_text(scores.HEAD + yaml.safe_dump(scores.kept(results), sort_keys=True))
+        scoring.INTERVALS.write_text(scoring.HEAD + yaml.safe_dump(scoring.kept_intervals(entries), sort_keys=True))
     if arguments.to:
-        arguments.to.write_text("".join(json.dumps(r.row()) + "\n" for r in results), encoding="utf-8")
+        arguments.to.write_text("".join(row + "\n" for row in scoring.rows(entries, reasons)), encoding="utf-8")
 
 
 if __name__ == "__main__":

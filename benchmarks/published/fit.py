@@ -14,24 +14,18 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from gradus.plan import roofline
+from published.points import read_yaml
 from published.price import NAMES, Runs
 from published.software import table
 
 SIGMA = 0.08  # of the logarithm of a measurement, within which errors count as squares and beyond which less
-CHIPS = {"matmul": 0.1, "fp8": 0.1, "attention": 0.2, "bandwidth": 0.08, "kernel": 0.2}  # field → how far a chip's logarithm is expected to lie from the nearest one's
-# field → (prior, how far its logarithm is expected to lie from it)
-NETWORK = {"misaligned": (0.33, 0.5), "grouped": (0.8, 0.3), "network": (0.8, 0.3), "latency": (2e-5, 0.7)}
-# field → (feature of a program that it belongs to, "": the program itself; prior; how far its logarithm is expected to lie from it)
-SOFTWARE = {"products": ("", 0.95, 0.12), "fused": ("attention", 0.85, 0.2), "cast": ("fusion", 4.0, 0.4), "elementwise": ("fusion", 0.8, 0.3),
-            "host": ("host", 1.2e-5, 1.0), "wait": ("exchange", 2e-5, 1.0), "overlap": ("exchange", 0.9, 0.1), "contention": ("exchange", 0.2, 1.0),
-            "straggle": ("exchange", 0.005, 1.5)}  # fmt: skip
-# What is known of a feature beside the runs. DeepSpeed's change of 2021 gives 25 GB/s a device (see software.yaml), of eight ports' 200.
-KNOWN = {("network", "exchange zero3"): (0.125, 0.1), ("overlap", "exchange zero3"): (0.01, 0.0)}
-# FlashAttention 2 and what came before is written for Ampere: on later chips it reaches about half of what their own kernels do (Shah et al.
-# 2024). And how far a program's products on one family of chips may lie from those on another.
-AMPERE, AFTER, OLDER, PAIR = ("flash", "triton"), ("H100", "B200"), (0.55, 0.15), 0.08
-FABRIC = 0.3  # how far what a family's networks reach may lie from what all do
-LIMIT = {"matmul": 1.0, "bandwidth": 0.95, "network": 1.0, "overlap": 1.0, "attention": 0.9, "fp8": 1.0, "misaligned": 1.0, "grouped": 1.0, "elementwise": 1.0, "products": 1.1, "contention": 1.0}
+PRIORS = read_yaml("priors.yaml")
+CHIPS, NETWORK, SOFTWARE, LIMIT = (PRIORS[name] for name in ("chips", "network", "software", "limits"))
+KNOWN = {(field, key): known for key, fields in PRIORS["known"].items() for field, known in fields.items()}
+
+
+def short(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 @dataclasses.dataclass
@@ -75,11 +69,22 @@ def terms(runs: list[tuple[str, str]]) -> list[Term]:
             out.append(Term(field, key, math.log(start), wide))
     for software in softwares:
         families = {roofline.family(chip) for chip, s in runs if s == software} - {""}
-        out += [Term("products", f"{software}@{family}", 0.0, PAIR) for family in sorted(families) if len(families) > 1]
-    out += [Term("fused", f"attention {kernel}@{family}", math.log(OLDER[0]), OLDER[1]) for kernel in AMPERE for family in AFTER]
-    out += [Term("network", f"*@{family}", 0.0, FABRIC) for family in sorted({roofline.family(chip) for chip, software in runs if software} - {""})]
+        out += [Term("products", f"{software}@{family}", 0.0, PRIORS["pair"]) for family in sorted(families) if len(families) > 1]
+    out += [Term(field, key, math.log(start), wide) for key, fields in PRIORS["on families"].items() for field, (start, wide) in fields.items()]
+    out += [Term("network", f"*@{family}", 0.0, PRIORS["fabric"]) for family in sorted({roofline.family(chip) for chip, software in runs if software} - {""})]
     every = {key for software in softwares for key in keys_of("", software)}
     return out + [Term(field, key, math.log(start), wide) for (field, key), (start, wide) in KNOWN.items() if field in NETWORK and key in every]
+
+
+def slopes_of(errors: Callable, x: np.ndarray, e: np.ndarray, together: list) -> np.ndarray:
+    """Numerical derivatives of the errors at x, e there. together: as of `minimise`."""
+    slopes = np.zeros((len(e), len(x)))
+    for columns, on in together:
+        moved = x.copy()
+        moved[columns] -= 1e-3
+        slope = ((e - errors(moved)) / 1e-3)[:, None]
+        slopes[:, columns] = slope if on is None else slope * on
+    return slopes
 
 
 def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: np.ndarray, start: np.ndarray, rounds: int = 40, together=None) -> np.ndarray:
@@ -95,13 +100,7 @@ def minimise(errors: Callable, prior: np.ndarray, spread: np.ndarray, weights: n
     x, damping, e = start.copy(), 1e-3, errors(start)
     best = cost(e, x)
     for _ in range(rounds):
-        slopes = np.zeros((len(e), len(x)))
-        for columns, on in together:
-            moved = x.copy()
-            moved[columns] -= 1e-3
-            slope = ((e - errors(moved)) / 1e-3)[:, None]
-            slopes[:, columns] = slope if on is None else slope * on
-        slopes = slopes[:, free]
+        slopes = slopes_of(errors, x, e, together)[:, free]
         weight = weights / np.sqrt(1 + e**2)
         matrix = slopes.T @ (slopes * weight[:, None]) + np.diag(1 / spread[free] ** 2)
         slope = slopes.T @ (weight * e) + (x - prior)[free] / spread[free] ** 2
@@ -166,7 +165,7 @@ class Fit:
             found = [(t, v) for t, v in zip(self.terms, x) if t.field == name and self.applies(t, keys)]
             if found:
                 start = math.prod(before_runs(t.key)[name] for t, _ in found if name in CHIPS)
-                out[name] = float(f"{min(start * math.exp(sum(v for _, v in found)), LIMIT.get(name, math.inf)):.4g}")
+                out[name] = short(min(start * math.exp(sum(v for _, v in found)), LIMIT.get(name, math.inf)))
         return out
 
     def on_families(self, x: np.ndarray, software: str) -> dict[str, dict[str, float]]:

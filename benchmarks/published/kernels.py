@@ -21,18 +21,12 @@ from gradus.plan.collectives import ring_factor
 from gradus.plan.roofline import OF_CHIP, Parameters, op_seconds
 from gradus.plan.work import Op
 from published import fit as fitting
+from published.points import read_yaml
 
 HEAD = "# Fitted by `python benchmarks/groundtruth.py KERNELS.json --kernels`: do not edit. Units are SI. What each parameter means: roofline.Parameters.\n"
-CHIPS = {"a100_sxm": "A100-80GB", "h100_sxm": "H100-SXM", "b200_sxm": "B200", "l40s": "L40S", "mi355x": "MI355X"}
-CACHES = {"L40S": 96e6}  # bytes of a cache that makes small products faster than the memory: Ada's alone, by these rows
-DTYPES = {"bfloat16": "bf16", "bf16_r": "bf16", "fp8": "fp8", "f8_r": "fp8"}
-ARRAYS = {"rms_norm": 2, "layer_norm": 2, "fused_add_rms_norm": 4, "rope": 2, "cross_entropy": 2}  # read and written by Liger's forward kernel
-LIGER = ("liger", "liger_fused_add_rms_norm")
+READ = read_yaml("kernel-words.yaml")
+CHIPS, DTYPES, ARRAYS, PRIOR, NCCL = (READ[name] for name in ("chips", "dtypes", "arrays", "priors", "nccl"))
 SIGMA = 0.08
-# parameter → (prior, how far its logarithm may lie from it); beside the chip's: seconds around a kernel of each kind, and by how much a cache is faster
-PRIOR = {"matmul": (0.8, 0.3), "depth": (100.0, 1.0), "fp8": (0.7, 0.3), "attention": (0.55, 0.4), "keys": (800.0, 0.7), "bandwidth": (0.8, 0.2),
-         "kernel": (3e-6, 0.7), "decode": (1e-5, 0.7), "cast": (7.0, 0.5), "around fp8": (1e-5, 1.0), "around prefill": (1e-5, 0.7),
-         "around memory": (3e-6, 0.7), "cache": (1.5, 0.5)}  # fmt: skip
 FOLDS = 5
 LARGE = 1e9  # operations
 
@@ -84,7 +78,7 @@ def kernels(rows: list[dict[str, Any]]) -> dict[str, list[Kernel]]:
             mine.append(_product(row))
         elif op.startswith("attention") and row["kv_dtype"] == "bfloat16" and row["head_dim"] <= 256:
             mine.append(_attention(row))
-        elif op.removeprefix("fused_") in ARRAYS and "time_s" in row and row["pass_"] == "forward" and row["kernel"] in LIGER:
+        elif op.removeprefix("fused_") in ARRAYS and "time_s" in row and row["pass_"] == "forward" and row["kernel"] in READ["liger"]:
             mine.append(_memory(row))
     return found
 
@@ -96,7 +90,7 @@ def modelled(kernel: Kernel, values: dict[str, float], device: Device) -> float:
     """Seconds, by the plan's own formula and what the benchmark adds."""
     parameters = Parameters(**{name: values[name] for name in (*OF_CHIP, "cast")})
     op = kernel.op
-    if op.kind == "matmul" and op.bytes < CACHES.get(roofline.chip_of(device), 0.0):
+    if op.kind == "matmul" and op.bytes < READ["caches"].get(roofline.chip_of(device), 0.0):
         op = op._replace(bytes=op.bytes / values["cache"])
     return op_seconds(op, device, parameters) + values.get(f"around {kernel.kind}", 0.0)
 
@@ -111,7 +105,7 @@ class ChipFit:
               "product": {"matmul", "depth", "bandwidth", "kernel"}}  # fmt: skip
         tuned = not any(kernel.op.flops < LARGE for kernel in measured)  # a few large products, the casts apart
         self.own = {name for kind in kinds for name in by[kind]} - ({"depth", "bandwidth", "kernel", "cast", "around fp8"} if tuned else set())
-        if roofline.chip_of(device) in CACHES:
+        if roofline.chip_of(device) in READ["caches"]:
             self.own.add("cache")
         self.names = list(PRIOR)
         self.fixed = {"cast": 0.0, "around fp8": 0.0} if tuned else {}
@@ -155,7 +149,6 @@ def table(fit: ChipFit, errors: np.ndarray, out: np.ndarray) -> Iterator[tuple[s
 # ---------------------------------------------------------------- collectives
 
 BEND = 0.65  # see collectives.intra_node_seconds: of NCCL 2.27 to 2.29, which changes its protocol with the size
-NCCL = {"all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all"}
 
 
 def links(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -180,16 +173,12 @@ def links(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, np.ndar
 
             prior, spread = np.log([2e-5, 0.5 * link.bandwidth]), np.array([1.0, 2.0])
             x = fitting.minimise(lambda x, error=error: error(x) / SIGMA, prior, spread, np.ones(len(chosen)), prior)
-            entry["latency"][ranks], entry["bandwidth"][ranks] = (_short(math.exp(v)) for v in x)
+            entry["latency"][ranks], entry["bandwidth"][ranks] = (fitting.short(math.exp(v)) for v in x)
             errors[f"{chip} {ranks} ranks"] = error(x)
     return found, errors
 
 
 # ---------------------------------------------------------------- what is kept
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def fitted(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], Iterator[str]]:
@@ -204,13 +193,13 @@ def fitted(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], Iterator[str]]:
         fit = ChipFit(hardware.find(name), measured[chip])
         x = fit.solve(fit.measured)
         values = fit.values(x)
-        chips[chip] = {field: _short(values[field]) for field in OF_CHIP if field in fit.own}
-        beside = {field: _short(values[field]) for field in PRIOR if field in fit.own and field not in OF_CHIP}
+        chips[chip] = {field: fitting.short(values[field]) for field in OF_CHIP if field in fit.own}
+        beside = {field: fitting.short(values[field]) for field in PRIOR if field in fit.own and field not in OF_CHIP}
         for operator, row in table(fit, fit.errors(x), fit.left_out(x)):
             lines.append(f"{chip + ' ' + operator:28}{row[0]:5d}" + "".join(f"{v:{w}.3f}" for v, w in zip(row[1:], (8, 8, 8, 24, 8, 8))))
         lines.append(f"{chip:8} {chips[chip]}; of the benchmark {beside}")
     every = [entry for entry in chips.values() if "decode" in entry]
-    means = {field: _short(math.exp(np.mean([math.log(e[field]) for e in every if field in e]))) for field in OF_CHIP}
+    means = {field: fitting.short(math.exp(np.mean([math.log(e[field]) for e in every if field in e]))) for field in OF_CHIP}
     found, errors = links(rows)
     for name, error in errors.items():
         row = residuals(error)

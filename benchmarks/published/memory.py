@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from gradus import models
 from gradus.layers.small import BUFFERS
@@ -22,56 +20,15 @@ from gradus.plan.profiles import INDEX, Piece, Profile, Stretch
 from gradus.plan.profiles import N as COMPONENTS
 from gradus.plan.stage import Stage
 from gradus.recipe.schema import Adapter, GPTConfig, Layout, LlamaConfig, ModelConfig, Recipe
-from published import points
-from published.points import NotCovered, Point
+from published import points, runs
+from published.points import READING, NotCovered, Point, Program
 
 METRICS = {"peak_memory": "", "peak_reserved_memory": "reserved", "allocated_memory_after_step": "after"}
 GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Keeps:
-    """See kept.yaml."""
-
-    name: str
-    words: tuple[str, ...] = ()
-    half: bool = True
-    state: float = 8.0
-    step: float = 0.0
-    gradients: float = 2.0
-    standing: bool = False
-    distributed: bool = False
-    adapter: float = 8.0
-    casts: bool = False
-    inputs: float = 0.0
-    low: bool = False
-    norms: str = ""
-    repeated: bool = False
-    gelu: float = 0.0
-    dropout: float = 0.0
-    logits: float = 12.0
-    older: float = 0.0
-    fused: float = 12.0
-    chunks: int = 1
-    routed: float = 0.0
-    pipelined: float = 0.0
-    balance: bool = False
-    buffers: float = 0.0
-    whole: float = 0.0
-    recompute: tuple[str, ...] = ("none",)
-    sharded: bool = False
-    paged: bool = False
-    offloads: bool = False
-    prints: str = "device"
-    unit: str = ""
-    outside: float = 0.6
-
-
-@functools.cache
-def programs() -> dict[str, Keeps]:
-    found = yaml.safe_load(Path(__file__).with_name("kept.yaml").read_text())
-    tuples = ("words", "recompute")
-    return {name: Keeps(name, **{k: tuple(v) if k in tuples else v for k, v in entry.items()}) for name, entry in found.items()}
+def programs() -> dict[str, Program]:
+    return points.programs("kept.yaml")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +49,7 @@ class Question:
     recipe: Recipe
     base: ModelConfig  # without an adapter
     n: int
-    keeps: Keeps
+    keeps: Program
     kind: str  # allocated, reserved, device (all that the device shows), after (allocated, after a step)
     recompute: str = "none"
     frozen: Frozen | None = None
@@ -115,20 +72,11 @@ class Question:
 
 # ---------------------------------------------------------------- reading
 
-LIKE_GPT = re.compile(r"gpt|bloom|opt|mpt|phi|stablelm|pythia|neo|falcon")
-# (layers, d_model, heads, d_ff, vocabulary) of decoders with two matrices, that are called by name
-NAMED = {"phi 1.5": (24, 2048, 32, 8192, 51200), "stablelm alpha 3": (16, 4096, 32, 16384, 50688), "stablelm alpha 7": (16, 6144, 48, 24576, 50688)}
-QKV, USUAL = ("to_q", "to_k", "to_v"), ("to_q", "to_v")
-# what others call the Linears of a block
-PARTS = {"c_attn": QKV, "qkv": QKV, "query_key_value": QKV, "q_proj": ("to_q",), "k_proj": ("to_k",), "v_proj": ("to_v",), "o_proj": ("to_out",),
-         "output_proj": ("to_out",), "dense": ("to_out",), "c_proj": ("to_out", "down"), "w1": ("gate",), "w2": ("up",), "w3": ("up",), "gate_proj": ("gate",),
-         "up_proj": ("up",), "down_proj": ("down",), "c_fc": ("up",), "fc1": ("up",), "fc2": ("down",), "dense_h_to_4h": ("up",), "dense_4h_to_h": ("down",),
-         "all-linear": (*QKV, "to_out", "gate", "up", "down")}  # fmt: skip
 GPTQ = 4.156  # bits of a number: a scale and a zero for 128
 ADAPTERS = re.compile(r"lora|adapter|ia3|loha|lokr|oft|vera|prefix|prompt|ln_tuning")
 
 
-def keeps_of(point: Point) -> Keeps:
+def keeps_of(point: Point) -> Program:
     """The program by its name; where that says nothing, by what such programs state."""
     c, known = point["config"], programs()
     text = str(c.get("framework") or "").lower()
@@ -154,7 +102,7 @@ def measured(point: Point) -> float:
     return float(point["value"]) * next((size for name, size in (("GiB", GIB), ("MiB", 2**20), ("GB", 1e9), ("MB", 1e6)) if name in unit), 1.0)
 
 
-def kind_of(point: Point, keeps: Keeps) -> str:
+def kind_of(point: Point, keeps: Program) -> str:
     if METRICS[point["metric"]]:
         return METRICS[point["metric"]]
     said = f"{point['config'].get('memory_kind')} {point.get('unit')} {point.get('note')}".lower()
@@ -179,33 +127,21 @@ def model_of(point: Point, seq: int, tensor: int = 1) -> ModelConfig:
     c, name = point["config"], str(point["model"]).lower()
     family = str(c.get("family") or "")
     if not c.get("hidden"):
-        return _named(re.sub(r"[\s_-]+", " ", name), seq)
-    hidden, vocab = c["hidden"], c.get("vocab") or 50304
-    layers = c.get("layers") or round(((point.get("params") or 0) - vocab * hidden) / (12 * hidden**2))
-    heads = c.get("heads") or max(1, hidden // 128)
-    if hidden % heads or heads % tensor:
-        heads = next(h for h in range(tensor * max(1, round(hidden / 128 / tensor)), 0, -1) if hidden % h == 0 and h % tensor == 0)
-    vocab = -(-vocab // (128 * tensor)) * 128 * tensor if tensor > 1 else vocab
-    sizes = {"n_layers": layers, "d_model": hidden, "n_heads": heads, "vocab_size": vocab, "seq_len": seq}
-    if LIKE_GPT.search(family) or not (c.get("kv_heads") or family):
+        return points.model_of(points.cleaned({"config": {}, "model": name, "seq": seq}))
+    sizes = points.decoder(point, 50304) | {"seq_len": seq}
+    sizes["vocab_size"] = points.padded(sizes["vocab_size"], tensor) if tensor > 1 else sizes["vocab_size"]
+    if re.search("gpt|bloom|opt|mpt|phi|stablelm|pythia|neo|falcon", family) or not (c.get("kv_heads") or family):
         return GPTConfig(**sizes, d_ff=c.get("ffn"), dropout=float(c.get("dropout") or (keeps_of(point).dropout if "llama" not in name else 0.0)))
     expert, shared = c.get("expert_ffn") or c.get("ffn"), c.get("shared_experts")
     if c.get("experts"):
         width = (shared["ffn"] * shared["count"] if isinstance(shared, dict) else shared * expert) if shared else None
         sizes |= {"n_experts": c["experts"], "top_k": c.get("top_k") or 1, "d_expert": expert, "d_shared": width}
-    model = LlamaConfig(**sizes, n_kv_heads=c.get("kv_heads") or heads, d_head=c.get("head_dim"), d_ff=c.get("ffn") or expert,
+    model = LlamaConfig(**sizes, n_kv_heads=c.get("kv_heads") or sizes["n_heads"], d_head=c.get("head_dim"), d_ff=c.get("ffn") or expert,
                         tie_output=bool(c.get("tied")), qk_norm="qwen3" in name)  # fmt: skip
     if c.get("tied") is None and point.get("params"):  # as the stated number of parameters has it
         tied = model.model_copy(update={"tie_output": True})
         return min((model, tied), key=lambda m: abs(models.count(m)["total"] - point["params"]))
     return model
-
-
-def _named(name: str, seq: int) -> ModelConfig:
-    for known, (layers, hidden, heads, d_ff, vocab) in NAMED.items():
-        if known in name:
-            return GPTConfig(n_layers=layers, d_model=hidden, n_heads=heads, d_ff=d_ff, vocab_size=vocab, seq_len=seq, tie_output=False)
-    return points.model_of(points.cleaned({"config": {}, "model": name, "seq": seq}))
 
 
 def widths(model: Any) -> dict[str, tuple[int, int]]:
@@ -224,7 +160,7 @@ def adapted(point: Point, model: ModelConfig) -> tuple[Adapter | None, Frozen | 
     if not (ADAPTERS.search(method) or c.get("base_frozen")):
         return None, None
     named = widths(model)
-    targets = [part for name in c.get("target_modules") or () for part in PARTS.get(name, ()) if part in named] or list(USUAL)
+    targets = [part for name in c.get("target_modules") or () for part in READING["parts"].get(name, ()) if part in named] or ["to_q", "to_v"]
     each = sum(sum(named[t]) for t in dict.fromkeys(targets)) * model.n_layers
     stated = float(str(c.get("trainable_params") or c.get("trainable") or 0).replace(",", ""))
     rank = c.get("lora_rank") or max(1, round(stated / each)) if stated or c.get("lora_rank") else 8
@@ -234,7 +170,7 @@ def adapted(point: Point, model: ModelConfig) -> tuple[Adapter | None, Frozen | 
     return Adapter(rank=rank, targets=list(dict.fromkeys(targets)), base=base), Frozen(stated or float(rank * each), "embeddings" in method, bits, "v2" in method)
 
 
-def recomputed(point: Point, keeps: Keeps, several: bool, text: str) -> tuple[str, ...]:
+def recomputed(point: Point, keeps: Program, several: bool, text: str) -> tuple[str, ...]:
     c = point["config"]
     said = str(c.get("recompute") or c.get("ac") or "").lower() or {True: "full", False: "none"}.get(c.get("activation_checkpointing"), "")
     if "full" in said or "activation checkpointing" in text:
@@ -255,7 +191,7 @@ def state_of(each: float, pure: bool, optimizer: str) -> float:
     return each - (2 - moments) * moment
 
 
-def logits_of(config: dict[str, Any], keeps: Keeps) -> float:
+def logits_of(config: dict[str, Any], keeps: Program) -> float:
     version = re.search(r"transformers (\d+)\.(\d+)", str(config.get("framework")))
     return keeps.older if keeps.older and version and tuple(map(int, version.groups())) < (4, 46) else keeps.logits
 
@@ -267,40 +203,28 @@ def capacity_of(point: Point) -> float:
         return math.inf
 
 
-@dataclasses.dataclass(frozen=True)
-class Numbers:
-    """In which a run computes. half: bf16 or fp16; pure: its weights too; full: nothing is in half."""
-
-    half: str
-    pure: bool
-    full: bool
-    tf32: bool
-
-    @classmethod
-    def of(cls, point: Point, keeps: Keeps, frozen: bool) -> Numbers:
-        """Weights in half where the program has them so; of transformers' full fine-tuning only where that is said (its default is autocast)."""
-        said = str(point["config"].get("precision") or "bf16").lower()
-        if "fp4" in said:
-            raise NotCovered("NVFP4")
-        tf32, full = "tf32" in said, "tf32" in said or "fp32" in said.partition("+")[0]
-        casts = bool(re.search(r"(?<!no )(autocast|amp|mixed)", said)) or (keeps.name == "hf" and not frozen and not re.search("pure|true|no autocast", said))
-        return cls("fp16" if "fp16" in said and "bf16" not in said else "bf16", keeps.name == "megatron" or (keeps.half and not casts and not full), full, tf32)
-
-    def of_layout(self, shards: int) -> dict[str, Any]:
-        if self.full or self.pure or shards == 1:
-            precision = "fp32" if self.full else f"pure_{self.half}" if self.pure else self.half
-            return {"precision": precision, "tf32": self.tf32, "shard": shards}
-        return {"shard": shards, "param_dtype": self.half, "reduce_dtype": "fp32"}
+def numbers_of(point: Point, keeps: Program, frozen: bool) -> tuple[str, bool, bool]:
+    """(half type, whether weights are in it, whether nothing is). Weights in half where the program has them so; of transformers' full fine-tuning
+    only where that is said (its default is autocast)."""
+    said = str(point["config"].get("precision") or "bf16").lower()
+    if "fp4" in said:
+        raise NotCovered("NVFP4")
+    full = "tf32" in said or "fp32" in said.partition("+")[0]
+    casts = bool(re.search(r"(?<!no )(autocast|amp|mixed)", said)) or (keeps.name == "hf" and not frozen and not re.search("pure|true|no autocast", said))
+    return "fp16" if "fp16" in said and "bf16" not in said else "bf16", keeps.name == "megatron" or (keeps.half and not casts and not full), full
 
 
-def layout_of(point: Point, keeps: Keeps, numbers: Numbers, n: int, micro: int) -> Layout:
-    c, zero = point["config"], str(point["config"].get("zero") or "").lower()
+def layout_of(point: Point, keeps: Program, numbers: tuple[str, bool, bool], n: int, micro: int) -> Layout:
+    c, zero, (half, pure, full) = point["config"], str(point["config"].get("zero") or "").lower(), numbers
     tensor, stages = int(c.get("tp") or 1), int(c.get("pp") or 1)
     ranks = n // (tensor * stages)
     split = ranks > 1 and ("fsdp" in zero or "fsdp" in c or zero_of(c) == 3 or (keeps.sharded and not zero_of(c)))
     attention = str(c.get("attention") or ("plain" if keeps.name == "megatron" else ""))
-    virtual = int(c.get("vp") or (2 if "interleaved" in str(c.get("schedule")) else 1)) if stages > 1 and not split else 1
-    return Layout(device="cuda", **numbers.of_layout(ranks if split else 1), tensor=tensor, pipeline=stages, micro_batch=micro, offload=split and offloaded(c),
+    virtual = runs.virtual_of(point) if stages > 1 and not split else 1
+    held = {"precision": "fp32" if full else f"pure_{half}" if pure else half, "tf32": "tf32" in str(c.get("precision")).lower()}
+    if split and not (full or pure):
+        held = {"param_dtype": half, "reduce_dtype": "fp32"}
+    return Layout(device="cuda", **held, shard=ranks if split else 1, tensor=tensor, pipeline=stages, micro_batch=micro, offload=split and offloaded(c),
                   attention="naive" if re.search("plain|naive|eager", attention) else "sdpa", reshard=stages == 1 or not split,
                   sequence_parallel=tensor == 1 or bool(c.get("sequence_parallel", keeps.name != "megatron")),
                   **({"schedule": "interleaved", "stages": virtual} if virtual > 1 else {}))  # fmt: skip
@@ -332,25 +256,22 @@ def question_of(point: Point) -> Question:
     micro = int(c.get("micro_batch") or (1 if stages > 1 else c.get("local_batch") or max(1, batch // groups)))
     model = model_of(point, seq // context, tensor)
     adapter, frozen = adapted(point, model)
-    numbers = Numbers.of(point, keeps, frozen is not None)
+    numbers = _, pure, _ = numbers_of(point, keeps, frozen is not None)
     layout = layout_of(point, keeps, numbers, n, micro)
     many = min(max(1, round(batch / (groups * micro))), 2 * stages + 2 if stages > 1 else 3)  # further ones repeat the peak
     paged = keeps.paged and n == 1 and frozen is None and not ladder
-    state = state_of(keeps.state if numbers.pure or not keeps.half else 8.0, numbers.pure, "8-bit" if paged else text)
+    state = state_of(keeps.state if pure or not keeps.half else 8.0, pure, "8-bit" if paged else text)
     ways = recomputed(point, keeps, n > 1, text)
     said = f"{c.get('gradients')} {c.get('precision')}".lower()
 
     def of(way: str) -> Question:
         own = layout.model_copy(update={"checkpointing": "none" if way == "products" else way})
-        recipe = Recipe.model_validate({
-            "name": "published", "model": model.trained(adapter, None) if adapter else model, "task": {"name": "causal_lm"}, "data": {"kind": "text", "path": "-"},
-            "optimizer": {"name": "adamw", "lr": 1e-4}, "batch": {"samples": many * ranks * micro}, "adapter": adapter and adapter.model_dump(),
-            "train": {"steps": 100, "clip_norm": 1.0}, "layout": own.model_dump()})  # fmt: skip
+        recipe = runs.recipe_of(model.trained(adapter, None) if adapter else model, own, many * ranks * micro, adapter and adapter.model_dump())
         return Question(
             recipe, model, n, keeps, kind_of(point, keeps), way, frozen, zero=3 if layout.shard > 1 else zero_of(c) or int(keeps.distributed), replicas=ranks,
             compiled=bool(c.get("compile")) or "compile" in text, chunks=keeps.chunks if "chunked" in text or not ladder else 1, offload=offloaded(c),
             offloads=keeps.offloads or "activation offloading" in text, in_backward=paged or "in backward" in text, state=0.0 if offloaded(c) else state, paged=paged,
-            wide=numbers.pure and keeps.gradients <= 2 and bool(re.search("fp32 grad|float32", said)), alive=micro * (c.get("mean_length_padded") or seq),
+            wide=pure and keeps.gradients <= 2 and bool(re.search("fp32 grad|float32", said)), alive=micro * (c.get("mean_length_padded") or seq),
             capacity=capacity_of(point) if len(ways) > 1 or paged else math.inf, logits=logits_of(c, keeps),
             liger="liger" in f"{c.get('framework')} {c.get('kernels')} {text}".lower(),
         )  # fmt: skip

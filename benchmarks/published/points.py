@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ from gradus.recipe.presets import PRESETS, config_of
 from gradus.recipe.schema import MODELS, GPTConfig, LlamaConfig, ModelConfig
 
 Point = dict[str, Any]
+
+
+
+
+def read_yaml(name: str) -> Any:
+    """A file of this folder."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text())
+
+
+READING = read_yaml("reading.yaml")  # what words in a point mean, and which of its fields are numbers or texts
+
 
 class NotCovered(Exception):
     """A point that the planner says nothing about; the text says why."""
@@ -40,6 +52,7 @@ class Case:
     value: Callable[[float], float] = float  # seconds of a step → the point's own unit
     direct: Callable[[dict[str, float]], float] | None = None  # of parameters to the value, for what is no step's time
     entry: str = ""  # whose parameters `direct` takes: of `others`
+    run: Any = None  # of a step: what it was read as (`runs.Run`)
     kind: str = "plan"  # other: a formula that no plan uses; identity: a count, or the source's own arithmetic: nothing is predicted
 
     @property
@@ -72,7 +85,20 @@ def load(path: str | Path) -> list[Point]:
 @functools.cache
 def sizes() -> list[tuple[str, dict[str, Any]]]:
     """(pattern of a name, fields) of models.yaml."""
-    return [tuple(entry) for entry in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())]
+    return [tuple(entry) for entry in read_yaml("models.yaml")]
+
+
+class Program(types.SimpleNamespace):
+    """What is known of a program; its file says of which fields."""
+
+
+@functools.cache
+def programs(file: str) -> dict[str, Program]:
+    """By name, each with what it is like, or else `any`, has."""
+    found = read_yaml(file)
+    for name, entry in found.items():  # what others are like stands before them
+        found[name] = {**found[entry.get("like", "any")], **({"words": []} if "like" in entry else {}), **entry}
+    return {name: Program(**entry, name=name) for name, entry in found.items()}
 
 
 def named(model: str) -> ModelConfig | None:
@@ -85,10 +111,10 @@ def named(model: str) -> ModelConfig | None:
     return config_of(fields["preset"]) if "preset" in fields else MODELS[fields["family"]].model_validate(fields)
 
 
-def stated(point: Point) -> ModelConfig:
-    """A decoder of the sizes that the point states. Gated, as Llama, where keys have fewer heads or the network is not four times as wide."""
+def decoder(point: Point, vocab: int) -> dict[str, int]:
+    """The sizes of a decoder that the point states, with heads that its tensor parallelism divides. vocab: where it is not stated."""
     c, hidden = point["config"], point["config"]["hidden"]
-    vocab, layers = c.get("vocab") or 51200, c.get("layers")
+    vocab, layers = c.get("vocab") or vocab, c.get("layers")
     layers = layers or round((point["params"] - vocab * hidden) / (12 * hidden**2))
     tensor = c.get("tp") or 1
     heads = c.get("heads") or max(1, hidden // 128)
@@ -97,7 +123,18 @@ def stated(point: Point) -> ModelConfig:
         heads = next((h for h in range(most, 0, -1) if hidden % h == 0 and h % tensor == 0), heads)
     if not (0 < layers < 1e4 and 0 < hidden < 1e6 and 0 < vocab < 1e7):
         raise NotCovered(f"{layers} layers of width {hidden} over {vocab} words are no model")
-    size = {"n_layers": layers, "d_model": hidden, "n_heads": heads, "vocab_size": vocab}
+    return {"n_layers": layers, "d_model": hidden, "n_heads": heads, "vocab_size": vocab}
+
+
+def padded(words: int, tensor: int) -> int:
+    """A vocabulary of a multiple of 128 × tensor, as Megatron makes it."""
+    return -(-words // (128 * tensor)) * 128 * tensor
+
+
+def stated(point: Point) -> ModelConfig:
+    """A decoder of the sizes that the point states. Gated, as Llama, where keys have fewer heads or the network is not four times as wide."""
+    c, size = point["config"], decoder(point, 51200)
+    hidden, heads = size["d_model"], size["n_heads"]
     kv, inner = c.get("kv_heads") or heads, c.get("ffn") or 4 * hidden
     if kv != heads or inner != 4 * hidden:
         return LlamaConfig(**size, n_kv_heads=kv, d_ff=inner, d_head=c.get("head_dim") or None)
@@ -116,14 +153,11 @@ def model_of(point: Point) -> ModelConfig:
     return model.changed(seq_len=point["seq"]) if point["seq"] and hasattr(model, "seq_len") else model
 
 
-CALLED = {r"H100 96GB": "H100-96GB-500W", r"V100-32GB": "V100-32GB", r"A100[- _]40GB": "A100-40GB", r"[Hh]100[-_ ]80[Gg][Bb]": "H100-SXM"}
-
-
 def device_of(point: Point) -> Device:
     """The device that the point's text names."""
     text = str(point.get("hardware") or "")
     words = re.sub(r"\(.*|,.*|NVIDIA|AWS|DGX[- ]|HGX[- ]", "", text).replace("_", "-").split()
-    called = next((name for pattern, name in CALLED.items() if re.search(pattern, text)), "")
+    called = next((name for pattern, name in READING["devices"].items() if re.search(pattern, text)), "")
     for name in (called, *(" ".join(words[:i]) for i in range(len(words), 0, -1)), roofline.chip_of(text)):
         try:
             return hardware.find(name)
@@ -138,14 +172,12 @@ def divisor(total: int, limit: int) -> int:
 
 # ---------------------------------------------------------------- metrics
 
-RATES = ("step_time", "tokens_per_s", "samples_per_s", "sequences_per_s", "train_samples_per_s", "images_per_s", "mfu", "hfu", "model_tflops", "hardware_tflops",
-         "aggregate_pflops")  # and each by _per_gpu; and days_for_300B_tokens, gpu_hours_for_300B_tokens  # fmt: skip
 FOR_TOKENS = re.compile(r"(days|gpu_hours)_for_([\d.]+)([BT])_tokens")
 
 
 def timed(metric: str) -> bool:
     """Whether a metric is a step's time in other words."""
-    return metric.removesuffix("_per_gpu") in RATES or bool(FOR_TOKENS.fullmatch(metric))
+    return metric.removesuffix("_per_gpu") in READING["rates"] or bool(FOR_TOKENS.fullmatch(metric))
 
 
 def number(count: str, unit: str) -> float:
@@ -195,23 +227,21 @@ class Asked(dict):
         return value
 
 
-# of config
-NUMBERS = {"hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tp", "pp", "cp", "ep", "dp", "vp", "fsdp", "interleave", "micro_batch",
-           "local_batch", "grad_accum", "batch", "slices", "bytes", "theoretical", "active_params", "tdp_w", "zettaflops"}  # fmt: skip
-TEXTS = {"recompute", "precision", "schedule", "ac", "scheme", "method", "quant", "attn", "mixed_precision_mode", "op", "framework", "container", "kernels"}
+# what odd fields lead to
+WRONG = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, UserError, ValueError)
 
 
 def cleaned(point: Point) -> Asked:
     """The point with every field of the schema: None where it is not given, or is nothing that such a field can be."""
     config = point.get("config")
     config = dict(config) if isinstance(config, dict) else {}
-    for name in NUMBERS & config.keys():
+    for name in config.keys() & READING["numbers"]:
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
             del config[name]
         elif value % 1 == 0:
             config[name] = int(value)
-    for name in TEXTS & config.keys():
+    for name in config.keys() & READING["texts"]:
         if not isinstance(config[name], str):
             del config[name]
     found = Asked(point, config=config)

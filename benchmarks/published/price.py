@@ -23,17 +23,17 @@ NAMES = [f.name for f in dataclasses.fields(Parameters)]
 ABLE = ("forward", "backward", "both")
 
 
-def _row(op: Op, cluster: Cluster) -> tuple:
+def _row(op: Op, cluster: Cluster, shaped: bool) -> tuple:
     """kind, phase, seconds at the peak and its share by shape, misaligned, grouped, seconds of its bytes and of an fp8 product's casts, chained, head, launches, count."""
     device, odd, cast, fit = cluster.device, False, 0.0, roofline.parameters(cluster.device)[0]
     kind, peak = KINDS[op.kind], roofline.peak_flops(device, op.dtype)
     if op.kind == "matmul":
         batch, m, n, k = op.shape
-        peak *= roofline.matmul_share(batch, m, n, k, roofline.units(device), fit.depth)
+        peak *= roofline.matmul_share(batch, m, n, k, roofline.units(device), fit.depth) if shaped else 1.0
         odd = op.dtype in ("bf16", "fp16") and n % 8 != 0 and min(m, n, k) > 64
         if op.dtype in ("fp8", "fp4"):
             kind, cast = KINDS["fp8"], batch * m * k / device.bandwidth
-    elif op.kind == "attention":
+    elif op.kind == "attention" and shaped:
         peak *= roofline.attention_share(op.shape[3], op.shape[4], fit.keys, peak / roofline.units(device))
     return (kind, PHASES[op.phase], op.flops / peak, odd, op.name.startswith("grouped"), op.bytes / device.bandwidth, cast, roofline.fusible(op), op.stage_only, op.launches, op.count)
 
@@ -55,15 +55,16 @@ def _sent(t: Transfer, cluster: Cluster) -> tuple:
 
 
 class Runs:
-    """Runs that are priced together. `seconds(P)`: of each, P being its parameters (a row each, in the order of NAMES)."""
+    """Runs that are priced together. `seconds(P)`: of each, P being its parameters (a row each, in the order of NAMES). shaped: whether a product's
+    shape counts."""
 
-    def __init__(self, runs: list[tuple[Work, Cluster]]):
+    def __init__(self, runs: list[tuple[Work, Cluster]], shaped: bool = True):
         self.n = len(runs)
         rows: dict[tuple, float] = {}
         sent: dict[tuple, float] = {}
         for i, (work, cluster) in enumerate(runs):
             for op in (*work.micro, *work.step):
-                *row, count = _row(op if op.phase != "optimizer" else op._replace(phase="optimizer"), cluster)
+                *row, count = _row(op if op.phase != "optimizer" else op._replace(phase="optimizer"), cluster, shaped)
                 rows[i, *row] = rows.get((i, *row), 0.0) + count
             for t in work.transfers:
                 *row, calls = _sent(t, cluster)

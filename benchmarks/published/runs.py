@@ -8,12 +8,11 @@ from typing import Any
 
 from gradus import hardware
 from gradus.hardware import Cluster, Device, Link
+from gradus.plan import case as plan
+from gradus.plan import engine
 from gradus.recipe.schema import GPTConfig, Layout, ModelConfig, Recipe, ViTConfig
 from published import software
-from published.points import Case, NotCovered, Point, device_of, divisor, in_metric, model_of, timed
-
-VIT = {"tiny": (12, 192, 3, 768), "small": (12, 384, 6, 1536), "base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096),
-       "huge": (32, 1280, 16, 5120), "giant": (40, 1408, 16, 6144), "gigantic": (48, 1664, 16, 8192)}  # fmt: skip
+from published.points import READING, Case, NotCovered, Point, device_of, divisor, in_metric, model_of, padded, timed
 
 
 @dataclasses.dataclass
@@ -31,7 +30,6 @@ class Run:
     sliced: int = 1  # stages of a pipeline of experts, which Gradus refuses: the recipe is of one stage alone, of so many
     layers: int = 0
     virtual: int = 1  # stages a device, interleaved
-    wide_gradients: bool = False  # added up in fp32 beside half ones
 
     @property
     def replicas(self) -> int:
@@ -61,12 +59,7 @@ def made(point: Point, run: Run) -> Case:
         raise NotCovered(f"metric {point['metric']}: nothing predicts it of a run")
     work = software.work_of(run)
     value = in_metric(point, work, run.cluster, run.recompute)
-    return Case(point, "", "", point["model"], float(point["value"]), work, run.cluster, value)
-
-
-def sharded(processes: int, reduced: str | None = None, half: str = "bf16") -> dict[str, Any]:
-    """Of a layout: weights sharded over so many, computed with in half; of one process autocast."""
-    return {"shard": processes, "param_dtype": half, "reduce_dtype": reduced} if processes > 1 else {"precision": half}
+    return Case(point, "", "", point["model"], float(point["value"]), work, run.cluster, value, run=run)
 
 
 # ---------------------------------------------------------------- fields
@@ -101,17 +94,13 @@ def _program_of(point: Point, device: Device, sharded: bool) -> str:
     return "mcore" if device.peaks.get("fp8") or c.get("ep") else "megatron"
 
 
-RECOMPUTED = [(r"none|.*modules=\[\]|.*modules=.*(norm|act|up_proj|mlp)", "none"), (r"selective \(per-op.*", "half"), ("selective", "selective"),
-              (r"remat_policy=minimal.*", "cheap"), (r"full|true|remat_policy=.*", "full")]  # fmt: skip
-
-
 def recomputed(point: Point) -> str:
     """What a run computes again, as far as it says so: a way of Run.recompute; "" where it does not."""
     c = point["config"]
     text = str(c.get("recompute") or c.get("ac") or c.get("activation_checkpointing", "")).lower().replace("false", "none")
     if "activation checkpointing" in words(point, "steps_of_ladder"):
         return "full"
-    return next((way for pattern, way in RECOMPUTED if re.match(pattern, text)), "")
+    return next((way for pattern, way in READING["recomputed"].items() if re.match(pattern, text)), "")
 
 
 def precision_of(point: Point) -> tuple[str, str]:
@@ -130,23 +119,15 @@ def adapter_of(point: Point, n: int, device: Device, beside: str) -> dict[str, A
     return {"rank": 16, "targets": [beside], "base": "nf4" if "qlora" in method else None}
 
 
-NETWORKS = {"omni-path": "Omni-Path 100 (half a port)", "selene": "InfiniBand HDR"}  # of the place where a machine stood
-
-
 def device_at(point: Point) -> Device:
     """The device, with the links of the place where it stood."""
     device, place = device_of(point), point["hardware"].lower()
-    network = next((hardware.links()[name] for word, name in NETWORKS.items() if word in place), None)
+    network = next((hardware.links()[name] for word, name in READING["networks"].items() if word in place), None)
     if "dgx-2" in place:  # a switch between the GPUs, where the measured V100 node has a cube
         device = dataclasses.replace(device, link=Link("NVSwitch", device.link.bandwidth))
     if bandwidth := point["config"].get("network"):
         network = Link("network", bandwidth)
     return dataclasses.replace(device, network=network) if network else device
-
-
-# What a source says of all its runs and its points do not: of a point's configuration, where it has none.
-SPECIAL = [("vTrain@f8dda84 data/ground_truth_multi", {"network": 12.5e9}), ("vTrain@f8dda84 data/ground_truth_single", {"vocab": 50257, "unpadded": True}),
-           ("Korthikanti", {"micro_batch": 1, "interleave": 3}), ("Narayanan", {"interleave": 2})]  # fmt: skip
 
 
 def on_one_node(point: Point) -> bool:
@@ -156,7 +137,7 @@ def on_one_node(point: Point) -> bool:
 
 def completed(point: Point) -> Point:
     """With what its source says of all its runs."""
-    more = next((more for text, more in SPECIAL if text in point["source"]), {})
+    more = next((more for text, more in READING["sources"].items() if text in point["source"]), {})
     return type(point)(point, config={**more, **point["config"]}, batch=512 if on_one_node(point) else point.get("batch"))
 
 
@@ -200,11 +181,6 @@ def whole_sharded(point: Point, device: Device, held: int) -> bool:
     return bool(said) or (16 * held > device.capacity and not c.get("tp"))
 
 
-def padded(model: ModelConfig, tensor: int) -> ModelConfig:
-    """With a vocabulary of a multiple of 128 × tensor, as Megatron makes it."""
-    return model.changed(vocab_size=-(-model.vocab_size // (128 * tensor)) * 128 * tensor)
-
-
 def training(point: Point) -> Case:
     """A point of a training run. Raises NotCovered for what is not stated and cannot be assumed."""
     point = completed(point)
@@ -228,7 +204,7 @@ def training(point: Point) -> Case:
     micro = max(1, min(int(micro), parts // d.groups))
     samples = max(1, round(parts / (d.groups * micro))) * d.groups * micro
     if isinstance(model, GPTConfig) and name in ("megatron", "zero3"):
-        model = (model if c.get("unpadded") and d.tensor == 1 else padded(model, d.tensor)).changed(dropout=0.1)
+        model = model.changed(dropout=0.1, **({} if c.get("unpadded") and d.tensor == 1 else {"vocab_size": padded(model.vocab_size, d.tensor)}))
     if d.context > 1:
         model = model.changed(seq_len=model.seq_len // d.context)
     sliced, layers = d.stages if getattr(model, "n_experts", None) else 1, model.n_layers
@@ -251,23 +227,11 @@ def training(point: Point) -> Case:
                     sequence_parallel=d.tensor == 1 or bool(c.get("sequence_parallel", name != "megatron")))  # fmt: skip
     run = Run(recipe_of(model, layout, samples, adapter_of(point, n, device, program.adapter)), Cluster(device, n), name, dtype=dtype, context=d.context, sliced=sliced, layers=layers, gathered=d.context > (c.get("cp") or 1),
               asynchronous=bool(c.get("async_tp")) or "async" in str(c.get("tp_kind")),
-              virtual=virtual_of(point) if d.stages > 1 else 1, wide_gradients="bf16 +" in words(point, "precision"))  # fmt: skip
+              virtual=virtual_of(point) if d.stages > 1 else 1)  # fmt: skip
     run = with_recompute(run, recomputed(point) or program.recompute)
-    found = memory(point, run) if point["metric"] in ("peak_memory", "feasible") else made(point, run)
+    found = made(point, run)
     found.model = shape
     return found
-
-
-def memory(point: Point, run: Run) -> Case:
-    """The memory of a process, and whether it is there."""
-    if run.software != "megatron":
-        raise NotCovered(f"peak memory of {run.software}: its allocator and compiler are not modelled")
-    feasible, most = point["metric"] == "feasible", software.memory_of(run) / 1e9
-
-    def total(v: dict[str, float]) -> float:
-        return float(most + v["constant"] < 80 * 2**30 / 1e9) if feasible else most + v["constant"]
-
-    return Case(point, "", "", point["model"], float(point["value"]), direct=total, entry="memory/megatron")
 
 
 def virtual_of(point: Point) -> int:
@@ -279,7 +243,8 @@ def virtual_of(point: Point) -> int:
 def with_recompute(run: Run, way: str) -> Run:
     """The run with what it computes again. needed: all, where the whole does not fit."""
     if way == "needed":
-        way = "full" if software.memory_of(run) > run.cluster.device.capacity else "none"
+        memory = engine.memory_of(engine.processes(plan.Case.of(run.recipe, run.cluster.n // run.sliced, "cuda")))
+        way = "full" if memory.reserved > run.cluster.device.capacity else "none"
     checkpointing = {"full": "full", "cheap": "selective", "half": "selective"}.get(way, "none")
     layout = run.recipe.layout.model_copy(update={"checkpointing": checkpointing})
     return dataclasses.replace(run, recipe=run.recipe.model_copy(update={"layout": layout}), recompute=way)
@@ -288,9 +253,9 @@ def with_recompute(run: Run, way: str) -> Run:
 def timm(point: Point) -> Case:
     name = point["model"]
     found = re.search(r"(vit|deit3?|beit(?:v2)?)_(tiny|small|medium|base|large|huge|giant|gigantic)(?:_distilled)?_patch(\d+)(?:_clip)?_(\d+)", name)
-    if not found or found.group(2) not in VIT:
+    if not found or found.group(2) not in READING["vit"]:
         raise NotCovered(f"model {name}: sizes not known")
-    layers, width, heads, d_ff = VIT[found.group(2)]
+    layers, width, heads, d_ff = READING["vit"][found.group(2)]
     patch, size = int(found.group(3)), int(found.group(4))
     model = ViTConfig(n_layers=layers, d_model=width, n_heads=heads, d_ff=d_ff, patch_size=patch, image_size=size, n_classes=1000)
     layout = Layout(precision="fp16", attention="naive", micro_batch=point["batch"])

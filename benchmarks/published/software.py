@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
-
-import yaml
 
 from gradus.plan import engine
 from gradus.plan.case import Case
-from gradus.plan.peak import peak_of
 from gradus.plan.process import local_bytes
 from gradus.plan.work import Op, Transfer, Work
 from gradus.recipe.schema import Layout, Recipe
+from published.points import Program, programs
 
 MASKS = {"masked_fill", "tril", "ones", "bitwise_not", "randint", "where"}  # of scores; where it is fused with the softmax
 LOSS = {"log_softmax", "nll_loss_forward", "nll_loss_backward", "log_softmax_backward_data"}
@@ -24,40 +21,8 @@ OFFLOADED = 6.0  # bytes between host and device a parameter and step: half weig
 NARROW = 64  # an adapter's rank is less
 
 
-@dataclasses.dataclass(frozen=True)
-class Software:
-    """See software.yaml."""
-
-    name: str
-    like: str = ""
-    words: tuple[str, ...] = ()
-    versions: tuple[str, ...] = ()
-    precision: str = "bf16"
-    attention: str = "flash"
-    fusion: str = "eager"
-    host: str = "python"
-    exchange: str = "ddp"
-    mask: bool = False
-    optimizer: float | None = None
-    state: float | None = None
-    gradients: str = "buckets"
-    reduced: float | None = None
-    distributed: bool = False
-    accumulated: bool = False
-    hidden: tuple[str, ...] = ()
-    recompute: str = "none"
-    adapter: str = "all-linear"
-    loss: str = ""
-    dispatch: bool = False
-    loops: bool = False
-
-
-@functools.cache
-def table() -> dict[str, Software]:
-    found = yaml.safe_load(Path(__file__).with_name("software.yaml").read_text())
-    for name, entry in found.items():  # what others are like stands before them
-        found[name] = {**found.get(entry.get("like"), {}), **({"words": []} if "like" in entry else {}), **entry}
-    return {name: Software(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}) for name, entry in found.items()}
+def table() -> dict[str, Program]:
+    return programs("software.yaml")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +163,7 @@ def _dispatched(run: Any, ops: list[Op], transfers: list[Transfer]) -> tuple[lis
     return kept, rest + [x for x in exchanges if x.payload > 1e5]  # their sizes go with them
 
 
-def _sums(software: Software, t: Traced, width: float) -> list[Transfer]:
+def _sums(software: Program, t: Traced, width: float) -> list[Transfer]:
     """Collectives between replicas: of the whole gradient after the backward pass, or beside it; of a distributed optimizer in two halves."""
     found = [x for x in t.busiest.transfers if x.axis in ("replicate", "context") and x.kind in ("all_reduce", "broadcast") and x.payload > 1e4]
     rest = [x for x in t.busiest.transfers if x not in found]
@@ -214,7 +179,7 @@ def _sums(software: Software, t: Traced, width: float) -> list[Transfer]:
             dataclasses.replace(one, kind="all_gather", payload=payload * 2 / (software.reduced or width), phase="forward", hidden_by="forward")]  # fmt: skip
 
 
-def _beside(transfers: list[Transfer], axes: tuple[str, ...]) -> list[Transfer]:
+def _beside(transfers: list[Transfer], axes: Collection[str]) -> list[Transfer]:
     def hidden(t: Transfer) -> str:
         if t.axis not in axes or t.phase == "optimizer":
             return t.hidden_by
@@ -225,7 +190,7 @@ def _beside(transfers: list[Transfer], axes: tuple[str, ...]) -> list[Transfer]:
     return [dataclasses.replace(t, hidden_by=hidden(t)) for t in transfers]
 
 
-def _optimizer(software: Software, t: Traced, ops: list[Op]) -> list[Op]:
+def _optimizer(software: Program, t: Traced, ops: list[Op]) -> list[Op]:
     if software.optimizer is None:
         return ops
     stepped = t.shared if software.distributed else t.held
@@ -250,7 +215,7 @@ def _together(run: Any, ops: list[Op], transfers: list[Transfer], micro_batches:
     return ops, transfers + [Transfer(axis, kind, size, n, k, stride, phase, phase) for axis, kind, size, n, stride, phase in sent]
 
 
-def _between_stages(run: Any, software: Software, transfers: list[Transfer]) -> list[Transfer]:
+def _between_stages(run: Any, software: Program, transfers: list[Transfer]) -> list[Transfer]:
     """Interleaved stages send as many times as often; each tensor rank sends its part (Narayanan et al. 2021, section 4.1)."""
     layout = run.recipe.layout
     if run.sliced > 1:
@@ -262,9 +227,9 @@ def _between_stages(run: Any, software: Software, transfers: list[Transfer]) -> 
             for x in transfers]  # fmt: skip
 
 
-def work_of(run: Any) -> Work:
-    """The work of a run (`runs.Run`): the engine's, as the run's software does it."""
-    software, layout = table()[run.software], run.recipe.layout
+def work_of(run: Any, plain: bool = False) -> Work:
+    """The work of a run (`runs.Run`): the engine's, as the run's software does it, or plain."""
+    software, layout = table()["any" if plain else run.software], run.recipe.layout
     t = traced(run.recipe, run.cluster.n // run.sliced)
     ops = engine.mark_stage_only(t.busiest.micro, t.first.micro) if t.first else t.busiest.micro
     ops = _marked(ops, run) if run.sliced > 1 else ops
@@ -291,24 +256,7 @@ def work_of(run: Any) -> Work:
     transfers = _between_stages(run, software, transfers)
     if layout.pipeline > 1 and layout.shard > 1:  # gathered weights stay through a pipelined step
         transfers = [dataclasses.replace(x, calls=x.calls / t.busiest.micro_batches) if x.axis == "shard" else x for x in transfers]
-    ops, transfers = _together(run, ops, _beside(transfers, software.hidden + (("tensor", "sequence") if run.asynchronous else ())), m)
-    return dataclasses.replace(whole(run), micro=ops, step=step, transfers=transfers, micro_batches=m, software=software.name, virtual=run.virtual,
+    ops, transfers = _together(run, ops, _beside(transfers, (*software.hidden, *("tensor", "sequence") * run.asynchronous)), m)
+    return dataclasses.replace(whole(run), micro=ops, step=step, transfers=transfers, micro_batches=m, software=run.software, virtual=run.virtual,
                                schedule="interleaved" if run.virtual > 1 else "1f1b",
-                               data_bytes=0.0 if software.name == "timm" else t.busiest.data_bytes + OFFLOADED * layout.offload * t.held)  # fmt: skip
-
-
-# ---------------------------------------------------------------- memory
-
-
-def memory_of(run: Any) -> float:
-    """Bytes that the caching allocator takes on the process that needs most; gradients that are added up in fp32 are four bytes more."""
-    software, layout = table()[run.software], run.recipe.layout
-    replicas, most = run.replicas // (layout.shard * layout.expert), 0.0
-    for p in engine.processes(Case.of(run.recipe, run.cluster.n // run.sliced, "cuda")):
-        # PyTorch's pipeline has buffers for every micro-batch of a step; theirs receives into new ones
-        own = [dataclasses.replace(stage, profile=dataclasses.replace(stage.profile, buffers=0 * stage.profile.buffers)) for stage in p.stages]
-        # the optimizer's state in bytes a parameter, a part of which each replica has (ZeRO-1)
-        theirs = peak_of(dataclasses.replace(p, stages=own, optimizer_bytes=p.stepped_elements * (software.state or 12.0) / replicas))
-        wide = 4.0 * p.param_bytes / p.width if run.wide_gradients else 0.0
-        most = max(most, max(theirs.reserved, theirs.bytes) + wide)
-    return most
+                               data_bytes=0.0 if run.software == "timm" else t.busiest.data_bytes + OFFLOADED * layout.offload * t.held)  # fmt: skip

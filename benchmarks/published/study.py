@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gradus.errors import UserError
+from gradus.hardware import Cluster, Link
 from gradus.plan import collectives, roofline
 from gradus.plan.roofline import OF_CHIP, OF_NETWORK, OF_SOFTWARE
 from gradus.plan.step import interval, step_time
+from gradus.plan.work import Work
 from published import fit as fitting
-from published import others, runs, scoring
-from published.points import Asked, Case, NotCovered, Point, cleaned, timed
-from published.price import Runs
+from published import others, runs, scoring, software
+from published.memory import METRICS
+from published.points import READING, WRONG, Asked, Case, NotCovered, Point, cleaned, timed
+from published.price import NAMES, Runs
 
-# of points that are no run: text of their source, metric → reader
-READERS: list[tuple[str, str, Callable[[Point], Case]]] = [
-    ("Korthikanti et al. 2022 Figure 1", "", others.korthikanti_memory), ("litgpt", "", others.litgpt), ("MLCarbon", "", others.bookkeeping),
-    ("", "parameter_count", others.count), ("", "saved_activation_bytes_per_sbh", others.saved),
-]  # fmt: skip
+# of points that are no run: metric → reader
 BY_METRIC = {"gpu_hours": others.hours, "chip_hours": others.hours, "energy": others.hours, "carbon": others.hours, "carbon_location_based": others.hours,
-             "collective_time": others.collective, "max_achievable_matmul_tflops": others.largest_product}  # fmt: skip
-# what odd fields lead to
-WRONG = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, StopIteration, TypeError, UserError, ValueError)
+             "collective_time": others.collective, "max_achievable_matmul_tflops": others.largest_product, "parameter_count": others.count}  # fmt: skip
 
 
 # ---------------------------------------------------------------- reading
 
 
-# of old files, whose points have no group: text of the source → group of the table, what is left out together
-GROUPS = [("ground_truth_single", "vtrain-single", ""), ("vTrain", "vtrain-multi", ""), ("bigscience", "bloom time", ""), ("Korthikanti", "korthikanti", ""),
-          ("Narayanan", "narayanan", ""), ("Megatron-LM@152aab304d", "megatron 2020", ""), ("llm-foundry", "mosaic", ""), ("flash-attention", "flash-attention", ""),
-          ("TinyLlama", "tinyllama", ""), ("torchtitan", "torchtitan", "asyncTP"), ("Megatron-Bridge", "megatron-bridge", ""),
-          ("Megatron-LM@d98e8a64dd", "megatron-core", ""), ("pytorch-image-models", "timm", "")]  # fmt: skip
-
-
 def label(found: Case, point: Point) -> None:
     """Give a run's case its group and its source, which no prediction depends on."""
     text = str(point.get("source") or "")
-    group, apart = next(((group, apart) for word, group, apart in GROUPS if word in text), ("elsewhere", ""))
+    group, apart = next(((group, apart) for word, (group, apart) in READING["groups"].items() if word in text), ("elsewhere", ""))
     group, apart = (point["group"], "") if isinstance(point.get("group"), str) else (group, apart)
     found.source = f"{group} {apart}" if apart and apart in text else group
     if group == "mosaic":
         group += f" {point.get('hardware')}"
     if group == "narayanan" and found.work is not None and found.work.software == "zero3":
         group = found.source = "narayanan zero3"
-    if found.work is None and group == "bloom time":
-        group = "feasible" if point["metric"] == "feasible" else "bloom memory"
     if group == "elsewhere":
         found.source += f" {text[:40]}"
     found.group = group
@@ -66,8 +53,10 @@ def _by_metric(point: Point) -> Case:
     metric = point["metric"]
     if "_for_" in metric and not (point.get("batch") or point["config"].get("batch")):
         return others.hours(point)
-    if timed(metric) or metric in ("peak_memory", "feasible"):
+    if timed(metric):
         return runs.training(point)
+    if metric in METRICS:
+        raise NotCovered("peak memory is scored by itself: python benchmarks/memory.py")
     if metric not in BY_METRIC:
         raise NotCovered(f"metric {metric}: nothing predicts it")
     return BY_METRIC[metric](point)
@@ -78,28 +67,23 @@ def case(point: Point) -> Case:
     value, metric = point.get("value"), point.get("metric")
     if not metric or not isinstance(metric, str):
         raise NotCovered("no metric")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or (value <= 0 and metric != "feasible"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise NotCovered(f"{metric}: the value is {value!r}, not a positive number")
-    readers = [reader for text, only, reader in READERS if text in str(point.get("source") or "") and only in ("", metric)]
-    why = ""
-    for reader in (*readers[:1], _by_metric):
-        asked = Asked()
-        try:
-            asked = cleaned(point)
-            found = reader(asked)
-            if not math.isfinite(predicted(found)):
-                raise NotCovered(f"{metric}: no finite prediction")
-            found.point = point
-            if not found.group:
-                label(found, point)
-            return found
-        except NotCovered as reason:
-            why = why or str(reason)
-        except WRONG as error:
-            absent = ", ".join(asked.absent)
-            said = f"config has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}".splitlines()[0]
-            why = why or f"{metric}: " + (f"{absent} not given" if absent else said)
-    raise NotCovered(why)
+    asked = Asked()
+    try:
+        asked = cleaned(point)
+        found = _by_metric(asked)
+        finite = math.isfinite(predicted(found))
+    except WRONG as error:
+        absent = ", ".join(asked.absent)
+        said = f"config has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        raise NotCovered(f"{metric}: " + (f"{absent} not given" if absent else said)) from error
+    if not finite:
+        raise NotCovered(f"{metric}: no finite prediction")
+    found.point = point
+    if not found.group:
+        label(found, point)
+    return found
 
 
 def read(points: Iterable[Point]) -> tuple[list[Case], dict[str, list[Point]]]:
@@ -117,26 +101,14 @@ def read(points: Iterable[Point]) -> tuple[list[Case], dict[str, list[Point]]]:
 # ---------------------------------------------------------------- one point
 
 
-def sample(points: Sequence[Point], every: int = 25) -> list[float | None]:
-    """What is predicted of some of the points with the committed parameters (None: not covered): kept beside the tables, to tell whether a
-    change of the code asks for a new fit."""
-    out: list[float | None] = []
-    for point in points[::every]:
-        try:
-            out.append(float(f"{predicted(case(point)):.5g}"))
-        except NotCovered:
-            out.append(None)
-    return out
-
-
 ANCHORS = Path(__file__).with_name("anchors.yaml")
 RIGHT = 0.15  # of the logarithm: what a measurement itself is off (5 %), and 10 %
 
 
-def anchors(points: Iterable[Point], ids: Iterable[str]) -> dict[str, float]:
+def anchors(points: Iterable[Point], ids: Collection[str]) -> dict[str, float]:
     """Of the points of these ids the logarithm of measured by planned seconds, with the committed parameters."""
-    wanted = set(ids)
-    return {e.point["id"]: round(float(e.error), 3) for e in score(p for p in points if p.get("id") in wanted)[0]}
+    found = {e.point["id"]: round(float(e.error), 3) for e in score(p for p in points if p.get("id") in ids)[0]}
+    return {name: found[name] for name in ids if name in found}
 
 
 def drift(then: dict[str, float], now: dict[str, float]) -> Iterator[str]:
@@ -147,15 +119,10 @@ def drift(then: dict[str, float], now: dict[str, float]) -> Iterator[str]:
         yield f"{name:64} {before:+8.1%} {'–' if after is None else format(after, '+8.1%'):>8}{'  LOST' if lost else ''}"
 
 
-def committed(entry: str) -> dict[str, float]:
-    """The parameters of a formula, where they were fitted; of links {}: what the plan says of them."""
-    return {} if entry.startswith("links/") else others.values(entry)
-
-
 def predicted(c: Case) -> float:
     """With the committed parameters."""
     if c.work is None:
-        return c.direct(committed(c.entry))
+        return c.direct(others.values(c.entry))
     return c.value(step_time(c.work, c.cluster, roofline.parameters(c.cluster.device, c.work.software)[0]).total)
 
 
@@ -165,12 +132,9 @@ def slower(c: Case, value: float) -> float:
 
 
 def entry(c: Case, value: float | None, label: str = "") -> scoring.Entry:
-    """The point with what is predicted of it. Of what is 0 or 1 the error is that of a refusal, or none."""
+    """The point with what is predicted of it."""
     program = c.work.software if c.work is not None else c.entry
-    if c.group == "feasible":
-        error = 0.0 if value == c.measured else scoring.REFUSED
-    else:
-        error = math.log(slower(c, value) if c.work is not None else c.measured / value)
+    error = math.log(slower(c, value) if c.work is not None else c.measured / value)
     return scoring.Entry(c.point, c.group, c.chip, program, error, label=label, case=c, value=value)
 
 
@@ -179,20 +143,18 @@ def entry(c: Case, value: float | None, label: str = "") -> scoring.Entry:
 
 def _formula(cases: list[Case], entry: str) -> dict[str, float]:
     """Parameters of an entry's formula, fitted on these."""
-    cases = [c for c in cases if c.group != "feasible"]  # yes or no has no logarithm
-    start = {"alpha": 5e-5, "beta": 1.5e11} if entry.startswith("links/") else others.starts().get(entry, {})
-    names = [name for name in start if name != "tokens"]
-    if not cases or not names:
+    start = {"alpha": 5e-5, "beta": 1.5e11} if entry.startswith("links/") else others.KNOWN["starts"].get(entry, {})
+    if not cases or not start:
         return {"nominal": 1.0} if entry.startswith("links/") else start
 
     def values(x) -> dict[str, float]:
-        return start | {name: math.exp(v) for name, v in zip(names, x)}
+        return {name: math.exp(v) for name, v in zip(start, x)}
 
     def errors(x):
         return np.array([math.log(max(c.direct(values(x)), 1e-30) / c.measured) / 0.05 for c in cases])
 
-    prior = np.log([start[name] for name in names])
-    return values(fitting.minimise(errors, prior, np.full(len(names), 0.7), np.ones(len(cases)), prior))
+    prior = np.log([*start.values()])
+    return values(fitting.minimise(errors, prior, np.full(len(prior), 0.7), np.ones(len(cases)), prior))
 
 
 def weights_of(cases: list[Case]) -> np.ndarray:
@@ -212,13 +174,8 @@ class LeftOut:
 
     def at(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Errors and their slopes."""
-        errors, slopes = self.fit.errors(x), np.zeros((len(self.fit.measured), len(x)))
-        for columns, on in self.fit.together:
-            moved = x.copy()
-            moved[columns] -= 1e-3
-            slope = ((errors - self.fit.errors(moved)) / 1e-3)[:, None]
-            slopes[:, columns] = slope if on is None else slope * on
-        return errors, slopes[:, self.free] / fitting.SIGMA
+        errors = self.fit.errors(x)
+        return errors, fitting.slopes_of(self.fit.errors, x, errors, self.fit.together)[:, self.free] / fitting.SIGMA
 
     def without(self, out: np.ndarray) -> np.ndarray:
         """Errors of all runs by a fit without these."""
@@ -244,21 +201,24 @@ class Study:
         self.links = {e: _formula([c for c in self.direct if c.entry == e], e) for e in sorted({c.entry for c in self.direct if c.entry.startswith("links/")})}
         alone = {id(p) for p in scoring.once(c.point for c in cases)}
         self.priced = [c for c in cases if c.work is not None and c.group != "elsewhere" and id(c.point) in alone and not scoring.apart(c.point)]
-        collectives.MEASURED = self.tables()  # what follows is fitted on top of them
-        try:
-            priced = Runs([(c.work, c.cluster) for c in self.priced])
-        finally:
-            collectives.MEASURED = None
-        self.fit = fitting.Fit(priced, [(c.chip, c.work.software) for c in self.priced], np.array([c.seconds for c in self.priced]),
+        self.fit = fitting.Fit(self.runs([(c.work, c.cluster) for c in self.priced]), [(c.chip, c.work.software) for c in self.priced], np.array([c.seconds for c in self.priced]),
                                weights_of(self.priced))  # fmt: skip
         self.x = self.fit.solve()
+
+    def runs(self, works: list[tuple[Work, Cluster]]) -> Runs:
+        """With links as measured."""
+        collectives.MEASURED = self.tables()
+        try:
+            return Runs(works)
+        finally:
+            collectives.MEASURED = None
 
     def tables(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for entry, v in self.links.items():
             _, chip, n = entry.split("/")
             table = found.setdefault(chip, {"latency": {}, "bandwidth": {}})
-            table["latency"][int(n)], table["bandwidth"][int(n)] = _short(v["alpha"]), _short(v["beta"])
+            table["latency"][int(n)], table["bandwidth"][int(n)] = fitting.short(v["alpha"]), fitting.short(v["beta"])
         return found
 
     @functools.cached_property
@@ -275,9 +235,12 @@ class Study:
     def left_out(self, label: Callable[[Case], str]) -> list[scoring.Entry]:
         """Runs by a fit without those of their label; "": not among them."""
         labels = [label(c) if c.work.software else "" for c in self.priced]
-        found = zip(self.priced, self.without(labels), labels)
-        every = [entry(c, c.value(c.seconds * math.exp(e)), name) for c, e, name in found if name]
-        return scoring.intervals(scoring.weigh(every))
+        return scoring.intervals(self.entries(self.without(labels), labels))
+
+    def entries(self, errors: Iterable[float], labels: Iterable[str]) -> list[scoring.Entry]:
+        """The priced runs with a label, of logarithms of predicted by measured seconds."""
+        found = zip(self.priced, errors, labels)
+        return scoring.weigh([entry(c, c.value(c.seconds * math.exp(e)), name) for c, e, name in found if name])
 
     def formulas(self) -> list[scoring.Entry]:
         """What is no run by its formula, fitted without the model."""
@@ -290,13 +253,6 @@ class Study:
 
 
 # ---------------------------------------------------------------- summing up
-
-
-def not_predicted(reasons: dict[str, list[Point]]) -> Iterator[str]:
-    """The reasons, the most frequent first, each with its points' number and their first names."""
-    for reason, points in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        names = ", ".join(str(p.get("id")) for p in points[:3])
-        yield f"not predicted: {len(points):4d}  {reason}  ({names}{', ...' if len(points) > 3 else ''})"
 
 
 def remarks(entries: list[scoring.Entry]) -> list[str]:
@@ -350,16 +306,42 @@ def evaluations(study: Study, reasons: dict[str, list[Point]]) -> Iterator[tuple
     yield "formulas of their own, each model left out", study.formulas()
 
 
+NOTHING = dict.fromkeys(NAMES, 1.0) | dict.fromkeys(("kernel", "decode", "latency", "cast", "host", "wait", "contention", "straggle"), 0.0)
+
+
+def nominal(cluster: Cluster) -> Cluster:
+    """With the links inside a node as their maker states them."""
+    device = cluster.device
+    return dataclasses.replace(cluster, device=dataclasses.replace(device, link=device.link and Link("stated", device.link.bandwidth, 1.0)))
+
+
+def layers(study: Study) -> dict[str, np.ndarray]:
+    """The logarithms of predicted by measured seconds by what the plan knows, before any whole run."""
+    works = [(software.work_of(c.run, plain=True) if c.run else c.work, c.cluster) for c in study.priced]
+    kernels = np.array([[*(NOTHING | fitting.before_runs(c.chip)).values()] for c in study.priced])
+    seconds = {"the data sheet alone": Runs([(work, nominal(cluster)) for work, cluster in works], shaped=False).seconds(np.array([[*NOTHING.values()]] * len(works))),
+               "and the chip's kernels": study.runs(works).seconds(kernels)}  # fmt: skip
+    return {title: np.log(t / study.fit.measured) for title, t in seconds.items()} | {"and the program's features": study.fit.errors(study.fit.prior)}
+
+
+def ablation(study: Study, reasons: dict[str, list[Point]]) -> Iterator[str]:
+    """What each layer of knowledge brings: of old and new groups the means of their medians."""
+    labels = [c.work.software for c in study.priced]
+    found = {title: scoring.weigh([*study.entries(errors, labels), *_refused(reasons)]) for title, errors in layers(study).items()}
+    found["and whole runs, each model left out"] = next(evaluations(study, reasons))[1]
+    yield "| what the plan knows | old: error % | bias % | covered % | new: error % | bias % | covered % |"
+    yield "|---" * 7 + "|"
+    for title, entries in found.items():
+        means = [row for name, row in scoring.table(entries).items() if "mean of" in name]
+        yield " | ".join([f"| {title}", *(f"{100 * row[name]:.1f}" for row in means for name in ("median", "bias", "covered"))]) + " |"
+
+
 # ---------------------------------------------------------------- what is kept
 
 
 OUTSIDE = 0.128  # on either side, with the source left out; less with the model left out, whose errors are smaller: a fifth of both together
 MANY = 20  # points of a software, for an interval of its own
 EAGER = ("mosaic", "titan")  # PyTorch programs, whose parameters Gradus's are taken to be
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def intervals(study: Study) -> dict[str, list[float]]:
@@ -377,7 +359,7 @@ def intervals(study: Study) -> dict[str, list[float]]:
 
     own = {name: between(values if len(values) >= MANY else every, OUTSIDE) for name, values in sorted(found.items())}
     lows, highs = zip(*own.values(), between(every, 0.05))
-    return {name: [_short(low), _short(high)] for name, (low, high) in (own | {"gradus": (min(lows), max(highs))}).items()}
+    return {name: [fitting.short(low), fitting.short(high)] for name, (low, high) in (own | {"gradus": (min(lows), max(highs))}).items()}
 
 
 def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], date: str) -> tuple[dict, dict]:
@@ -392,19 +374,9 @@ def kept(study: Study, points: list[Point], reasons: dict[str, list[Point]], dat
     for place in ("", *sorted({"@" + name.partition("@")[2] for name in softwares if "@" in name})):
         fields = {field for s in EAGER for field in softwares.get(s + place, ())}
         named = {f: [softwares.get(s + place, {}).get(f, softwares[s][f]) for s in EAGER if s in softwares] for f in OF_SOFTWARE if f in fields}
-        softwares["gradus" + place] = {f: _short(math.exp(statistics.fmean(map(math.log, values)))) for f, values in named.items()}
+        softwares["gradus" + place] = {f: fitting.short(math.exp(statistics.fmean(map(math.log, values)))) for f, values in named.items()}
     first = {"date": date, "data": f"{len(points)} published points, {len(study.cases)} of them predicted", "chips": chips,
              "network": fit.entry(x, {"*"}, OF_NETWORK), "software": softwares, "links": study.tables()}  # fmt: skip
     first |= {"intervals": intervals(study), "uncovered": {why: len(p) for why, p in reasons.items()}}
-    entries = {e: {k: _short(v) for k, v in _formula([c for c in study.direct if c.entry == e], e).items()} for e in sorted({c.entry for c in study.direct}) if e in others.starts()}
+    entries = {e: {k: fitting.short(v) for k, v in _formula([c for c in study.direct if c.entry == e], e).items()} for e in sorted({c.entry for c in study.direct}) if e in others.KNOWN["starts"]}
     return first, entries
-
-
-def rows(entries: list[scoring.Entry], reasons: dict[str, list[Point]]) -> Iterator[str]:
-    """Every point as a line of JSON. error: the logarithm of measured by predicted seconds."""
-    for e in entries:
-        about = {name: e.point.get(name) for name in ("id", "model", "metric", "unit")}
-        yield json.dumps({**about, "group": e.group, "measured": e.case.measured, "predicted": e.value, "error": e.error, "inside": e.inside})
-    for reason, missed in reasons.items():
-        for p in missed:
-            yield json.dumps({"id": p.get("id"), "model": p.get("model"), "metric": p.get("metric"), "not_predicted": reason})

@@ -11,8 +11,11 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import shutil
+import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -21,13 +24,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradus import hardware
 from gradus import recipe as recipes
 from gradus.errors import UserError
 from gradus.layers import word_loss
 from gradus.parallel import check
 from gradus.plan import batches as making
 from gradus.plan import case as plan_case
-from gradus.plan import engine, peak, profiles, store, tracing
+from gradus.plan import engine, peak, profiles, search, store, tracing
 from gradus.plan.process import Memory
 from gradus.plan.store import digest_of
 from gradus.plan.trace import trace_recipe
@@ -457,6 +461,16 @@ def test_what_a_layout_does_not_split_is_a_note():
     assert "equal shares of the tokens" in notes(1, experts=4)[0]
 
 
+@pytest.mark.slow
+def test_a_ring_on_gpus_says_what_is_faster():
+    def notes(target: str, method: str) -> str:
+        r = recipe("gpt", samples=2, layers=1, d=32, seq=16, vocab=64, context=2, context_method=method)
+        return " ".join(engine.plan(plan_case.Case.of(r, 2, target)).memory.notes)
+
+    assert "ulysses keeps the fused kernel" in notes("cuda", "ring")
+    assert "ulysses" not in notes("cuda", "ulysses") + notes("cpu", "ring")
+
+
 def test_of_replicas_that_step_a_part_each_that_which_steps_most_is_planned():
     """An embedding that is larger than all other parameters is the first replica's, alone."""
     r = making.complete(recipe("gpt", samples=4, layers=2, d=32, seq=16, vocab=2048, shard_optimizer=True))
@@ -529,7 +543,7 @@ def test_a_profile_is_of_one_kind_of_device_and_of_one_loss(plain):
 
 
 def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
-    """Whatever source is edited, also in a folder of a folder."""
+    """Whatever source is edited, also in a folder of a folder; a layout that was searched also of what says what steps take."""
     source = Path(store.__file__).parents[1]
     shutil.copytree(source, tmp_path / "gradus", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(store, "__file__", str(tmp_path / "gradus" / "plan" / "store.py"))
@@ -539,16 +553,53 @@ def test_a_profile_is_of_the_code_that_made_it(plain, tmp_path, monkeypatch):
         part, batch = profiles.Part.whole(profiles.block_kinds(plain.recipe.model)), making.micro_batches(plain.recipe, 1)[0]
         return digest_of(engine._question(plan_case.Case.of(plain.recipe), part, batch))
 
-    names = "recipe/axes.py", "recipe/schema.py", "patch.py", "models/weights/stored.py", "layers/small.py", "plan/figures.yaml"
+    def layouts() -> str:
+        store.code.cache_clear()
+        space = types.SimpleNamespace(recipe=plain.recipe, n=1, stated=(), cluster=hardware.Cluster(hardware.find("H100"), 1))
+        return digest_of(search._question(space, 1))
+
+    def edit(name: str) -> None:
+        file = tmp_path / "gradus" / name
+        file.write_text(file.read_text() + "# edited\n")
+
+    names = "recipe/axes.py", "recipe/schema.py", "patch.py", "models/llama.py", "layers/small.py", "models/weights/names.yaml", "recipe/names.yaml"
     keys = [key()]
     assert key() == keys[0]
     for name in names:
-        file = tmp_path / "gradus" / name
-        file.write_text(file.read_text() + "# edited\n")
+        edit(name)
         keys.append(key())
     assert len(set(keys)) == 1 + len(names)
+    searched = [layouts()]
+    for name in ("plan/fitted.yaml", "plan/kernels.yaml", "hardware/links.yaml"):
+        edit(name)
+        assert key() == keys[-1]
+        searched.append(layouts())
+    assert len(set(searched)) == 4
     monkeypatch.undo()
     store.code.cache_clear()
+
+
+TRACES = """
+import sys
+from gradus import recipe as recipes
+from gradus.plan import batches, case, engine, serving, store, tracing
+from gradus.recipe.presets import config_of
+made = case.Case.of(batches.complete(recipes.load("copy-task", ["model.n_layers=1"])), 1, "cuda")
+store.code(False)
+sys.addaudithook(lambda event, about: event == "open" and str(about[0]).endswith(".yaml") and print("read", about[0]))
+engine.profile_of(made, engine.Part.whole(made.kinds), made.batches.full)
+serving.usage_of(config_of("gpt2-small").changed(n_layers=1), 1, 64)
+print("traced", store.progress.traced)
+"""
+
+
+@pytest.mark.slow
+def test_no_trace_reads_what_its_digest_leaves_out(tmp_path):
+    """In a process of its own, where no file was read before."""
+    env = {**os.environ, "GRADUS_CACHE": str(tmp_path)}
+    lines = subprocess.run([sys.executable, "-c", TRACES], env=env, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+    assert lines[-1] == "traced 2"
+    assert lines[:-1] and not [line for line in lines[:-1] if Path(line.split()[1]).parent.name in store.UNTRACED]
 
 
 def test_a_torn_or_changed_profile_is_traced_anew(kept, plain, monkeypatch):

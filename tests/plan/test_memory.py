@@ -24,8 +24,7 @@ from gradus.recipe.schema import Layout
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-from published import estimates, memory  # noqa: E402
-from published import memory_scores as scores  # noqa: E402
+from published import estimates, memory, scoring  # noqa: E402
 from published.points import NotCovered  # noqa: E402
 
 SIZES = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 176, "vocab": 96, "tied": False, "family": "llama"}
@@ -195,18 +194,20 @@ def test_names_of_sources_say_nothing():
 # ---------------------------------------------------------------- scores
 
 
-def result(group: str, ratio: float, program: str = "hf") -> scores.Result:
-    return scores.Result(point(group=group), group, program, "allocated", ratio * 1e9, 1e9, 1e9, {})
+def entry(group: str, ratio: float, program: str = "hf") -> scoring.Entry:
+    return scoring.Entry(point(group=group), group, program=program, error=math.log(ratio), label=group, value=1e9)
 
 
 def test_an_interval_is_of_other_groups_each_of_which_counts_once():
-    many, few = [result("many", 1.0) for _ in range(30)], [result("few", 1.2) for _ in range(3)]
-    low, high = scores.interval([*many, *few])
+    many, few = [entry("many", 1.0) for _ in range(30)], [entry("few", 1.2) for _ in range(3)]
+    low, high = map(math.exp, scoring.interval([*many, *few]))
     assert (low, high) == (pytest.approx(1.0, abs=0.01), pytest.approx(1.2, abs=0.01)), "half of the weight lies at each"
-    assert scores.interval(many, "hf") == pytest.approx((1.0, 1.0)) and scores.interval([], "no such program") == scores.committed()["every"]
-    found, _ = scores.score([point(value=1e-3), point(value=1e-3), point(group="b", value=1e-6)])
-    ratios = [r.measured / r.planned for r in found]
-    assert found[0].high == pytest.approx(ratios[2]) and found[2].high == pytest.approx(ratios[0]), "nested: made without its own"
+    assert scoring.interval(many, "hf") == pytest.approx((0.0, 0.0))
+    assert [*map(math.exp, scoring.interval([], "no such program"))] == pytest.approx(scoring.committed()["every"])
+    found, _ = scoring.memory_entries([point(value=1e-3), point(value=1e-3), point(group="b", value=1e-6)])
+    assert [e.measured for e in found] == pytest.approx([1e6, 1e6, 1e3])
+    ratios = [e.measured / e.value for e in found]
+    assert math.exp(found[0].between[1]) == pytest.approx(ratios[2]) and math.exp(found[2].between[1]) == pytest.approx(ratios[0]), "nested: made without its own"
 
 
 def test_the_rivals_are_what_their_authors_say():

@@ -349,6 +349,8 @@ def _notes(p: Process, gradients: int) -> Iterator[str]:
         yield f"layout.compile={layout.compile}: {how}."
     if layout.offload and p.case.target == "cpu":
         yield "layout.offload: on a CPU nothing is offloaded: its memory is the host's."
+    if layout.context > 1 and layout.context_method == "ring" and p.case.target == "cuda":
+        yield "layout.context_method=ring writes attention's scores out, chunk by chunk: ulysses keeps the fused kernel"
     if layout.shard > 1 and layout.pipeline == 1 and p.n_micro_batches > 1:
         yield (
             f"FSDP keeps gradients whole while {p.n_micro_batches} micro-batches add up: "

@@ -463,7 +463,7 @@ def _question(space: Space, most: int) -> list[Any]:
     """All that the answer of `ranked` depends on."""
     recipe, device = space.recipe, dataclasses.asdict(space.cluster.device)
     text = recipe.model_dump_json(exclude={"name", "log", "energy"})
-    about = space.n, most, device, *versions(recipe.model.family)
+    about = space.n, most, device, *versions(recipe.model.family, priced=True)
     return [text, sorted(recipe.layout.model_fields_set), sorted(space.stated), *about]
 
 

@@ -31,19 +31,26 @@ class Progress:
 progress = Progress()
 
 
+# Folders whose YAML says how long steps take and what they cost, or is a recipe: no trace reads it
+UNTRACED = ("plan", "hardware", "library")
+
+
 @functools.cache
-def code() -> str:
-    """The digest of the package's sources: what a trace comes to may depend on any of them."""
+def code(priced: bool = False) -> str:
+    """The digest of the package's sources: what a trace comes to may depend on any of them. priced: what is UNTRACED
+    too."""
     root = Path(__file__).parents[1]
-    sources = sorted(path for path in root.rglob("*.[py]*") if path.suffix in (".py", ".yaml"))
+    read = [path for path in root.rglob("*.yaml") if priced or path.parent.name not in UNTRACED]
+    sources = sorted([*root.rglob("*.py"), *read])
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
-def versions(family: str) -> tuple[str, ...]:
-    """The code that an answer depends on: of Gradus, of PyTorch, and of a family that is registered from elsewhere."""
+def versions(family: str, priced: bool = False) -> tuple[str, ...]:
+    """The code that an answer depends on: of Gradus, of PyTorch, and of a family that is registered from elsewhere.
+    priced: whether it depends on what a step takes."""
     model = models.lookup(family).model
     own = "" if model.__module__.startswith("gradus.") else inspect.getsource(sys.modules[model.__module__])
-    return own, __version__, torch.__version__, code()
+    return own, __version__, torch.__version__, code(priced)
 
 
 def digest_of(question: Any) -> str:
