@@ -5,8 +5,8 @@
     python benchmarks/chats.py packed           chats in rows of their own and packed: loss, gradient, tokens a second
     ... --steps N --seeds 0 1 2                 another length, other seeds; --write: rows to benchmarks/results/chats-cpu.jsonl
 
-A made chat has a system prompt (answer in small letters, or in capitals), a first question (repeat, sort or count some letters) and, in seven of
-ten, a second about the same letters.
+A made chat has a system prompt (answer in small letters, or in capitals), a first question (repeat, sort or count some letters) and up to three
+more about the same letters.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ RESULTS = Path(__file__).parent / "results" / "chats-cpu.jsonl"
 LETTERS = "abcdefghij"
 DO = {"Repeat": lambda x: x, "Sort": sorted, "Count": lambda x: [str(len(x))]}
 MADE = {
-    "model": {"family": "llama", "n_layers": 4, "d_model": 320, "n_heads": 8, "d_ff": 960, "seq_len": 96, "tie_output": True},
+    "model": {"family": "llama", "n_layers": 4, "d_model": 320, "n_heads": 8, "d_ff": 960, "seq_len": 160, "tie_output": True},
     "task": {"name": "chat", "template": "chatml"}, "tokenizer": {"kind": "bpe", "vocab_size": 400},
-    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.98]}, "schedule": {"name": "cosine", "warmup_steps": 50},
+    "optimizer": {"name": "adamw", "lr": 1.5e-3, "betas": [0.9, 0.98]}, "schedule": {"name": "cosine", "warmup_steps": 100},
     "batch": {"samples": 32}, "layout": {"precision": "bf16"},
 }  # fmt: skip
 
 
 def made(rng: random.Random) -> list[dict[str, str]]:
-    """One chat."""
+    """One chat of one turn to four."""
     large = rng.random() < 0.5
     letters = rng.sample(LETTERS, rng.randint(2, 6))
-    first, second = rng.choice([*DO]), rng.choice([*DO])
-    said = lambda do: " ".join(DO[do](letters)).upper() if large else " ".join(DO[do](letters))  # noqa: E731
-    chat = [("system", f"Answer in {'capitals' if large else 'small letters'}."), ("user", f"{first}: {' '.join(letters)}"), ("assistant", said(first))]
-    chat += [("user", f"{second} them."), ("assistant", said(second))] * (rng.random() < 0.7)
+    chat = [("system", f"Answer in {'capitals' if large else 'small letters'}.")]
+    for turn in range(rng.randint(1, 4)):
+        do = rng.choice([*DO])
+        answer = ",".join(DO[do](letters))
+        chat += [("user", f"{do} them." if turn else f"{do}:{','.join(letters)}"), ("assistant", answer.upper() if large else answer)]
     return [{"role": role, "content": content} for role, content in chat]
 
 

@@ -131,11 +131,11 @@ def outcome(ours, theirs, name, chat):
     template = ChatTemplate(text, name, ours, DATE)
     if reason := REFUSED.get((name, chat)):
         with pytest.raises(UserError, match=reason):
-            template.learnt(messages)
+            template.learned(messages)
         return "refused"
     for prompt in (False, True):
         assert template.ids(messages, prompt) == their_ids(theirs, text, messages, prompt)
-    rows = template.learnt(messages)
+    rows = template.learned(messages)
     if name in PER_TURN and chat == "thinking":
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         assert [row.how for row in rows] == ["turns"] * len(answers)
@@ -185,7 +185,7 @@ def test_any_chat_in_chatml(ours, theirs, chat):
     for prompt in (False, True):
         assert template.ids(chat, prompt) == their_ids(theirs, text, chat, prompt)
     ids, mask = their_mask(theirs, TWINS["lfm2"].replace("{{- bos_token -}}", ""), chat)
-    (row,) = template.learnt(chat)
+    (row,) = template.learned(chat)
     assert row.how == "sentinels" and (row.ids, row.learn) == (ids, mask)
 
 
@@ -198,7 +198,7 @@ def test_any_answer(ours, theirs, name):
     @example([user(" a "), answer("\n b  ")])
     def hold(chat):
         for template, how in (plain, "sentinels"), (twin, "marks"):
-            (row,) = template.learnt(chat)
+            (row,) = template.learned(chat)
             assert row.how == how and (row.ids, row.learn) == their_mask(theirs, TWINS[name], chat)
 
     plain, twin = ChatTemplate(SHIPPED[name], name, ours, DATE), ChatTemplate(TWINS[name], name, ours, DATE)
@@ -217,11 +217,11 @@ def test_our_templates_render_the_published_ones(ours, theirs, name, published):
 
 def test_only_the_last_turn(ours):
     for name, how, wanted in (("lfm2_2_5", "marks", "More.<|im_end|>\n"), ("llama3", "sentinels", "More.<|eot_id|>"), ("phi3_training", "marks", "More.<|end|>\n</s>")):
-        (row,) = ChatTemplate(SHIPPED[name], name, ours).learnt(CHATS["multi-turn"], last=True)
+        (row,) = ChatTemplate(SHIPPED[name], name, ours).learned(CHATS["multi-turn"], last=True)
         assert row.how == how and runs(ours, row.ids, row.learn) == [wanted]
-    rows = of_tokenizer(ours, "qwen3", DATE).learnt(CHATS["thinking"], last=True)
+    rows = of_tokenizer(ours, "qwen3", DATE).learned(CHATS["thinking"], last=True)
     assert [runs(ours, row.ids, row.learn) for row in rows] == [["<think>\nTwo and one.\n</think>\n\nMore.<|im_end|>\n"]] and rows[0].how == "turns"
-    (row,) = of_tokenizer(ours, "chatml", DATE).learnt([*CHATS["multi-turn"], user("Why?")], last=True)
+    (row,) = of_tokenizer(ours, "chatml", DATE).learned([*CHATS["multi-turn"], user("Why?")], last=True)
     assert runs(ours, row.ids, row.learn) == ["More.<|im_end|>\n"]
 
 
@@ -232,7 +232,7 @@ def test_ends(ours):
     assert {name: ours.token(*ChatTemplate(SHIPPED[name], name, ours).ends()) for name in shipped} == shipped
     bare = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "bare", ours)
     assert bare.ends() == []
-    (row,) = bare.learnt(CHATS["multi-turn"])
+    (row,) = bare.learned(CHATS["multi-turn"])
     assert runs(ours, row.ids, row.learn) == ["assistant: It is 2.\n", "assistant: More.\n"]  # it has no prompt for an answer
 
 
@@ -241,7 +241,7 @@ FORM = "{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ %s }}<|im_end|>{%%
 
 def test_templates_that_change_contents(ours, theirs):
     def rows(written, chat, form=FORM):
-        return ChatTemplate(form % written, "own", ours).learnt(chat)
+        return ChatTemplate(form % written, "own", ours).learned(chat)
 
     assert [row.how for row in rows("m.content + m.content", CHATS["multi-turn"])] == ["turns", "turns"]
     (row,) = rows("m.content | upper", CHATS["plain"])
@@ -260,7 +260,7 @@ def test_templates_that_change_contents(ours, theirs):
     with pytest.raises(UserError, match=r"own, line 2 .*message 2 does not begin with the prompt"):  # it writes what comes before anew
         rows("m.content", CHATS["plain"], "{{ messages | length }}" + FORM)
     once = "{% if messages | length > 2 %}{{ raise_exception('one answer') }}{% endif %}" + FORM.replace("%%", "%").replace("%s", "m.content")
-    (row,) = ChatTemplate(once, "own", ours).learnt(CHATS["plain"])  # what ends an answer is not known
+    (row,) = ChatTemplate(once, "own", ours).learned(CHATS["plain"])  # what ends an answer is not known
     assert row.how == "turns" and runs(ours, row.ids, row.learn) == ["It is 2.<|im_end|>"]
     (row,) = rows("m.content", [answer("b"), user("a")])
     assert runs(ours, row.ids, row.learn) == ["b<|im_end|>"]
@@ -270,7 +270,7 @@ def test_templates_that_change_contents(ours, theirs):
         rows("", [answer("")], "{%% for m in messages %%}{{ m.content }}%s{%% endfor %%}")
     for body in ("{% generation %}{% endgeneration %}", "{% generation %}{% generation %}b{% endgeneration %}{% endgeneration %}", "{% if x %}{% generation %}b{% endgeneration %}{% endif %}"):
         with pytest.raises(UserError, match=r"^own, line 2 \(.*generation"):
-            ChatTemplate("{{ messages[0].content }}\n" + body, "own", ours).learnt(CHATS["plain"])
+            ChatTemplate("{{ messages[0].content }}\n" + body, "own", ours).learned(CHATS["plain"])
 
 
 LOOP, GROW = "{{% for i in range(99999) %}}{}{{% endfor %}}", "{{% set ns = namespace(x='ab' * 99) %}}{{% for i in range(99) %}}{{% set ns.x = {} %}}{{% endfor %}}"
@@ -327,13 +327,13 @@ def test_helpers_and_blocks_as_transformers_has_them(ours, theirs):
     chat = [user("Grüße, \"日本\" <b>"), answer("ja 🙂")]
     template = ChatTemplate(text, "own", ours, DATE)
     assert template.ids(chat) == their_ids(theirs, text, chat)
-    (row,) = template.learnt(chat)
+    (row,) = template.learned(chat)
     assert row.how == "marks" and runs(ours, row.ids, row.learn) == ["ja 🙂</s>"]
 
 
 def test_whose_template(ours, theirs):
     published = train_bpe(["a b c " * 20], 300, specials=["<|im_start|>"])
-    with pytest.raises(UserError, match=r"no chat template. Put its chat_template.jinja .*chatml, llama3, qwen3 or gemma"):
+    with pytest.raises(UserError, match=r"no chat template. Put its chat_template.jinja .*chatml, gemma, llama3 or qwen3"):
         of_tokenizer(published, None, DATE)
     with pytest.raises(UserError, match=r"task.template=chatml writes <\|im_end\|>: no special tokens"):
         of_tokenizer(published, "chatml", DATE)
@@ -362,7 +362,7 @@ def test_a_tokenizer_that_does_not_tell_where_tokens_stand(shared_data, tmp_path
     ours = load(tmp_path)
     ours.beside = {TEMPLATE: text}
     template, chat = of_tokenizer(ours, None, DATE), CHATS["multi-turn"]
-    rows = template.learnt(chat)
+    rows = template.learned(chat)
     assert [ours.token(i) for i in template.ends()] == ["</s>"] and [row.how for row in rows] == ["turns", "turns"]
     for n, row in zip((1, 3), rows):
         before, whole = ids(chat[:n]), ids(chat[: n + 1])
@@ -370,4 +370,4 @@ def test_a_tokenizer_that_does_not_tell_where_tokens_stand(shared_data, tmp_path
         assert ours.decode(whole[len(before) :]) == chat[n]["content"] and whole[-1] == ours.eos_id
     ours.beside = {TEMPLATE: text.replace("{{ m.content }}{{ eos_token }}", "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}")}
     with pytest.raises(UserError, match=r"generation blocks need a tokenizer.json"):
-        of_tokenizer(ours, None, DATE).learnt(chat)
+        of_tokenizer(ours, None, DATE).learned(chat)

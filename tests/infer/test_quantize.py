@@ -359,6 +359,6 @@ def test_points_lost_are_those_that_only_the_model_before_had(monkeypatch):
     monkeypatch.setattr(quantize, "evaluate", evaluated)
     monkeypatch.setattr(quantize, "_timed", lambda session, split: {})
     before, after = (SimpleNamespace(name=name, model=torch.nn.Linear(1, 1)) for name in right)
-    table = quantize.before_and_after(SimpleNamespace(task=None, device=torch.device("cpu"), recipe=SimpleNamespace(layout=Layout())), "valid", before, after)
+    table = quantize.before_and_after(SimpleNamespace(task=SimpleNamespace(accuracy="accuracy"), device=torch.device("cpu"), recipe=SimpleNamespace(layout=Layout())), "valid", before, after)
     lost, _, n = table["difference"]
     assert (lost, n) == (pytest.approx(10.0), 20) and table["valid/accuracy"] == [0.85, 0.75]

@@ -1,4 +1,4 @@
-"""Conversations to ids, by the template of a model, and which of them are learnt.
+"""Conversations to ids, by the template of a model, and which of them are learned.
 
 A template is a program that came with a model: it runs in jinja2's sandbox, with an end to its time and its memory.
 """
@@ -17,7 +17,7 @@ import re
 import time
 import traceback
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,8 @@ from gradus.errors import UserError, either, first_line
 
 common_prefix = os.path.commonprefix  # of any texts, not of paths only
 THOUGHT = "reasoning_content"  # of a message: what was thought before its content
-# our own templates (templates/NAME.jinja), and the special tokens that each writes beside the tokenizer's bos_token
-TEMPLATES: Mapping[str, tuple[str, ...]] = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "qwen3": ("<|im_start|>", "<|im_end|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-}
+OWN = Path(__file__).parent / "templates"  # our own templates
+TEMPLATES = sorted(file.stem for file in OWN.glob("*.jinja"))
 
 
 # functions by name: what puts a value for each character of another, what reads a width from a text, and filters that
@@ -50,8 +45,8 @@ OF_LISTS = re.compile("count|d|default|dictsort|first|items|last|length|list|map
 
 
 @dataclasses.dataclass(frozen=True)
-class Learnt:
-    """The ids of one row, and which of them are learnt."""
+class LearnedRow:
+    """The ids of one row, and which of them are learned."""
 
     ids: list[int]
     learn: list[bool]  # same length: what the assistant writes, and what ends its turn
@@ -220,10 +215,10 @@ class ChatTemplate:
         """The ids of `render`: those of transformers' `apply_chat_template`."""
         return self.tokenizer.encode(self.render(messages, add_generation_prompt))
 
-    def learnt(self, messages: list[dict], last: bool = False) -> list[Learnt]:
-        """The rows of a chat: one, or one for each turn of the assistant. last: only its last turn is learnt.
+    def learned(self, messages: list[dict], last: bool = False) -> list[LearnedRow]:
+        """The rows of a chat: one, or one for each turn of the assistant. last: only its last turn is learned.
 
-        Learnt is what stands in the template's `generation` blocks; where it has none, each turn from behind the prompt
+        Learned is what stands in the template's `generation` blocks; without any, each turn from behind the prompt
         for it, as far as the chat has that, up to and with the token that ends it and the text behind that, if any. The
         turns are found by sentinels around the contents. A template that rewrites earlier turns gives a row per turn:
         the prompt for it as the model will see it, and the answer. Raises UserError where that is not exact either.
@@ -293,12 +288,12 @@ class ChatTemplate:
         """Four characters that are neither in a text nor in the template."""
         return sorted({chr(n) for n in range(0xE000, 0xE100)} - {*text, *self.text})[:4]
 
-    def _ended(self, ids: list[int], learn: list[bool], how: str) -> Learnt:
+    def _ended(self, ids: list[int], learn: list[bool], how: str) -> LearnedRow:
         """Where nothing ends a chat's last turn but what begins the next one, that is added."""
         more = self._endings[2] if learn[-1] else []
-        return Learnt(ids + more, learn + [True] * len(more), how)
+        return LearnedRow(ids + more, learn + [True] * len(more), how)
 
-    def _turn(self, messages: list[dict], i: int) -> Learnt:
+    def _turn(self, messages: list[dict], i: int) -> LearnedRow:
         """The row of one turn: what the model will see before it, and the answer."""
         if self._sandbox.has_marks:
             raise self._refused("generation blocks need a tokenizer.json, which tells where tokens stand", "generation")
@@ -361,13 +356,14 @@ def of_tokenizer(tokenizer: Tokenizer, name: str | None, date: str) -> ChatTempl
         return ChatTemplate(tokenizer.beside[TEMPLATE], TEMPLATE, tokenizer, date)
     if name not in TEMPLATES:
         raise UserError(f"task.template={name!r:.60}: not known. Use {names}.")
-    if lacks := [token for token in TEMPLATES[name] if [_special(tokenizer, token)] != tokenizer.encode(token)]:
+    if lacks := [token for token in special_tokens(name) if [_special(tokenizer, token)] != tokenizer.encode(token)]:
         mend = "Use the template that the model knows, or train a tokenizer with them"
         raise UserError(f"task.template={name} writes {', '.join(lacks)}: no special tokens of the tokenizer. {mend}.")
-    text = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    text = (OWN / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatTemplate(text, f"task.template={name}", tokenizer, date)
 
 
 def special_tokens(name: str) -> list[str]:
     """The special tokens that our template of this name writes, beside the tokenizer's bos_token."""
-    return list(TEMPLATES[name])
+    text = (OWN / f"{name}.jinja").read_text(encoding="utf-8")
+    return list(dict.fromkeys(re.findall(r"<\|\w+\|>|<\w+_of_turn>", text)))

@@ -14,17 +14,18 @@ import numpy as np
 from gradus import files, limits
 from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
-from gradus.data.chat_template import ChatTemplate, Learnt
+from gradus.data.chat_template import ChatTemplate, LearnedRow
 from gradus.data.corpus import Corpus, TokenFile
 from gradus.data.readers import Readable, Row, kind_of, numbered
 from gradus.data.splits import Part
 from gradus.errors import UserError, either
+from gradus.recipe.schema import ChatsData
 
 Message = dict[str, str]  # role, content, and where the assistant thought first reasoning_content
 # form (data.form) → the columns that it is known by
 FORMS = {"messages": ("messages",), "sharegpt": ("conversations",), "prompt": ("prompt", "completion"),
          "alpaca": ("instruction", "output")}  # fmt: skip
-ROLES = {role: role for role in ("system", "user", "assistant")} | {"human": "user", "gpt": "assistant"}
+ROLES = {role: role for role in ("system", "user", "assistant")} | ChatsData.roles
 NOT_TEXT = ("tools", "images", "image", "videos", "audio", "audios")  # columns, and fields of a message
 CALLS = ("tool_calls", "function_call")
 
@@ -129,7 +130,7 @@ def texts(path: Readable, form: str | None) -> Corpus:
 class ChatsDataset:
     """Rows of chats: item i is {"ids": (n,) int64, "learn": (n,) bool, of the tokens to predict}, n <= longest; with
     `weight`, a column, also "weight": float, of the row's loss. One chat is one row, or one for each of the assistant's
-    turns where its template writes earlier turns anew (see `ChatTemplate.learnt`).
+    turns where its template writes earlier turns anew (see `ChatTemplate.learned`).
 
     Of a longer chat the last turns are cut off, up to one that fits; chats that cannot be cut, have no turn of the
     assistant's or no weight are left out. `notes`: how many. lengths: (rows,) tokens; chats: (rows,) the chat of each.
@@ -171,20 +172,20 @@ class ChatsDataset:
 
 def _rows(
     messages: list[Message], weight: float, template: ChatTemplate, longest: int, last: bool
-) -> tuple[str, list[Learnt]]:
+) -> tuple[str, list[LearnedRow]]:
     """(what becomes of a chat, its rows), cut at a turn where it is too long."""
     if not weight:
         return "of weight 0, left out", []
     ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
     for end in reversed(ends):
-        rows = template.learnt(messages[:end], last)
+        rows = template.learned(messages[:end], last)
         if all(len(row.ids) <= longest for row in rows):
             return "" if end == ends[-1] else f"longer than {longest:,} tokens, cut at a turn", rows
     first = f"longer than {longest:,} tokens up to the first answer, left out"
     return first if ends else "without a turn of the assistant's, left out", []
 
 
-def _answers_its_prompt(template: ChatTemplate, messages: list[Message], row: Learnt) -> bool:
+def _answers_its_prompt(template: ChatTemplate, messages: list[Message], row: LearnedRow) -> bool:
     """Whether the first answer that is learned stands behind what the model will read before one."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     prompt = template.ids(messages[:first], add_generation_prompt=True)

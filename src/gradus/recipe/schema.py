@@ -698,9 +698,9 @@ class TextData(TextConfig):
 
 
 class ChatsData(TextConfig):
-    """Chats, a row each: messages, prompt and completion, instruction and output (Alpaca's), or conversations
-    (ShareGPT's)."""
+    """Chats, a row each, in one of four forms."""
 
+    roles: ClassVar[Mapping[str, str]] = {"human": "user", "gpt": "assistant"}  # ShareGPT's → ours
     kind: Literal["chats"] = "chats"
     form: Literal["messages", "prompt", "alpaca", "sharegpt"] | None = None  # None: what the columns say
     weight: str | None = None  # the column of a row's weight in the loss; None: all weigh 1
