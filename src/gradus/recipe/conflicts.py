@@ -241,7 +241,6 @@ OTHER: tuple[Row, ...] = (
     _stated("data.valid_fraction", "data.kind=text data.valid", " with {}. Leave one of the two out"),
     Row("evaluate.test", "task.name=copy", " with task {value}: made data has no test split. Leave it out"),
     _stated("evaluate.decode", "task.name!=translation|chat", " with task {value}. It is for translation and chat"),
-    _stated("data.pad", "data.kind=chats data.pack=documents", " with {}: packed rows are of one length. Leave it out"),
     _stated("evaluate.beams", "task.name!=translation", " with task {value}. It is for translation"),
     _stated("evaluate.max_new", "task.name!=translation|causal_lm|chat",
             " with task {value}. It is for translation, causal_lm and chat"),

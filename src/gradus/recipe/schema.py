@@ -701,11 +701,11 @@ class ChatsData(TextConfig):
     """Chats, a row each, in one of four forms."""
 
     roles: ClassVar[Mapping[str, str]] = {"human": "user", "gpt": "assistant"}  # ShareGPT's → ours
+    pad: ClassVar[str] = "bucket"  # like lengths together
     kind: Literal["chats"] = "chats"
     form: Literal["messages", "prompt", "alpaca", "sharegpt"] | None = None  # None: what the columns say
     weight: str | None = None  # the column of a row's weight in the loss; None: all weigh 1
     pack: Literal["none", "documents"] = "none"  # documents: several chats a training row, which do not see each other
-    pad: Literal["bucket", "longest"] = "bucket"  # bucket: like lengths together; longest: of the batch
 
 
 class LabelledData(TextConfig):
