@@ -31,9 +31,8 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
     the user. Raises UserError for a model, a tokenizer or a type that the file cannot hold, and where what is read
     back is too far from the model; nothing is then left."""
     if kind not in LIMITS:
-        more = "of --as gguf --type f16: llama-quantize model.gguf OUT.gguf Q4_K_M" if "_k" in kind.lower() else ""
-        made = f"llama.cpp makes it {more}" if more else f"it has {', '.join(LIMITS)}"
-        raise UserError(f"--type={kind}: not written here; {made}.")
+        others = "K-quants and others are made of f16: llama-quantize model.gguf OUT.gguf Q4_K_M"
+        raise UserError(f"--type={kind}: {', '.join(LIMITS)} are written; {others}.")
     gguf, layout = need("gguf", "gguf", "--as gguf"), Layout(source.config)
     model = models.load_plain(source.path).eval().requires_grad_(False)
     exported.check_finite(source, model)
@@ -46,12 +45,12 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
         for key, value in told.items():
             add.get(type(value), writer.add_array)(key, value)
         for name, (theirs, parts) in tensors(gguf, layout, model).items():
-            x = [layout.written(theirs, part.read().float()) for part in parts.values()]
+            x = [layout.moved(theirs, part.read().float()) for part in parts.values()]
             values = (torch.stack(x) if len(parts) > 1 else x[0]).contiguous().numpy()
             qtype = type_of(gguf, theirs, values.shape, kind)
             writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
-        if layout.stretched:
-            writer.add_tensor("rope_freqs.weight", layout.frequencies().numpy())
+        if (factors := layout.frequency_factors()) is not None:
+            writer.add_tensor("rope_freqs.weight", factors.numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -94,7 +93,7 @@ def read_back(gguf: Any, layout: Layout, model: nn.Module, file: Path) -> nn.Mod
         name, parts = found[tensor.name]
         x = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         for part, value in zip(parts, x if len(parts) > 1 else [x]):
-            theirs[part] = Stored.of(layout.read(name, value))
+            theirs[part] = Stored.of(layout.moved(name, value, back=True))
     read = copy.deepcopy(model)
     own = dict(read.named_parameters())
     for name, stored in weights.fitting(read, theirs, file)[0].items():
