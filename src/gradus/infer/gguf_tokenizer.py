@@ -76,15 +76,14 @@ def of_pieces(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, Any], Tokens
     for i, token in tokenizer.added.items():
         if tokens.get(i, ("", ADDED))[1] != UNKNOWN:
             tokens[i] = (token["content"], CONTROL if token.get("special") else ADDED, LAST)
-    return merging(sp.normalize(SPACES), tokenizer.prefix), tokens
+    return merging(sp.normalize(tokenizer.spaced(SPACES))), tokens
 
 
-def merging(text: str, prefix: bool = True) -> dict[str, Any]:
-    """SentencePiece's merges in llama.cpp. text: SPACES as a tokenizer prepares it. prefix: False: without the space
-    that it puts in front."""
+def merging(text: str) -> dict[str, Any]:
+    """SentencePiece's merges in llama.cpp. text: SPACES as a tokenizer prepares it."""
     if text.removeprefix("▁") != SPACES.replace(" ", "▁"):
         raise refused("that normalises a text")
-    return {"model": "llama", "pre": "default", "add_space_prefix": prefix and text[0] == "▁"}
+    return {"model": "llama", "pre": "default", "add_space_prefix": text[0] == "▁"}
 
 
 def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], Tokens]:
