@@ -1,0 +1,277 @@
+"""GGUF files: names and keys by the tables of the package gguf, weights and rotary frequencies by transformers, ids, logits and tokens by llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from gradus import models
+from gradus.cli import main
+from gradus.data import tokenizer_files
+from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, FastTokenizer, WordTokenizer, package_tokenizers, train_bpe
+from gradus.infer import export_gguf, gguf_tokenizer
+from gradus.models.decoding import complete
+from gradus.models.weights import checksums
+from gradus.models.weights.gguf import Layout
+from gradus.recipe.schema import Adapter, Model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import flip
+
+gguf = pytest.importorskip("gguf", reason="the extra gguf brings it")
+
+TEXT = ["It's 1234 steps up the hill, and 56 down.\n\n  The rain in Spain's plain: naïve, déjà vu!", "We'll see; they've seen (100 %) of it.  "] * 40
+LLAMA3_SPLIT = (  # of Llama 3's tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+SIZES = {"vocab_size": 416, "n_layers": 2, "d_model": 64, "n_heads": 4, "d_ff": 96, "seq_len": 96}
+QWEN3 = {"family": "llama", "n_kv_heads": 2, "qk_norm": True, "d_head": 32}
+CASES = {
+    "llama": {"family": "llama", "n_kv_heads": 2},
+    "qwen2": {"family": "llama", "n_kv_heads": 2, "qkv_bias": True, "tie_output": True},
+    "qwen3": {**QWEN3, "tie_output": True},
+    "qwen3moe": {**QWEN3, "n_experts": 4, "top_k": 2, "d_expert": 32},
+    "gemma3": {"family": "gemma", "n_kv_heads": 2, "d_head": 32, "window": 8, "full_every": 2},
+    "gpt2": {"family": "gpt"},
+}  # fmt: skip
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+def bpe(pattern: str, whole_words: bool = False, texts: list[str] = TEXT, size: int = 400) -> FastTokenizer:
+    """Byte-level BPE that splits a text by a pattern, with tokens of a chat."""
+    package = package_tokenizers()
+    rust = package.Tokenizer(package.models.BPE(ignore_merges=whole_words))
+    split, alphabet = package.pre_tokenizers.Split(package.Regex(pattern), "isolated"), package.pre_tokenizers.ByteLevel.alphabet()
+    rust.pre_tokenizer = package.pre_tokenizers.Sequence([split, package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    rust.decoder = package.decoders.ByteLevel()
+    named = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    rust.train_from_iterator(texts, package.trainers.BpeTrainer(vocab_size=size, special_tokens=named, initial_alphabet=alphabet, show_progress=False))
+    tokenizer = FastTokenizer(rust, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    tokenizer.beside = {"chat_template.jinja": CHAT}
+    return tokenizer
+
+
+def saved(folder: Path, tokenizer=None, alpha: float = 0.03, **config) -> torch.nn.Module:
+    model = models.build(TypeAdapter(Model).validate_python(SIZES | config), seed=1)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=draw), alpha=alpha)
+    models.save(model, folder)
+    (tokenizer or bpe(QWEN_SPLIT)).save(folder)
+    return model.eval()
+
+
+def write(folder: Path, to: Path, *words: str) -> tuple[dict, dict]:
+    """(keys, tensors) of what is exported."""
+    assert main(["export", str(folder), "--to", str(to), "--as", "gguf", *words]) == 0
+    reader = gguf.GGUFReader(to / "model.gguf")
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    return keys, {tensor.name: tensor for tensor in reader.tensors}
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_names_and_logits_are_those_of_others(arch, tmp_path, capsys):
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = saved(tmp_path / "model", **CASES[arch])
+    keys, tensors = write(tmp_path / "model", tmp_path / "out")
+    assert "checked against PyTorch in fp32" in capsys.readouterr().out and keys["general.architecture"] == arch
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        theirs = file.keys()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 2)
+    stacked = {re.sub(r"experts\.\d+", "experts", name) for name in theirs}
+    assert {*tensors} == {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in stacked}
+    fp32 = {name for name, tensor in tensors.items() if tensor.tensor_type.name == "F32"}
+    assert {tensor.tensor_type.name for name, tensor in tensors.items() if name not in fp32} == {"F16"}
+    assert all(len(tensors[name].shape) == 1 or name in ("position_embd.weight", "blk.0.ffn_gate_inp.weight", "blk.1.ffn_gate_inp.weight") for name in fp32)
+    config = AutoConfig.from_pretrained(tmp_path / "model")  # its own reading of the keys lacks some of them
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config, dtype=torch.float32).eval()
+    ids = torch.randint(400, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(read(input_ids=ids).logits, model(ids=ids), rtol=0, atol=2e-3)
+
+
+def test_keys_say_what_the_model_is(tmp_path):
+    saved(tmp_path / "moe", **CASES["qwen3moe"], rope_theta=5e5, rope_scaling={"type": "yarn", "factor": 4.0, "original_seq_len": 24})
+    (tmp_path / "moe" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    keys, _ = write(tmp_path / "moe", tmp_path / "a", "--type", "bf16")
+    assert keys["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
+    assert {name.removeprefix("qwen3moe."): value for name, value in keys.items() if name.startswith("qwen3moe.")} == {
+        "block_count": 2, "context_length": 96, "embedding_length": 64, "feed_forward_length": 96, "vocab_size": 416,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-5), "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
+        "rope.freq_base": 5e5, "rope.dimension_count": 32,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 24,
+    }  # fmt: skip
+    own = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items() if name.startswith("tokenizer.ggml.")}
+    assert (own["model"], own["pre"], own["eos_token_id"], own["eot_token_id"], own["padding_token_id"]) == ("gpt2", "qwen2", 2, 0, 0)
+    assert (own["add_bos_token"], own["add_eos_token"]) == (False, False) and keys["tokenizer.chat_template"] == CHAT
+    state = json.loads((tmp_path / "moe" / "tokenizer.json").read_text())["model"]
+    assert own["merges"] == [" ".join(pair) for pair in state["merges"]]
+    assert dict(zip(own["tokens"], range(416))) == state["vocab"] | {f"[PAD{i}]": i for i in range(len(state["vocab"]), 416)}
+    kinds = gguf.TokenType
+    assert own["token_type"] == [kinds.CONTROL] * 3 + [kinds.NORMAL] * (len(state["vocab"]) - 3) + [kinds.UNUSED] * (416 - len(state["vocab"]))
+    saved(tmp_path / "gemma", **CASES["gemma3"] | {"n_layers": 3, "full_every": 3, "local_theta": 5e3, "rope_scaling": {"type": "linear", "factor": 8.0}})
+    keys, _ = write(tmp_path / "gemma", tmp_path / "b")
+    own = {name: keys[f"gemma3.{name}"] for name in ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base", "rope.freq_base_swa")}
+    assert [*own.values()] == [8, [True, True, False], 1e6, 5e3] and keys["gemma3.rope.scaling.factor"] == 8.0
+
+
+def test_frequencies_of_llama_3_are_a_tensor(tmp_path):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"type": "llama3", "factor": 8.0, "original_seq_len": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    saved(tmp_path / "model", **CASES["llama"], rope_theta=5e5, rope_scaling=scaling)
+    keys, tensors = write(tmp_path / "model", tmp_path / "out")
+    theirs = LlamaConfig.from_pretrained(tmp_path / "model")
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
+    plain = 5e5 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(torch.from_numpy(tensors["rope_freqs.weight"].data.copy()), plain / stretched)
+    assert "llama.rope.scaling.type" not in keys and keys["llama.rope.freq_base"] == 5e5
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_quantized_weights_keep_the_perplexity(kind, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = saved(tmp_path / "model", alpha=0.1, **CASES["qwen3"])
+    _, tensors = write(tmp_path / "model", tmp_path / "out", "--type", kind)
+    types = {name.rpartition("blk.0.")[2]: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert (types["attn_q.weight"], types["token_embd.weight"], types["attn_q_norm.weight"]) == (kind.upper(), "Q8_0", "F32")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config, dtype=torch.float32).eval()
+    ids, losses = torch.randint(400, (16, 60), generator=torch.Generator().manual_seed(3)), []
+    with torch.no_grad():
+        draws = torch.distributions.Categorical(logits=model(ids=ids))
+        torch.manual_seed(0)
+        wanted = draws.sample()
+        losses = [float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).exp()) for logits in (read(input_ids=ids).logits, draws.logits)]
+    assert losses[0] / losses[1] - 1 < {"q8_0": 0.01, "q4_0": 0.25}[kind]
+
+
+def test_an_adapter_is_merged(tmp_path):
+    saved(tmp_path / "base", **CASES["llama"])
+    start = models.config_of(tmp_path / "base").model_copy(update={"init": str(tmp_path / "base")}).trained(Adapter(rank=2))
+    adapted = models.load_start(start, 0).on("cpu")
+    with torch.no_grad():
+        for p in adapted.parameters():
+            p.add_(0.05 * p.requires_grad)
+    models.save(adapted, tmp_path / "adapter")
+    assert main(["export", str(tmp_path / "adapter"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    (of_adapter, of_base, of_merged) = (write(tmp_path / name, tmp_path / f"{name}-gguf")[1] for name in ("adapter", "base", "merged"))
+    assert all((of_adapter[name].data == of_merged[name].data).all() for name in of_merged)
+    assert not (of_adapter["blk.0.attn_q.weight"].data == of_base["blk.0.attn_q.weight"].data).all()
+
+
+WORDS = {"words": WordTokenizer(["a"]), "characters": CharTokenizer("ab"), "bytes": ByteTokenizer()}
+
+
+@pytest.mark.parametrize(("config", "tokenizer", "words", "told"), [
+    ({"family": "bert", "head": "masked_lm"}, None, (), "--as gguf: bert is not written, but llama, qwen2, qwen3, qwen3_moe, gemma3_text, gpt2. Use --as hf"),
+    ({"family": "llama", "window": 8}, None, (), "--as gguf: mistral is not written"),
+    ({**CASES["qwen3"], "window": 8}, None, (), "llama.cpp computes qwen3 with model.window=None alone, not 8"),
+    ({**CASES["qwen3moe"], "norm_top_k": False}, None, (), "computes qwen3moe with model.norm_top_k=True alone, not False"),
+    ({**CASES["gemma3"], "query_width": 48}, None, (), "computes gemma3 with model.query_width=32 alone, not 48"),
+    ({"family": "gpt", "activation": "relu"}, None, (), "computes gpt2 with model.activation=gelu_tanh alone, not relu"),
+    ({**CASES["qwen2"], "rope_scaling": {"type": "llama3"}}, None, (), "computes qwen2 with model.rope_scaling=None alone, not type='llama3'"),
+    ({**CASES["llama"], "rope_scaling": {"type": "yarn", "beta_fast": 16.0}}, None, (), "alone, not type='yarn'"),
+    (CASES["gpt2"], "words", (), "--as gguf: llama.cpp has no tokenizer of kind word"),
+    (CASES["gpt2"], "characters", (), "--as gguf: llama.cpp has no tokenizer of kind char"),
+    (CASES["gpt2"], "bytes", (), "--as gguf: llama.cpp has no tokenizer of kind byte"),
+    (CASES["gpt2"], None, ("--type", "q4_k_m"), "--type=q4_k_m: f16, bf16, q8_0, q4_0 are written; K-quants and others are made of f16: llama-quantize "),
+    (CASES["gpt2"], None, ("--precision", "fp16"), "--precision=fp16: --as gguf has --type"),
+])  # fmt: skip
+def test_what_llama_cpp_does_not_have_is_told(config, tokenizer, words, told, tmp_path, capsys):
+    saved(tmp_path / "model", WORDS.get(tokenizer), **config)
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf", *words]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert told in err[-1] and not (tmp_path / "out").exists()
+
+
+def test_a_type_is_of_gguf_alone(tmp_path, capsys):
+    saved(tmp_path / "model", **CASES["gpt2"])
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--type", "q8_0"]) == 2
+    assert "--type=q8_0: it is GGUF's, and --as hf has --precision" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_spelt_otherwise_is_refused():
+    split = r"\d+|\D+"
+    for tokenizer in (bpe(split), train_bpe(TEXT, 300, lowercase=True)):
+        with pytest.raises(Exception, match="has no tokenizer that splits or normalises a text as this one does"):
+            gguf_tokenizer.of_merges(tokenizer)
+
+
+@pytest.mark.parametrize(("tokenizer", "pre"), [
+    (lambda: train_bpe(TEXT, 300), "gpt-2"), (lambda: bpe(QWEN_SPLIT), "qwen2"),
+    (lambda: bpe(LLAMA3_SPLIT, True), "llama-bpe"), (lambda: bpe(LLAMA3_SPLIT), "dbrx"),
+])  # fmt: skip
+def test_how_a_text_is_split_has_a_name(tokenizer, pre):
+    assert gguf_tokenizer.of_merges(tokenizer())[0]["pre"] == pre
+
+
+def pieces(folder: Path, **settings) -> None:
+    """A SentencePiece model of merges beside Llama's settings."""
+    import sentencepiece
+
+    options = {"model_type": "bpe", "vocab_size": 330, "byte_fallback": True, "minloglevel": 2, "normalization_rule_name": "identity"}
+    options |= {"remove_extra_whitespaces": False, "num_threads": 1, "hard_vocab_limit": False}
+    lines = (line for text in TEXT for line in text.split("\n"))
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / "tokenizer"), **options | settings)
+    (folder / "tokenizer.vocab").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": True}))
+
+
+def test_pieces_have_scores_and_kinds(tmp_path):
+    from sentencepiece import SentencePieceProcessor
+
+    model = saved(tmp_path / "model", **CASES["llama"])
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).unlink()
+    pieces(tmp_path / "model")
+    keys, _ = write(tmp_path / "model", tmp_path / "out")
+    own = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items() if name.startswith("tokenizer.ggml.")}
+    sp, n = SentencePieceProcessor(str(tmp_path / "model" / "tokenizer.model")), model.config.vocab_size
+    size = sp.get_piece_size()
+    assert (own["model"], own["pre"], own["add_space_prefix"], own["add_bos_token"]) == ("llama", "default", True, True)
+    assert (own["unknown_token_id"], own["bos_token_id"], own["eos_token_id"]) == (0, 1, 2)
+    assert own["tokens"] == [*map(sp.id_to_piece, range(size)), *(f"[PAD{i}]" for i in range(size, n))]
+    assert own["scores"][3:size] == [sp.get_score(i) for i in range(3, size)]
+    assert own["token_type"][:4] == [2, 3, 3, 6] and {*own["token_type"][259:size]} == {1} and {*own["token_type"][size:]} == {5}
+    pieces(tmp_path / "model", model_type="unigram")
+    with pytest.raises(Exception, match="has no tokenizer of SentencePiece's unigrams"):
+        gguf_tokenizer.of_pieces(tokenizer_files.load(tmp_path / "model"))
+
+
+def test_a_file_that_reads_otherwise_is_not_kept(tmp_path, monkeypatch, capsys):
+    saved(tmp_path / "model", **CASES["llama"])
+    moved = Layout.moved
+    monkeypatch.setattr(Layout, "moved", lambda self, name, x, back=False: moved(self, name, x, back) if back else x)  # rows of q and k as they are
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2
+    assert "weights read back differ from the model's by" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    monkeypatch.setattr(Layout, "moved", moved)
+    monkeypatch.setitem(export_gguf.LIMITS, "q4_0", (0.13, 1e-6))
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf", "--type", "q4_0"]) == 2
+    assert "perplexity read back differ" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_digests_are_kept(tmp_path):
+    saved(tmp_path / "model", **CASES["gpt2"])
+    write(tmp_path / "model", tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["checksums.json", "export.json", "model.gguf"]
+    assert checksums.damage(tmp_path / "out", needs="model.gguf") is None
+    flip(tmp_path / "out" / "model.gguf")
+    assert "model.gguf is not what was written" in checksums.damage(tmp_path / "out")
+    write(tmp_path / "model", tmp_path / "out")  # in its place
+    assert checksums.damage(tmp_path / "out") is None
