@@ -1,88 +1,35 @@
-"""GGUF files: names and keys by the tables of the package gguf, weights and rotary frequencies by transformers, ids, logits and tokens by llama.cpp."""
+"""GGUF files: names by the tables of the package gguf, keys as stated, weights and rotary frequencies by transformers."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from gradus import models
 from gradus.cli import main
 from gradus.data import tokenizer_files
-from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, FastTokenizer, WordTokenizer, package_tokenizers, train_bpe
+from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, train_bpe
 from gradus.infer import export_gguf, gguf_tokenizer
-from gradus.models.decoding import complete
 from gradus.models.weights import checksums
 from gradus.models.weights.gguf import Layout
-from gradus.recipe.schema import Adapter, Model
+from gradus.recipe.schema import Adapter
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, TEXT, bpe, pieces, saved, write
 from small_models import flip
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf brings it")
-
-TEXT = ["It's 1234 steps up the hill, and 56 down.\n\n  The rain in Spain's plain: naïve, déjà vu!", "We'll see; they've seen (100 %) of it.  "] * 40
-LLAMA3_SPLIT = (  # of Llama 3's tokenizer.json
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
-SIZES = {"vocab_size": 416, "n_layers": 2, "d_model": 64, "n_heads": 4, "d_ff": 96, "seq_len": 96}
-QWEN3 = {"family": "llama", "n_kv_heads": 2, "qk_norm": True, "d_head": 32}
-CASES = {
-    "llama": {"family": "llama", "n_kv_heads": 2},
-    "qwen2": {"family": "llama", "n_kv_heads": 2, "qkv_bias": True, "tie_output": True},
-    "qwen3": {**QWEN3, "tie_output": True},
-    "qwen3moe": {**QWEN3, "n_experts": 4, "top_k": 2, "d_expert": 32},
-    "gemma3": {"family": "gemma", "n_kv_heads": 2, "d_head": 32, "window": 8, "full_every": 2},
-    "gpt2": {"family": "gpt"},
-}  # fmt: skip
-CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-
-
-def bpe(pattern: str, whole_words: bool = False, texts: list[str] = TEXT, size: int = 400) -> FastTokenizer:
-    """Byte-level BPE that splits a text by a pattern, with tokens of a chat."""
-    package = package_tokenizers()
-    rust = package.Tokenizer(package.models.BPE(ignore_merges=whole_words))
-    split, alphabet = package.pre_tokenizers.Split(package.Regex(pattern), "isolated"), package.pre_tokenizers.ByteLevel.alphabet()
-    rust.pre_tokenizer = package.pre_tokenizers.Sequence([split, package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    rust.decoder = package.decoders.ByteLevel()
-    named = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    rust.train_from_iterator(texts, package.trainers.BpeTrainer(vocab_size=size, special_tokens=named, initial_alphabet=alphabet, show_progress=False))
-    tokenizer = FastTokenizer(rust, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    tokenizer.beside = {"chat_template.jinja": CHAT}
-    return tokenizer
-
-
-def saved(folder: Path, tokenizer=None, alpha: float = 0.03, **config) -> torch.nn.Module:
-    model = models.build(TypeAdapter(Model).validate_python(SIZES | config), seed=1)
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=draw), alpha=alpha)
-    models.save(model, folder)
-    (tokenizer or bpe(QWEN_SPLIT)).save(folder)
-    return model.eval()
-
-
-def write(folder: Path, to: Path, *words: str) -> tuple[dict, dict]:
-    """(keys, tensors) of what is exported."""
-    assert main(["export", str(folder), "--to", str(to), "--as", "gguf", *words]) == 0
-    reader = gguf.GGUFReader(to / "model.gguf")
-    keys = {name: field.contents() for name, field in reader.fields.items()}
-    return keys, {tensor.name: tensor for tensor in reader.tensors}
-
+transformers = pytest.importorskip("transformers")
+MODEL = transformers.AutoModelForCausalLM
 
 @pytest.mark.parametrize("arch", CASES)
 def test_names_and_logits_are_those_of_others(arch, tmp_path, capsys):
     from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     model = saved(tmp_path / "model", **CASES[arch])
     keys, tensors = write(tmp_path / "model", tmp_path / "out")
@@ -94,9 +41,10 @@ def test_names_and_logits_are_those_of_others(arch, tmp_path, capsys):
     assert {*tensors} == {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in stacked}
     fp32 = {name for name, tensor in tensors.items() if tensor.tensor_type.name == "F32"}
     assert {tensor.tensor_type.name for name, tensor in tensors.items() if name not in fp32} == {"F16"}
-    assert all(len(tensors[name].shape) == 1 or name in ("position_embd.weight", "blk.0.ffn_gate_inp.weight", "blk.1.ffn_gate_inp.weight") for name in fp32)
-    config = AutoConfig.from_pretrained(tmp_path / "model")  # its own reading of the keys lacks some of them
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config, dtype=torch.float32).eval()
+    routers = {f"blk.{i}.ffn_gate_inp.weight" for i in range(2)}
+    assert {name for name in fp32 if len(tensors[name].shape) > 1} == {*tensors} & {"position_embd.weight", *routers}
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")  # its own reading of the keys lacks some of them
+    read = MODEL.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config, dtype=torch.float32)
     ids = torch.randint(400, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(read(input_ids=ids).logits, model(ids=ids), rtol=0, atol=2e-3)
@@ -122,20 +70,20 @@ def test_keys_say_what_the_model_is(tmp_path):
     assert dict(zip(own["tokens"], range(416))) == state["vocab"] | {f"[PAD{i}]": i for i in range(len(state["vocab"]), 416)}
     kinds = gguf.TokenType
     assert own["token_type"] == [kinds.CONTROL] * 3 + [kinds.NORMAL] * (len(state["vocab"]) - 3) + [kinds.UNUSED] * (416 - len(state["vocab"]))
-    saved(tmp_path / "gemma", **CASES["gemma3"] | {"n_layers": 3, "full_every": 3, "local_theta": 5e3, "rope_scaling": {"type": "linear", "factor": 8.0}})
+    own = {"n_layers": 3, "full_every": 3, "local_theta": 5e3, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    saved(tmp_path / "gemma", **CASES["gemma3"] | own)
     keys, _ = write(tmp_path / "gemma", tmp_path / "b")
-    own = {name: keys[f"gemma3.{name}"] for name in ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base", "rope.freq_base_swa")}
-    assert [*own.values()] == [8, [True, True, False], 1e6, 5e3] and keys["gemma3.rope.scaling.factor"] == 8.0
+    expected = {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, True, False], "rope.freq_base": 1e6, "rope.freq_base_swa": 5e3}
+    assert {name: keys[f"gemma3.{name}"] for name in expected} == expected and keys["gemma3.rope.scaling.factor"] == 8.0
 
 
 def test_frequencies_of_llama_3_are_a_tensor(tmp_path):
-    from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {"type": "llama3", "factor": 8.0, "original_seq_len": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     saved(tmp_path / "model", **CASES["llama"], rope_theta=5e5, rope_scaling=scaling)
     keys, tensors = write(tmp_path / "model", tmp_path / "out")
-    theirs = LlamaConfig.from_pretrained(tmp_path / "model")
+    theirs = transformers.LlamaConfig.from_pretrained(tmp_path / "model")
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
     plain = 5e5 ** -(torch.arange(0, 16, 2) / 16)
     torch.testing.assert_close(torch.from_numpy(tensors["rope_freqs.weight"].data.copy()), plain / stretched)
@@ -144,20 +92,18 @@ def test_frequencies_of_llama_3_are_a_tensor(tmp_path):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_quantized_weights_keep_the_perplexity(kind, tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     model = saved(tmp_path / "model", alpha=0.1, **CASES["qwen3"])
     _, tensors = write(tmp_path / "model", tmp_path / "out", "--type", kind)
     types = {name.rpartition("blk.0.")[2]: tensor.tensor_type.name for name, tensor in tensors.items()}
     assert (types["attn_q.weight"], types["token_embd.weight"], types["attn_q_norm.weight"]) == (kind.upper(), "Q8_0", "F32")
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config, dtype=torch.float32).eval()
-    ids, losses = torch.randint(400, (16, 60), generator=torch.Generator().manual_seed(3)), []
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    read = MODEL.from_pretrained(tmp_path / "out", gguf_file="model.gguf", config=config, dtype=torch.float32)
+    ids = torch.randint(400, (16, 60), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         draws = torch.distributions.Categorical(logits=model(ids=ids))
         torch.manual_seed(0)
         wanted = draws.sample()
-        losses = [float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).exp()) for logits in (read(input_ids=ids).logits, draws.logits)]
+        losses = [torch.nn.functional.cross_entropy(x.flatten(0, 1), wanted.flatten()).exp() for x in (read(input_ids=ids).logits, draws.logits)]
     assert losses[0] / losses[1] - 1 < {"q8_0": 0.01, "q4_0": 0.25}[kind]
 
 
@@ -179,7 +125,7 @@ WORDS = {"words": WordTokenizer(["a"]), "characters": CharTokenizer("ab"), "byte
 
 
 @pytest.mark.parametrize(("config", "tokenizer", "words", "told"), [
-    ({"family": "bert", "head": "masked_lm"}, None, (), "--as gguf: bert is not written, but llama, qwen2, qwen3, qwen3_moe, gemma3_text, gpt2. Use --as hf"),
+    ({"family": "bert"}, None, (), "--as gguf: bert is not written, but llama, qwen2, qwen3, qwen3_moe, gemma3_text, gpt2. Use --as hf"),
     ({"family": "llama", "window": 8}, None, (), "--as gguf: mistral is not written"),
     ({**CASES["qwen3"], "window": 8}, None, (), "llama.cpp computes qwen3 with model.window=None alone, not 8"),
     ({**CASES["qwen3moe"], "norm_top_k": False}, None, (), "computes qwen3moe with model.norm_top_k=True alone, not False"),
@@ -190,7 +136,7 @@ WORDS = {"words": WordTokenizer(["a"]), "characters": CharTokenizer("ab"), "byte
     (CASES["gpt2"], "words", (), "--as gguf: llama.cpp has no tokenizer of kind word"),
     (CASES["gpt2"], "characters", (), "--as gguf: llama.cpp has no tokenizer of kind char"),
     (CASES["gpt2"], "bytes", (), "--as gguf: llama.cpp has no tokenizer of kind byte"),
-    (CASES["gpt2"], None, ("--type", "q4_k_m"), "--type=q4_k_m: f16, bf16, q8_0, q4_0 are written; K-quants and others are made of f16: llama-quantize "),
+    (CASES["gpt2"], None, ("--type", "q4_k_m"), "--type=q4_k_m: f16, bf16, q8_0, q4_0 are written; K-quants and others are made of f16: llama-q"),
     (CASES["gpt2"], None, ("--precision", "fp16"), "--precision=fp16: --as gguf has --type"),
 ])  # fmt: skip
 def test_what_llama_cpp_does_not_have_is_told(config, tokenizer, words, told, tmp_path, capsys):
@@ -221,18 +167,6 @@ def test_how_a_text_is_split_has_a_name(tokenizer, pre):
     assert gguf_tokenizer.of_merges(tokenizer())[0]["pre"] == pre
 
 
-def pieces(folder: Path, **settings) -> None:
-    """A SentencePiece model of merges beside Llama's settings."""
-    import sentencepiece
-
-    options = {"model_type": "bpe", "vocab_size": 330, "byte_fallback": True, "minloglevel": 2, "normalization_rule_name": "identity"}
-    options |= {"remove_extra_whitespaces": False, "num_threads": 1, "hard_vocab_limit": False}
-    lines = (line for text in TEXT for line in text.split("\n"))
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / "tokenizer"), **options | settings)
-    (folder / "tokenizer.vocab").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": True}))
-
-
 def test_pieces_have_scores_and_kinds(tmp_path):
     from sentencepiece import SentencePieceProcessor
 
@@ -257,7 +191,8 @@ def test_pieces_have_scores_and_kinds(tmp_path):
 def test_a_file_that_reads_otherwise_is_not_kept(tmp_path, monkeypatch, capsys):
     saved(tmp_path / "model", **CASES["llama"])
     moved = Layout.moved
-    monkeypatch.setattr(Layout, "moved", lambda self, name, x, back=False: moved(self, name, x, back) if back else x)  # rows of q and k as they are
+    as_they_are = lambda self, name, x, back=False: moved(self, name, x, back) if back else x  # noqa: E731
+    monkeypatch.setattr(Layout, "moved", as_they_are)  # rows of q and k
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2
     assert "weights read back differ from the model's by" in capsys.readouterr().err and not (tmp_path / "out").exists()
     monkeypatch.setattr(Layout, "moved", moved)
