@@ -73,7 +73,8 @@ def test_keys_say_what_the_model_is(tmp_path):
     own = {"n_layers": 3, "full_every": 3, "local_theta": 5e3, "rope_scaling": {"type": "linear", "factor": 8.0}}
     saved(tmp_path / "gemma", **CASES["gemma3"] | own)
     keys, _ = write(tmp_path / "gemma", tmp_path / "b")
-    expected = {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, True, False], "rope.freq_base": 1e6, "rope.freq_base_swa": 5e3}
+    local = {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, True, False], "rope.freq_base_swa": 5e3}
+    expected = {**local, "rope.freq_base": 1e6}
     assert {name: keys[f"gemma3.{name}"] for name in expected} == expected and keys["gemma3.rope.scaling.factor"] == 8.0
 
 
@@ -136,7 +137,7 @@ WORDS = {"words": WordTokenizer(["a"]), "characters": CharTokenizer("ab"), "byte
     (CASES["gpt2"], "words", (), "--as gguf: llama.cpp has no tokenizer of kind word"),
     (CASES["gpt2"], "characters", (), "--as gguf: llama.cpp has no tokenizer of kind char"),
     (CASES["gpt2"], "bytes", (), "--as gguf: llama.cpp has no tokenizer of kind byte"),
-    (CASES["gpt2"], None, ("--type", "q4_k_m"), "--type=q4_k_m: f16, bf16, q8_0, q4_0 are written; K-quants and others are made of f16: llama-q"),
+    (CASES["gpt2"], None, ("--type", "q4_k_m"), "--type=q4_k_m: f32, f16, bf16, q8_0, q4_0 are written; K-quants and others are made of f16: llama-"),
     (CASES["gpt2"], None, ("--precision", "fp16"), "--precision=fp16: --as gguf has --type"),
 ])  # fmt: skip
 def test_what_llama_cpp_does_not_have_is_told(config, tokenizer, words, told, tmp_path, capsys):
@@ -210,3 +211,11 @@ def test_digests_are_kept(tmp_path):
     assert "model.gguf is not what was written" in checksums.damage(tmp_path / "out")
     write(tmp_path / "model", tmp_path / "out")  # in its place
     assert checksums.damage(tmp_path / "out") is None
+
+
+def test_in_fp32_weights_are_as_they_are(tmp_path):
+    model = saved(tmp_path / "model", **CASES["gemma3"])
+    keys, tensors = write(tmp_path / "model", tmp_path / "out", "--type", "f32")
+    assert keys["general.file_type"] == gguf.LlamaFileType.ALL_F32
+    assert torch.equal(torch.from_numpy(tensors["token_embd.weight"].data.copy()), model.token_embedding.weight)
+    assert torch.equal(torch.from_numpy(tensors["output_norm.weight"].data.copy()), model.norm.weight + 1)

@@ -21,7 +21,7 @@ from gradus.models.weights.stored import Stored
 FILE = "model.gguf"
 # of matrices → how far what is read back may be from the model: weights, in parts of the largest of a tensor (by half a
 # step of rounding; of q4_0 by one), and the perplexity of what the model itself would write
-LIMITS = {"f16": (5e-4, 0.01), "bf16": (4e-3, 0.01), "q8_0": (5e-3, 0.01), "q4_0": (0.13, 0.25)}
+LIMITS = {"f32": (1e-4, 1e-4), "f16": (5e-4, 0.01), "bf16": (4e-3, 0.01), "q8_0": (5e-3, 0.01), "q4_0": (0.13, 0.25)}
 FULL = ("wpe.weight", "mlp.gate.weight")  # that llama.cpp wants in fp32, as all vectors
 
 
@@ -37,7 +37,7 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
     model = models.load_plain(source.path).eval().requires_grad_(False)
     exported.check_finite(source, model)
     told = {"general.type": "model", "general.name": source.folder.resolve().name, "general.quantization_version": 2}
-    told["general.file_type"] = int(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
+    told["general.file_type"] = int(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}", 0))
     told |= {f"{layout.arch}.{key}": value for key, value in layout.keys.items()} | gguf_tokenizer.keys(source)
     with sidecar.folder(to) as folder:
         writer = gguf.GGUFWriter(folder / FILE, layout.arch)
