@@ -138,7 +138,7 @@ WORDS = {"words": WordTokenizer(["a"]), "characters": CharTokenizer("ab"), "byte
     (CASES["gpt2"], "characters", (), "--as gguf: llama.cpp has no tokenizer of kind char"),
     (CASES["gpt2"], "bytes", (), "--as gguf: llama.cpp has no tokenizer of kind byte"),
     (CASES["gpt2"], None, ("--type", "q4_k_m"), "--type=q4_k_m: f32, f16, bf16, q8_0, q4_0 are written; K-quants and others are made of f16: llama-"),
-    (CASES["gpt2"], None, ("--precision", "fp16"), "--precision=fp16: --as gguf has --type"),
+    (CASES["gpt2"], None, ("--precision", "fp16"), "--as gguf: --as gguf has --type, all others --precision"),
 ])  # fmt: skip
 def test_what_llama_cpp_does_not_have_is_told(config, tokenizer, words, told, tmp_path, capsys):
     saved(tmp_path / "model", WORDS.get(tokenizer), **config)
@@ -150,7 +150,7 @@ def test_what_llama_cpp_does_not_have_is_told(config, tokenizer, words, told, tm
 def test_a_type_is_of_gguf_alone(tmp_path, capsys):
     saved(tmp_path / "model", **CASES["gpt2"])
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--type", "q8_0"]) == 2
-    assert "--type=q8_0: it is GGUF's, and --as hf has --precision" in capsys.readouterr().err
+    assert "--as hf: --as gguf has --type, all others --precision" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_is_spelt_otherwise_is_refused():

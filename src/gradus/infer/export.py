@@ -42,10 +42,8 @@ def export(
         raise UserError(f"{name}: an exported or quantized folder. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
-    if type is not None and kind != "gguf":
-        raise UserError(f"--type={type}: it is GGUF's, and --as {kind} has --precision. Leave it out.")
-    if precision is not None and kind == "gguf":
-        raise UserError(f"--precision={precision}: --as gguf has --type. Leave it out.")
+    if (precision if kind == "gguf" else type) is not None:
+        raise UserError(f"--as {kind}: --as gguf has --type, all others --precision. Leave the other out.")
     if merge and not adapted:
         raise UserError(f"--merge: {name} has no adapter. Leave it out.")
     if merge and graphs:

@@ -4,7 +4,6 @@ or spell otherwise is refused."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import PurePath
 from typing import Any
 
@@ -17,7 +16,7 @@ from gradus.tasks.sources import in_documents
 
 Tokens = dict[int, tuple[str, int, float]]  # id → how it is written, its kind, and a score by which pairs are merged
 NORMAL, UNKNOWN, CONTROL, ADDED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType
-LAST = -1000.0  # score of what is never merged
+LAST = -1e9  # score of what is never merged
 THREE_DIGITS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 # how a text is split into words, and whether a word of the vocabulary needs no merges → tokenizer.ggml.pre
 PRE = {
@@ -57,10 +56,11 @@ def special(source: ModelSource, tokenizer: Tokenizer) -> dict[str, Any]:
     found |= zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends)
     if ends[3:]:
         note(f"GGUF has three tokens that end a text; left out: {', '.join(map(tokenizer.token, ends[3:]))}")
-    for name, role, ids in (("bos", tokenizer.bos_id, tokenizer.before), ("eos", tokenizer.eos_id, tokenizer.after)):
-        if list(ids) not in ([], [role]):
+    whole = source.recipe is None or in_documents(source.recipe)
+    for name, ids in (("bos", tokenizer.before), ("eos", tokenizer.after)):
+        if {*ids} - {getattr(tokenizer, f"{name}_id")}:
             raise refused("that puts others than its begin and end tokens around a text")
-        found[f"add_{name}_token"] = bool(ids) and (source.recipe is None or in_documents(source.recipe))
+        found[f"add_{name}_token"] = whole and bool(ids)
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -88,33 +88,26 @@ def merging(text: str) -> dict[str, Any]:
 
 def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], Tokens]:
     rust = tokenizer.rust
-    state = json.loads(rust.to_str())
-    model, normalizer, splits = (state[part] for part in ("model", "normalizer", "pre_tokenizer"))
+    model, normalizer, splits = map(json.loads(rust.to_str()).get, ("model", "normalizer", "pre_tokenizer"))
     if model["type"] != "BPE" or not model["merges"]:
-        raise refused(f"of {model['type']}" + " without merges" * (model["type"] == "BPE"))
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model["merges"]]
-    added = {i: (t.content, CONTROL if t.special else ADDED, LAST) for i, t in rust.get_added_tokens_decoder().items()}
-    if not model["byte_fallback"]:
-        how = [*map(split, (splits or {}).get("pretokenizers", [splits])), model.get("ignore_merges") or False]
-        pre = PRE.get(", ".join(map(str, how)))
-        if pre is None or normalizer not in (None, {"type": "NFC"}):
-            raise refused("that splits or normalises a text as this one does")
-        if normalizer:
-            note("llama.cpp does not compose characters (NFC): letters with accents apart have other tokens there")
-        tokens = {i: (token, NORMAL, LAST) for token, i in rust.get_vocab().items()}
-        return {"model": "gpt2", "pre": pre, "merges": list(map(" ".join, pairs))}, tokens | added
-    text = rust.normalizer.normalize_str(SPACES) if rust.normalizer else SPACES
-    if rust.pre_tokenizer:
-        text = "".join(word for word, _ in rust.pre_tokenizer.pre_tokenize_str(text))
-    rank = {a + b: -float(place) for place, (a, b) in reversed([*enumerate(pairs)])}
-    tokens = {
-        i: (
-            token, UNKNOWN if token == model["unk_token"] else BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token)
-            else added[i][1] if i in added else NORMAL, rank.get(token, LAST - len(rank)),
-        )
-        for token, i in rust.get_vocab().items()
-    }  # fmt: skip
-    return merging(text), tokens
+        raise refused("of another kind than BPE with merges")
+    pieces = model["byte_fallback"]  # SentencePiece's, which merges by scores
+    kinds = {model["unk_token"]: UNKNOWN} | {f"<0x{byte:02X}>": BYTE for byte in range(256)} if pieces else {}
+    rank = {a + b: -float(place) for place, (a, b) in reversed([*enumerate(model["merges"])])}
+    tokens = {i: (token, kinds.get(token, NORMAL), rank.get(token, LAST)) for token, i in rust.get_vocab().items()}
+    for i, token in rust.get_added_tokens_decoder().items():
+        tokens[i] = (token.content, kinds.get(token.content, CONTROL if token.special else ADDED), LAST)
+    if pieces:
+        text = rust.normalizer.normalize_str(SPACES) if normalizer else SPACES
+        words = rust.pre_tokenizer.pre_tokenize_str(text) if splits else [(text, None)]
+        return merging("".join(word for word, _ in words)), tokens
+    how = [*map(split, (splits or {}).get("pretokenizers", [splits])), model.get("ignore_merges") or False]
+    pre = PRE.get(", ".join(map(str, how)))
+    if pre is None or normalizer not in (None, {"type": "NFC"}):
+        raise refused("that splits or normalises a text as this one does")
+    if normalizer:
+        note("llama.cpp does not compose characters (NFC): letters with accents apart have other tokens there")
+    return {"model": "gpt2", "pre": pre, "merges": list(map(" ".join, model["merges"]))}, tokens
 
 
 def split(step: dict[str, Any] | None) -> str:

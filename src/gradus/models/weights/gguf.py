@@ -29,13 +29,14 @@ class Layout:
         self.arch, self.how, self.config = table["arch"], table.get("tensors", {}), config
         only = {name: (getattr(config, name), getattr(config, str(one), one)) for name, one in table["only"].items()}
         self.keys: dict[str, Any] = {key: hf[field] for key, field in table["keys"].items()}
-        if self.scaling:
-            kind, usual = self.scaling.type, self.scaling
+        self.scaling: RopeScaling | None = getattr(config, "rope_scaling", None)
+        if usual := self.scaling:
+            kind, fields_of = usual.type, table["rope"]
             if kind == "yarn":  # llama.cpp has its other numbers as constants
                 usual = RopeScaling(type=kind, factor=usual.factor, original_seq_len=usual.original_seq_len)
-            only["rope_scaling"] = (self.scaling, usual if kind in table["rope"] else None)
-            own = table["rope"].get(kind, {})
-            self.keys |= {f"rope.scaling.{key}": hf["rope_scaling"][field] for key, field in own.items()}
+            only["rope_scaling"] = (self.scaling, usual if kind in fields_of else None)
+            own = fields_of.get(kind, {}).items()
+            self.keys |= {f"rope.scaling.{key}": hf["rope_scaling"][field] for key, field in own}
         for name, (value, one) in only.items():
             if value != one:
                 what = f"--as gguf: llama.cpp computes {self.arch} with model.{name}={one} alone, not {value}"
@@ -44,10 +45,6 @@ class Layout:
             self.keys["attention.sliding_window_pattern"] = local
         if not any(local):
             self.keys.pop("attention.sliding_window", None)
-
-    @property
-    def scaling(self) -> RopeScaling | None:
-        return getattr(self.config, "rope_scaling", None)
 
     def moved(self, name: str, x: Tensor, back: bool = False) -> Tensor:
         """Hugging Face's tensor of this name as it lies in GGUF, or back."""
@@ -63,5 +60,6 @@ class Layout:
 
         if not self.scaling or self.scaling.type != "llama3":
             return None
-        size, theta = self.config.head_dim, self.config.rope_theta
-        return rotary_frequencies(size, theta) / rotary_frequencies(size, theta, self.scaling)
+        ways = None, self.scaling
+        plain, own = (rotary_frequencies(self.config.head_dim, self.config.rope_theta, way) for way in ways)
+        return plain / own
