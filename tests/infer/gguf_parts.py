@@ -67,13 +67,18 @@ def write(folder: Path, to: Path, *words: str) -> tuple[dict, dict]:
     return keys, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def pieces(folder: Path, **settings) -> None:
-    """A SentencePiece model of merges beside Llama's settings."""
+def pieces(folder: Path, **settings) -> Path:
+    """Make a folder's tokenizer SentencePiece's merges, as transformers keeps Llama 2's in tokenizer.json. Returns the file of SentencePiece."""
     import sentencepiece
+    from transformers import LlamaTokenizer
 
     options = {"model_type": "bpe", "vocab_size": 330, "byte_fallback": True, "minloglevel": 2, "normalization_rule_name": "identity"}
     options |= {"remove_extra_whitespaces": False, "num_threads": 1, "hard_vocab_limit": False}
     lines = (line for text in TEXT for line in text.split("\n"))
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / "tokenizer"), **options | settings)
-    (folder / "tokenizer.vocab").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": True}))
+    (made := folder / "pieces").mkdir()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(made / "tokenizer"), **options | settings)
+    (made / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": True}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+    LlamaTokenizer.from_pretrained(made).save_pretrained(folder)
+    return made / "tokenizer.model"

@@ -12,9 +12,9 @@ import torch
 
 from gradus import models
 from gradus.cli import main
-from gradus.data import tokenizer_files
 from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, train_bpe
-from gradus.infer import export_gguf, gguf_tokenizer
+from gradus.errors import UserError
+from gradus.infer import export_gguf, find, gguf_tokenizer
 from gradus.models.weights import checksums
 from gradus.models.weights.gguf import Layout
 from gradus.recipe.schema import Adapter
@@ -156,7 +156,7 @@ def test_a_type_is_of_gguf_alone(tmp_path, capsys):
 def test_a_tokenizer_that_is_spelt_otherwise_is_refused():
     split = r"\d+|\D+"
     for tokenizer in (bpe(split), train_bpe(TEXT, 300, lowercase=True)):
-        with pytest.raises(Exception, match="has no tokenizer that splits or normalises a text as this one does"):
+        with pytest.raises(UserError, match="has no tokenizer that splits or normalises a text as this one does"):
             gguf_tokenizer.of_merges(tokenizer)
 
 
@@ -172,21 +172,20 @@ def test_pieces_have_scores_and_kinds(tmp_path):
     from sentencepiece import SentencePieceProcessor
 
     model = saved(tmp_path / "model", **CASES["llama"])
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "model" / name).unlink()
-    pieces(tmp_path / "model")
+    sp, n = SentencePieceProcessor(str(pieces(tmp_path / "model"))), model.config.vocab_size
     keys, _ = write(tmp_path / "model", tmp_path / "out")
     own = {name.removeprefix("tokenizer.ggml."): value for name, value in keys.items() if name.startswith("tokenizer.ggml.")}
-    sp, n = SentencePieceProcessor(str(tmp_path / "model" / "tokenizer.model")), model.config.vocab_size
     size = sp.get_piece_size()
     assert (own["model"], own["pre"], own["add_space_prefix"], own["add_bos_token"]) == ("llama", "default", True, True)
     assert (own["unknown_token_id"], own["bos_token_id"], own["eos_token_id"]) == (0, 1, 2)
     assert own["tokens"] == [*map(sp.id_to_piece, range(size)), *(f"[PAD{i}]" for i in range(size, n))]
-    assert own["scores"][3:size] == [sp.get_score(i) for i in range(3, size)]
+    merged = [i for i in range(259, size) if len(sp.id_to_piece(i)) > 1]
+    assert sorted(merged, key=lambda i: -own["scores"][i]) == sorted(merged, key=lambda i: -sp.get_score(i))
     assert own["token_type"][:4] == [2, 3, 3, 6] and {*own["token_type"][259:size]} == {1} and {*own["token_type"][size:]} == {5}
-    pieces(tmp_path / "model", model_type="unigram")
-    with pytest.raises(Exception, match="has no tokenizer of SentencePiece's unigrams"):
-        gguf_tokenizer.of_pieces(tokenizer_files.load(tmp_path / "model"))
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "pieces" / "tokenizer.model").rename(tmp_path / "model" / "tokenizer.model")
+    with pytest.raises(UserError, match=r"has no tokenizer of kind SentencePiece without tokenizer\.json"):
+        gguf_tokenizer.keys(find(str(tmp_path / "model")))
 
 
 def test_a_file_that_reads_otherwise_is_not_kept(tmp_path, monkeypatch, capsys):

@@ -64,10 +64,10 @@ class SentencePieceTokenizer(Tokenizer):
             if i % 2:
                 ids.append(self.names[part if part in self.names else part.strip()])
             else:
-                ids += self.sp.encode(self.spaced(part, i == 0))
+                ids += self.sp.encode(self._spaced(part, i == 0))
         return ids
 
-    def spaced(self, text: str, first: bool = True) -> str:
+    def _spaced(self, text: str, first: bool = True) -> str:
         """A text, or what follows an added token, with the space in front that its pieces begin with."""
         if not self.plain:
             return text if first else text.removeprefix(" ")
@@ -77,7 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(map(self.split.search, texts)):
             return super().encode_batch(texts)
-        return self.sp.encode(list(map(self.spaced, texts)))
+        return self.sp.encode(list(map(self._spaced, texts)))
 
     def decode(self, ids: Iterable[int]) -> str:
         text, known = "", (int(i) for i in ids if i in self.added or (0 <= i < self.n_pieces and i != self.unk_id))

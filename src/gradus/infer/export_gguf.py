@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradus import files, models
 from gradus.errors import UserError, need
@@ -41,9 +42,9 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
     told |= {f"{layout.arch}.{key}": value for key, value in layout.keys.items()} | gguf_tokenizer.keys(source)
     with sidecar.folder(to) as folder:
         writer = gguf.GGUFWriter(folder / FILE, layout.arch)
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        types = gguf.GGUFValueType
         for key, value in told.items():
-            add.get(type(value), writer.add_array)(key, value)
+            writer.add_key_value(key, value, types.UINT32 if type(value) is int else types.get_type(value))
         for name, (theirs, parts) in tensors(gguf, layout, model).items():
             x = [layout.moved(theirs, part.read().float()) for part in parts.values()]
             values = (torch.stack(x) if len(parts) > 1 else x[0]).contiguous().numpy()
@@ -105,11 +106,12 @@ def check(source: ModelSource, model: nn.Module, read: nn.Module, kind: str) -> 
     """What was compared, in a line. Raises UserError where they are too far apart."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(source.config.vocab_size, (4, min(64, source.config.longest or 64)), generator=draw)
-    one, other = model(ids=ids), read(ids=ids)
+    one, other = model(ids=ids).flatten(0, 1), read(ids=ids).flatten(0, 1)
+    own, loss = (float(nn.functional.cross_entropy(logits, one.softmax(-1))) for logits in (one, other))
     pairs = zip(model.parameters(), read.parameters())
     off = {
         "weights": max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs),
-        "perplexity": perplexity(one, other) / perplexity(one, one) - 1,
+        "perplexity": math.expm1(loss - own),  # expected, of tokens that the model draws
     }
     for (what, far), limit in zip(off.items(), LIMITS[kind]):
         if not far <= limit:
@@ -120,8 +122,3 @@ def check(source: ModelSource, model: nn.Module, read: nn.Module, kind: str) -> 
         f"tensor's largest, logits by {float((one - other).abs().max()):.1e} where they reach "
         f"{float(one.abs().max()):.3g}, perplexity by {off['perplexity']:+.2%}"
     )
-
-
-def perplexity(of: Tensor, by: Tensor) -> float:
-    """That of tokens drawn by the logits `of` (batch, seq, vocab), as the logits `by` see them; its expected value."""
-    return float((-of.softmax(-1) * by.log_softmax(-1)).sum(-1).mean().exp())

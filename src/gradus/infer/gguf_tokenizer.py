@@ -7,14 +7,12 @@ import json
 from pathlib import PurePath
 from typing import Any
 
-from gradus.data.sentencepiece import SentencePieceTokenizer
 from gradus.data.tokenizer_files import QWEN2_WORDS
-from gradus.data.tokenizers import FastTokenizer, TableTokenizer, Tokenizer
+from gradus.data.tokenizers import FastTokenizer, Tokenizer
 from gradus.errors import UserError
 from gradus.infer import ModelSource, end_tokens, note
 from gradus.tasks.sources import in_documents
 
-Tokens = dict[int, tuple[str, int, float]]  # id → how it is written, its kind, and a score by which pairs are merged
 NORMAL, UNKNOWN, CONTROL, ADDED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType
 LAST = -1e9  # score of what is never merged
 THREE_DIGITS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
@@ -31,13 +29,12 @@ SPACES = "\ufb01  x"  # of which every character stays where a text is not norma
 def keys(source: ModelSource) -> dict[str, Any]:
     """All keys of the model's tokenizer. Raises UserError for one that llama.cpp does not have."""
     tokenizer = source.tokenizers()[""]
-    if isinstance(tokenizer, TableTokenizer):
-        raise refused(f"of kind {tokenizer.kind}")
-    model, tokens = of_pieces(tokenizer) if isinstance(tokenizer, SentencePieceTokenizer) else of_merges(tokenizer)
+    if type(tokenizer) is not FastTokenizer:
+        raise refused(f"of kind {getattr(tokenizer, 'kind', 'SentencePiece without tokenizer.json')}")
+    model, tokens = of_merges(tokenizer)
     rows = (tokens.get(i, (f"[PAD{i}]", UNUSED, LAST)) for i in range(source.config.vocab_size))
-    model |= zip(("tokens", "token_type", "scores"), map(list, zip(*rows)))
-    if "merges" in model:
-        del model["scores"]
+    named = ("tokens", "token_type", "scores")[: 2 if "merges" in model else 3]
+    model |= zip(named, map(list, zip(*rows)))
     found = {f"tokenizer.ggml.{key}": value for key, value in (model | special(source, tokenizer)).items()}
     for file, text in tokenizer.beside.items():
         if file.endswith(".jinja"):
@@ -64,50 +61,34 @@ def special(source: ModelSource, tokenizer: Tokenizer) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def of_pieces(tokenizer: SentencePieceTokenizer) -> tuple[dict[str, Any], Tokens]:
-    sp = tokenizer.sp
-    kinds = {UNKNOWN: sp.is_unknown, CONTROL: sp.is_control, UNUSED: sp.is_unused, BYTE: sp.is_byte}
-    tokens = {
-        i: (sp.id_to_piece(i), next((kind for kind, test in kinds.items() if test(i)), NORMAL), sp.get_score(i))
-        for i in range(tokenizer.n_pieces)
-    }
-    if any(score % 1 for _, _, score in tokens.values()):  # logarithms of probabilities, not ranks of merges
-        raise refused("of SentencePiece's unigrams")
-    for i, token in tokenizer.added.items():
-        if tokens.get(i, ("", ADDED))[1] != UNKNOWN:
-            tokens[i] = (token["content"], CONTROL if token.get("special") else ADDED, LAST)
-    return merging(sp.normalize(tokenizer.spaced(SPACES))), tokens
-
-
-def merging(text: str) -> dict[str, Any]:
-    """SentencePiece's merges in llama.cpp. text: SPACES as a tokenizer prepares it."""
-    if text.removeprefix("▁") != SPACES.replace(" ", "▁"):
-        raise refused("that normalises a text")
-    return {"model": "llama", "pre": "default", "add_space_prefix": text[0] == "▁"}
-
-
-def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], Tokens]:
+def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], dict[int, tuple[str, int, float]]]:
+    """Keys, and by id how a token is written, its kind, and the score by which llama.cpp merges SentencePiece's."""
     rust = tokenizer.rust
     model, normalizer, splits = map(json.loads(rust.to_str()).get, ("model", "normalizer", "pre_tokenizer"))
     if model["type"] != "BPE" or not model["merges"]:
         raise refused("of another kind than BPE with merges")
-    pieces = model["byte_fallback"]  # SentencePiece's, which merges by scores
-    kinds = {model["unk_token"]: UNKNOWN} | {f"<0x{byte:02X}>": BYTE for byte in range(256)} if pieces else {}
-    rank = {a + b: -float(place) for place, (a, b) in reversed([*enumerate(model["merges"])])}
+    pieces, merges = model["byte_fallback"], list(map("".join, model["merges"]))
+    byte_names = [f"<0x{byte:02X}>" for byte in range(256)] * pieces
+    kinds = {tokenizer.config["unk_token"]: UNKNOWN if pieces else CONTROL} | dict.fromkeys(byte_names, BYTE)
+    rank = {token: -float(place) for place, token in reversed([*enumerate(merges)])}
     tokens = {i: (token, kinds.get(token, NORMAL), rank.get(token, LAST)) for token, i in rust.get_vocab().items()}
     for i, token in rust.get_added_tokens_decoder().items():
         tokens[i] = (token.content, kinds.get(token.content, CONTROL if token.special else ADDED), LAST)
     if pieces:
         text = rust.normalizer.normalize_str(SPACES) if normalizer else SPACES
         words = rust.pre_tokenizer.pre_tokenize_str(text) if splits else [(text, None)]
-        return merging("".join(word for word, _ in words)), tokens
-    how = [*map(split, (splits or {}).get("pretokenizers", [splits])), model.get("ignore_merges") or False]
-    pre = PRE.get(", ".join(map(str, how)))
-    if pre is None or normalizer not in (None, {"type": "NFC"}):
+        text = "".join(word for word, _ in words)
+        how = {"model": "llama", "pre": "default", "add_space_prefix": text[0] == "▁"}
+        known = text.removeprefix("▁") == SPACES.replace(" ", "▁")
+    else:
+        said = [*map(split, (splits or {}).get("pretokenizers", [splits])), model.get("ignore_merges") or False]
+        how = {"model": "gpt2", "pre": PRE.get(", ".join(map(str, said))), "merges": [*map(" ".join, model["merges"])]}
+        known = how["pre"] and normalizer in (None, {"type": "NFC"})
+    if not known:
         raise refused("that splits or normalises a text as this one does")
-    if normalizer:
+    if normalizer == {"type": "NFC"}:
         note("llama.cpp does not compose characters (NFC): letters with accents apart have other tokens there")
-    return {"model": "gpt2", "pre": pre, "merges": list(map(" ".join, model["merges"]))}, tokens
+    return how, tokens
 
 
 def split(step: dict[str, Any] | None) -> str:
