@@ -44,7 +44,7 @@ def launch(args) -> int:
         "--merge",
         "of a run with an adapter: whole weights, merged in fp32 (default for hf: the adapter alone, as PEFT does)",
     ),
-    option("--type TYPE", "of GGUF's matrices: f16 (default), f32, bf16, q8_0, q4_0; others: llama-quantize"),
+    option("--type TYPE", "of GGUF's matrices: f32, f16, bf16, q8_0, q4_0; llama-quantize makes others (default f16)"),
     option("--opset N", "ONNX opset (default: what the exporter writes)", whole(99)),
     option("--shard-gb GB", "largest file (default 5)", real(above=0, most=1e6), default=5.0),
 )  # fmt: skip
