@@ -47,7 +47,7 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
             writer.add_key_value(key, value, types.UINT32 if type(value) is int else types.get_type(value))
         for name, (theirs, parts) in tensors(gguf, layout, model).items():
             x = [layout.moved(theirs, part.read().float()) for part in parts.values()]
-            values = (torch.stack(x) if len(parts) > 1 else x[0]).contiguous().numpy()
+            values = (torch.stack(x) if ".experts." in theirs else x[0]).contiguous().numpy()
             qtype = type_of(gguf, theirs, values.shape, kind)
             writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
         if (factors := layout.frequency_factors()) is not None:
@@ -93,7 +93,7 @@ def read_back(gguf: Any, layout: Layout, model: nn.Module, file: Path) -> nn.Mod
             continue
         name, parts = found[tensor.name]
         x = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        for part, value in zip(parts, x if len(parts) > 1 else [x]):
+        for part, value in zip(parts, x if ".experts." in name else [x]):
             theirs[part] = Stored.of(layout.moved(name, value, back=True))
     read = copy.deepcopy(model)
     own = dict(read.named_parameters())
