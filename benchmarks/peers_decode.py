@@ -3,7 +3,7 @@
 FUNCTION(None, options) → timing.Subject, of which a step is one text: a prompt of 16 tokens and 64 greedy ones, prefill included; its samples are
 tokens. `same_tokens` is the share of the 64 that equal those of Gradus in PyTorch and fp32, whose logits the checks go back to.
 
-Peers are looked for in $GRADUS_PEERS too, a folder: pip install --no-deps --target FOLDER llama-cpp-python gguf diskcache ctranslate2 onnxruntime-genai
+Peers are looked for in $GRADUS_PEERS too, a folder: pip install --no-deps --target FOLDER llama-cpp-python diskcache ctranslate2 onnxruntime-genai
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import numpy as np
 import torch
 
 from gradus import files, models
+from gradus.data.tokenizers import train_bpe
 from gradus.errors import UserError
 from gradus.infer import engines, find
+from gradus.infer.export import export
 from gradus.measure.roofs import last_cache, reader
 from gradus.models.decoding import complete
 from gradus.proof.timing import Subject, Timed, Window
@@ -118,12 +120,13 @@ def transformers(recipe: None, options: dict[str, Any]) -> Subject:
 
 
 def llama_cpp(recipe: None, options: dict[str, Any]) -> Subject:
-    """Weights as GGUF, f32 or q8_0; its prompt cache is emptied before every text."""
+    """Weights as GGUF, f32 or q8_0; its prompt cache is emptied before every text. It is given ids: its tokenizer is any."""
     there, at, kind = need("llama_cpp"), folder(options), options.get("precision", "f32")
-    file = at / f"{kind}.gguf"
+    with_tokenizer, file = at.with_name(f"{at.name}-bpe"), at.with_name(f"{at.name}-{kind}") / "model.gguf"
     if not file.is_file():
-        with files.aside(file) as aside:
-            write_gguf(at, aside, kind)
+        models.save(models.load(at), with_tokenizer)
+        train_bpe([str(__doc__)], 270).save(with_tokenizer)
+        list(export(str(with_tokenizer), file.parent, kind="gguf", type=kind))
     threads = torch.get_num_threads()
     model = there.Llama(str(file), n_ctx=128, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False)
 
@@ -139,43 +142,6 @@ def llama_cpp(recipe: None, options: dict[str, Any]) -> Subject:
             model.eval(new[-1:])
 
     return subject(options, at, decode)
-
-
-def write_gguf(at: Path, file: Path, kind: str) -> None:
-    """A Llama or a GPT-2 as llama.cpp reads it. Tokens are numbers: it is given ids, and reads no text."""
-    gguf, c, model = need("gguf"), models.config_of(at), models.load(at)
-    llama = c.family == "llama"
-    w = gguf.GGUFWriter(str(file), "llama" if llama else "gpt2")
-    w.add_context_length(c.seq_len), w.add_embedding_length(c.d_model), w.add_block_count(c.n_layers), w.add_feed_forward_length(c.d_ff)
-    w.add_head_count(c.n_heads)
-    if llama:
-        w.add_head_count_kv(c.n_kv_heads), w.add_layer_norm_rms_eps(c.norm_eps), w.add_rope_freq_base(c.rope_theta)
-        w.add_rope_dimension_count(c.head_dim), w.add_vocab_size(c.vocab_size)
-        w.add_tokenizer_model("llama"), w.add_token_list([f"<{i}>" for i in range(c.vocab_size)])
-        w.add_token_scores([0.0] * c.vocab_size)
-        w.add_token_types([gguf.TokenType.CONTROL if i < 3 else gguf.TokenType.NORMAL for i in range(c.vocab_size)])
-    else:
-        w.add_layer_norm_eps(c.norm_eps), w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("gpt-2")
-        w.add_token_list([f"<{i}>" for i in range(c.vocab_size)]), w.add_token_merges(["< 1"])
-        w.add_token_types([gguf.TokenType.NORMAL] * c.vocab_size)
-    w.add_bos_token_id(1), w.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA if llama else gguf.MODEL_ARCH.GPT2, c.n_layers)
-    for name, tensor in models.weights.to_hf(model):
-        x = tensor.detach().float()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # from halves to neighbours
-            heads = c.n_heads if "q_proj" in name else c.n_kv_heads
-            x = x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        if ".c_" in name and x.ndim == 2:
-            x = x.T
-        array = np.ascontiguousarray(x.numpy())
-        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if known is None:
-            raise UserError(f"{name}: no such tensor in GGUF.")
-        if kind == "q8_0" and array.ndim == 2 and "wpe" not in name and array.shape[1] % 32 == 0:
-            w.add_tensor(known, gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            w.add_tensor(known, array)
-    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
 
 
 def ctranslate2(recipe: None, options: dict[str, Any]) -> Subject:

@@ -33,8 +33,8 @@ def launch(args) -> int:
     option("model RUN_OR_CHECKPOINT", "a run folder (its best, else newest checkpoint) or a checkpoint"),
     option("--to DIR", "folder to write", required=True),
     option(
-        "--as", "Hugging Face's layout (default), or graphs",
-        dest="kind", default="hf", choices=["hf", "onnx", "pt2", "torchscript", "tensorrt"],
+        "--as", "Hugging Face's layout (default), graphs, or llama.cpp's GGUF",
+        dest="kind", default="hf", choices=["hf", "onnx", "pt2", "torchscript", "tensorrt", "gguf"],
     ),
     option(
         "--precision", "of weights and arithmetic (default: hf as stored, else fp32); norms of graphs stay in fp32",
@@ -44,6 +44,7 @@ def launch(args) -> int:
         "--merge",
         "of a run with an adapter: whole weights, merged in fp32 (default for hf: the adapter alone, as PEFT does)",
     ),
+    option("--type TYPE", "of GGUF's matrices: f32, f16, bf16, q8_0, q4_0; llama-quantize makes others (default f16)"),
     option("--opset N", "ONNX opset (default: what the exporter writes)", whole(99)),
     option("--shard-gb GB", "largest file (default 5)", real(above=0, most=1e6), default=5.0),
 )  # fmt: skip
@@ -51,7 +52,8 @@ def export(args) -> Iterable[str]:
     """write a checkpoint, of any layout, as files that other engines load, and check them"""
     from gradus.infer.export import export
 
-    return export(args.model, Path(args.to), args.shard_gb, args.kind, args.precision, args.opset, args.merge)
+    to = Path(args.to)
+    return export(args.model, to, args.shard_gb, args.kind, args.precision, args.opset, args.merge, args.type)
 
 
 @verb(

@@ -13,7 +13,7 @@ from torch import nn
 
 from gradus import files, models
 from gradus.errors import UserError
-from gradus.infer import ModelSource, engines, exported, find, sidecar
+from gradus.infer import ModelSource, engines, export_gguf, exported, find, sidecar
 from gradus.infer.graphs import DTYPES
 from gradus.models import weights
 from gradus.models.adapt import merged
@@ -22,10 +22,10 @@ from gradus.models.weights import checksums, peft
 
 def export(
     name: str, to: Path, shard_gb: float = 5.0, kind: str = "hf", precision: str | None = None,
-    opset: int | None = None, merge: bool = False,
+    opset: int | None = None, merge: bool = False, type: str | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Write a model to the folder `to`: in Hugging Face's layout, or as graphs (infer.exported), with its configuration
-    and its tokenizer or normalisation.
+    and its tokenizer or normalisation, or as GGUF, of this type (None: f16), which holds all in one file.
 
     name: as `infer.find`; of a run, its best checkpoint or else its newest. precision: None: for hf as stored, else
     fp32. shard_gb: hf's largest file, in 10^9 bytes. merge: of an adapter the whole weights with its product added;
@@ -42,6 +42,8 @@ def export(
         raise UserError(f"{name}: an exported or quantized folder. Give the model that it was made from.")
     if opset is not None and kind not in ("onnx", "tensorrt"):
         raise UserError(f"--opset={opset}: it is ONNX's, and --as {kind} has none. Leave it out.")
+    if (precision if kind == "gguf" else type) is not None:
+        raise UserError(f"--as {kind}: --as gguf has --type, all others --precision. Leave the other out.")
     if merge and not adapted:
         raise UserError(f"--merge: {name} has no adapter. Leave it out.")
     if merge and graphs:
@@ -49,6 +51,9 @@ def export(
     if not graphs:
         exported.check_finite(source)
         yield from in_hugging_face_layout(source, to, shard_gb, precision, merge, adapted)
+        return
+    if kind == "gguf":
+        yield from export_gguf.write(source, to, type or "f16")
         return
     engine, precision = engines.kind(kind), precision or "fp32"
     yield from exported.write(source, engine, to, precision, **({"opset": opset} if opset else {}))
