@@ -499,8 +499,8 @@ def test_an_encoder_from_elsewhere_is_planned_searched_and_served_as_one_of_the_
 
 
 def test_no_family_is_named_outside_models_recipe_and_tests():
-    """Neither in code nor in tables nor in pages; what a docstring or a comment says of a paper is free. A name of the hub is none."""
-    root, named = Path(models.__file__).parents[1], re.compile(rf"\b({'|'.join(MODELS)})\b(?!-)")
+    """Neither in code nor in tables nor in pages; what a docstring or a comment says of a paper is free. A name of the hub is none, nor is llama.cpp."""
+    root, named = Path(models.__file__).parents[1], re.compile(rf"\b({'|'.join(MODELS)})\b(?!-|\.cpp)")
     found = []
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".yaml", ".html")):
         room = path.relative_to(root).parts[0]

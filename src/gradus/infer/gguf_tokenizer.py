@@ -11,6 +11,7 @@ from gradus.data.tokenizer_files import QWEN2_WORDS
 from gradus.data.tokenizers import FastTokenizer, Tokenizer
 from gradus.errors import UserError
 from gradus.infer import ModelSource, end_tokens, note
+from gradus.models.weights.gguf import SENTENCEPIECE
 from gradus.tasks.sources import in_documents
 
 NORMAL, UNKNOWN, CONTROL, ADDED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType
@@ -78,7 +79,7 @@ def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], dict[int, tuple
         text = rust.normalizer.normalize_str(SPACES) if normalizer else SPACES
         words = rust.pre_tokenizer.pre_tokenize_str(text) if splits else [(text, None)]
         text = "".join(word for word, _ in words)
-        how = {"model": "llama", "pre": "default", "add_space_prefix": text[0] == "▁"}
+        how = {"model": SENTENCEPIECE, "pre": "default", "add_space_prefix": text[0] == "▁"}
         known = text.removeprefix("▁") == SPACES.replace(" ", "▁")
     else:
         said = [*map(split, (splits or {}).get("pretokenizers", [splits])), model.get("ignore_merges") or False]

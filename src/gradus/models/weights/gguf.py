@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gradus.recipe.schema import ModelConfig
 
 
+SENTENCEPIECE = "llama"  # tokenizer.ggml.model of pieces with scores
+
+
 class Layout:
     """arch: GGUF's name of the architecture. keys: of its configuration, without the name before them. Raises UserError
     for a model that llama.cpp does not compute."""
