@@ -38,7 +38,7 @@ DO = {"Repeat": lambda x: x, "Sort": sorted, "Count": lambda x: [str(len(x))]}
 MADE = {
     "model": {"family": "llama", "n_layers": 4, "d_model": 320, "n_heads": 8, "d_ff": 960, "seq_len": 160, "tie_output": True},
     "task": {"name": "chat", "template": "chatml"}, "tokenizer": {"kind": "bpe", "vocab_size": 400},
-    "optimizer": {"name": "adamw", "lr": 1.5e-3, "betas": [0.9, 0.98]}, "schedule": {"name": "cosine", "warmup_steps": 100},
+    "optimizer": {"name": "adamw", "lr": 1.5e-3, "betas": [0.9, 0.98]}, "schedule": {"name": "cosine", "warmup_ratio": 0.1},
     "batch": {"samples": 32}, "layout": {"precision": "bf16"},
 }  # fmt: skip
 
@@ -79,11 +79,11 @@ def answers(run: Path) -> tuple[float, float, int]:
     return right / len(data), stopped / len(data), len(data)
 
 
-def run_made(folder: Path, seed: int, steps: int) -> list[Row]:
+def run_made(folder: Path, seed: int, steps: int, n_chats: int) -> list[Row]:
     rng = random.Random(seed)
-    seen = [made(rng) for _ in range(20_000)]
+    seen = [made(rng) for _ in range(n_chats)]
     known = {json.dumps(chat) for chat in seen}
-    held_out = list(itertools.islice((chat for chat in iter(lambda: made(rng), None) if json.dumps(chat) not in known), 200))
+    held_out = list(itertools.islice((chat for chat in iter(lambda: made(rng), None) if json.dumps(chat) not in known), min(200, n_chats)))
     write(folder / "train.jsonl", seen)
     write(folder / "valid.jsonl", held_out)
     sections = {**MADE, "data": {"kind": "chats", "path": str(folder), "cache": str(folder / "cache")}, "train": {"steps": steps, "seed": seed},
@@ -188,6 +188,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--chats", type=int, default=20_000, help="made, to train on")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(words)
     rows: list[Row] = []
@@ -196,7 +197,7 @@ def main(words: list[str]) -> None:
             if args.what == "made":  # FOLDER/SEED keeps data and run
                 folder = args.folder / str(seed) if args.folder else Path(aside)
                 folder.mkdir(parents=True, exist_ok=True)
-                rows += run_made(folder, seed, args.steps or 1_500)
+                rows += run_made(folder, seed, args.steps or 5_000, args.chats)
             elif args.what == "sst2":
                 rows += run_sst2(Path(aside), seed, args.steps or 3_000, args.folder)
             else:

@@ -143,6 +143,7 @@ ELSEWHERE = {  # command: where it is run instead, or why it cannot be
     r"^mpirun -n \d+ gradus train |^mpiexec -n \d+ gradus train ": "tests/launch/test_mpi.py",
     r"^gradus collectives --backend mpi": "tests/measure/test_collectives.py",
     r"^gradus plan( .*)? --web": "tests/plan/test_web.py",
+    r"^gradus export RUN --to DIR --as gguf": "tests/infer/test_gguf.py",  # of a run whose tokenizer llama.cpp has
     r"^gradus demo": "tests/test_demo.py",
     r"^gradus predict RUN .*--grid": "tests/docs/test_your_data.py",  # of a run that reads images
     r"^gradus ladder ": "tests/proof/test_ladder.py",

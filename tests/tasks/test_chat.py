@@ -304,3 +304,13 @@ def test_from_data_to_an_export_without_a_network(data, offline, capsys):
     assert theirs == task.template.ids(messages)
     ends = json.loads(Path("exported/generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.convert_ids_to_tokens(ends[0]) == "<|im_end|>" and tokenizer.eos_token_id in ends
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_chats_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import chats
+
+    chats.main(["made", str(tmp_path / "kept"), "--seeds", "0", "--steps", "2", "--chats", "24"])
+    assert "of 24 answers right" in capsys.readouterr().out and (tmp_path / "kept/0/run/summary.json").is_file()
