@@ -149,8 +149,9 @@ def test_what_llama_cpp_does_not_have_is_told(config, tokenizer, words, told, tm
 
 def test_a_type_is_of_gguf_alone(tmp_path, capsys):
     saved(tmp_path / "model", **CASES["gpt2"])
-    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf", "--type", "q8_0"]) == 0
-    assert "checked against PyTorch in fp32, read back" in capsys.readouterr().out and (tmp_path / "out/model.gguf").is_file()
+    for kind in ("q8_0", "f16"):  # a later one takes the place of an earlier one
+        assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "file"), "--as", "gguf", "--type", kind]) == 0
+        assert f"gpt2, {kind}" in capsys.readouterr().out and (tmp_path / "file/model.gguf").is_file()
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--type", "q8_0"]) == 2
     assert "--as hf: --as gguf has --type, all others --precision" in capsys.readouterr().err
 
