@@ -7,19 +7,21 @@ import collections
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradus import files, limits
 from gradus.data import readers
 from gradus.data.cache import digest, identity, keep
-from gradus.data.chat_template import ChatTemplate, LearnedRow
 from gradus.data.corpus import Corpus, TokenFile
 from gradus.data.readers import Readable, Row, kind_of, numbered
 from gradus.data.splits import Part
 from gradus.errors import UserError, either
 from gradus.recipe.schema import ChatsData
+
+if TYPE_CHECKING:  # it imports jinja2, which other tasks do without
+    from gradus.data.chat_template import ChatTemplate, LearnedRow
 
 Message = dict[str, str]  # role, content, and where the assistant thought first reasoning_content
 # form (data.form) → the columns that it is known by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -192,7 +192,7 @@ class TokenTask(Task):
         return targets.sums(output, batch["counts"]["tokens"])
 
 
-def shares(lengths: list[int], rank: int, world: int) -> Iterator[list[int]]:
+def shares(lengths: Sequence[int] | np.ndarray, rank: int, world: int) -> Iterator[list[int]]:
     """The samples that one of `world` processes answers, in batches of similar length. The lengths alone determine the
     batches; the processes take turns with them."""
     order, size = np.argsort(lengths, kind="stable"), min(64, max(8, -(-len(lengths) // 8)))

@@ -60,11 +60,8 @@ class Chat(CausalLM):
     def collate(self, samples: list[Sample]) -> Batch:
         batch = super().collate(samples)
         if "weight" in samples[0]:
-            weights = [np.broadcast_to(np.float32(s["weight"]), s["ids"].shape)[1:] for s in samples]
-            padded = np.zeros(batch["labels"].shape, np.float32)
-            for row, own in zip(padded, weights):
-                row[: len(own)] = own
-            batch["weights"] = torch.from_numpy(padded)
+            rows = [torch.tensor(s["weight"], dtype=torch.float32).expand(len(s["ids"]))[1:] for s in samples]
+            batch["weights"] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return batch
 
     def metrics(self, means: dict[str, float], split: str) -> dict[str, float]:
@@ -89,7 +86,7 @@ class Chat(CausalLM):
     def decode_split(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> dict[int, str]:
         """Answers to the last turns, as far as the right ones go: what is longer, and then cut, ends in an ellipsis."""
         data, written = self.splits[split], {}
-        for part in shares([len(data[i]["ids"]) for i in range(len(data))], rank, world):
+        for part in shares(data.lengths, rank, world):
             prompts, truths = zip(*(self.question(data[i]) for i in part))
             rows = self.answered(model, prompts, [len(truth) for truth in truths])
             for i, row, truth in zip(part, rows, truths):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradus import limits, models
-from gradus.data import chat_template
-from gradus.data.chat_template import ChatTemplate
 from gradus.data.chats import ChatsDataset, Packed, texts
 from gradus.data.corpus import Corpus, TokenFile, cached_bpe
 from gradus.data.readers import Readable
@@ -24,6 +22,9 @@ from gradus.recipe.schema import Recipe
 from gradus.tasks import GENERATION, beside
 from gradus.tasks.made import Unopened
 from gradus.text import say
+
+if TYPE_CHECKING:
+    from gradus.data.chat_template import ChatTemplate
 
 Tokenizers = dict[str, Tokenizer]  # by place below a checkpoint: "" and, for a second language, "target"
 
@@ -43,8 +44,11 @@ def make_tokenizer(recipe: Recipe, texts: Callable[[], Sequence[Corpus]]) -> Tok
         return CharTokenizer.from_texts(itertools.chain.from_iterable(corpora))
     if config.kind == "word":
         return WordTokenizer.from_texts(itertools.chain.from_iterable(corpora), config.lowercase)
-    sentinels = [f"<extra_id_{i}>" for i in range(100)] if recipe.task.name == "span_corruption" else []
-    specials = chat_template.special_tokens(recipe.task.template) if recipe.data.kind == "chats" else sentinels
+    specials = [f"<extra_id_{i}>" for i in range(100)] if recipe.task.name == "span_corruption" else []
+    if recipe.data.kind == "chats":
+        from gradus.data.chat_template import special_tokens
+
+        specials = special_tokens(recipe.task.template)
     return cached_bpe(corpora, config.vocab_size, config.lowercase, specials, recipe.data.cache)
 
 
@@ -111,6 +115,8 @@ def open_chats(
     """Return (tokenizers, splits of chats of at most `longest` tokens, the template; None: of made samples without
     one). The template and the tokens that end an answer are kept beside the tokenizer. Without a valid split every
     tenth chat is held out."""
+    from gradus.data import chat_template
+
     data, task = recipe.data, recipe.task
     if isinstance(saved, Unopened):
         every = {"learn": np.ones(longest, bool)}
