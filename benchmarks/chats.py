@@ -3,10 +3,10 @@
     python benchmarks/chats.py made [FOLDER]    5 M weights from nothing on made chats, three seeds: exact match, and how many answers stop
     python benchmarks/chats.py sst2 FOLDER      SST-2 (train.tsv, dev.tsv; also .xz) as chats, and the same sentences as classification
     python benchmarks/chats.py packed           chats in rows of their own and packed: loss, gradient, tokens a second
-    ... --steps N --seeds 0 1 2                 another length, other seeds; --write: rows to benchmarks/results/chats-cpu.jsonl
+    ... --steps N --seeds 0 1 2                 another length (a made run that is in FOLDER goes on), other seeds; --write: rows to benchmarks/results/chats-cpu.jsonl
 
-A made chat has a system prompt (answer in small letters, or in capitals), a first question (repeat, sort or count some letters) and up to three
-more about the same letters.
+A made chat has a system prompt (answer in small letters, or in capitals), a question (repeat, sort or count some letters) and, in half of them,
+another one about the same letters.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from gradus.rows import Row, as_lines
 from gradus.train.session import open_session
 
 RESULTS = Path(__file__).parent / "results" / "chats-cpu.jsonl"
-LETTERS = "abcdefghij"
 DO = {"Repeat": lambda x: x, "Sort": sorted, "Count": lambda x: [str(len(x))]}
 MADE = {
-    "model": {"family": "llama", "n_layers": 4, "d_model": 320, "n_heads": 8, "d_ff": 960, "seq_len": 160, "tie_output": True},
+    "model": {"family": "llama", "n_layers": 4, "d_model": 320, "n_heads": 8, "d_ff": 960, "seq_len": 96, "tie_output": True},
     "task": {"name": "chat", "template": "chatml"}, "tokenizer": {"kind": "bpe", "vocab_size": 400},
     "optimizer": {"name": "adamw", "lr": 1.5e-3, "betas": [0.9, 0.98]}, "schedule": {"name": "cosine", "warmup_ratio": 0.1},
     "batch": {"samples": 32}, "layout": {"precision": "bf16"},
 }  # fmt: skip
 
 
-def made(rng: random.Random) -> list[dict[str, str]]:
-    """One chat of one turn to four."""
+def made(rng: random.Random, letters: str = "abcdefgh", most: int = 5, turns: int = 2) -> list[dict[str, str]]:
+    """One chat about at most so many of these letters, of at most so many turns."""
     large = rng.random() < 0.5
-    letters = rng.sample(LETTERS, rng.randint(2, 6))
+    few = rng.sample(letters, rng.randint(2, most))
     chat = [("system", f"Answer in {'capitals' if large else 'small letters'}.")]
-    for turn in range(rng.randint(1, 4)):
+    for turn in range(rng.randint(1, turns)):
         do = rng.choice([*DO])
-        answer = ",".join(DO[do](letters))
-        chat += [("user", f"{do} them." if turn else f"{do}:{','.join(letters)}"), ("assistant", answer.upper() if large else answer)]
+        answer = " ".join(DO[do](few))
+        chat += [("user", f"{do} them." if turn else f"{do}: {' '.join(few)}"), ("assistant", answer.upper() if large else answer)]
     return [{"role": role, "content": content} for role, content in chat]
 
 
@@ -60,6 +59,9 @@ def write(file: Path, chats: list) -> None:
 
 
 def train(sections: dict, folder: Path) -> api.Run:
+    """In the folder; what has been trained there goes on to as many steps as are asked for now."""
+    if folder.exists():
+        return api.train(str(folder), f"train.steps={sections['train']['steps']}", resume=True)
     file = folder.with_suffix(".yaml")
     file.write_text(json.dumps(sections))
     return api.train(str(file), log={"dir": str(folder)})
@@ -92,7 +94,7 @@ def run_made(folder: Path, seed: int, steps: int, n_chats: int) -> list[Row]:
     run = train(sections, folder / "run")
     seconds = time.process_time() - began
     right, stop, n = answers(folder / "run")
-    about = {"data": "made", "seed": seed, "steps": steps, "weights": run.summary["parameters"], "held-out chats": n, **conditions()}
+    about = {"data": "made", "chats": n_chats, "seed": seed, "steps": steps, "weights": run.summary["parameters"], "held-out chats": n, **conditions()}
     print(f"seed {seed}: {right:.3f} of {n} answers right, {stop:.3f} stop; {steps:,} steps, {seconds:,.0f} processor seconds", flush=True)
     return [Row("exact_match", right, "", steps, about), Row("stops", stop, "", steps, about), Row("cpu/training", seconds, "s", steps, about)]
 
@@ -134,8 +136,9 @@ def run_sst2(folder: Path, seed: int, steps: int, source: Path, kinds: tuple = (
 def run_packed(folder: Path, seed: int, rounds: int) -> list[Row]:
     """One pass over 512 chats forwards and backwards, in rows of their own of like length and in packed rows of 256 tokens, in alternate rounds."""
     rng, out = random.Random(seed), []
-    write(folder / "train.jsonl", [made(rng) for _ in range(512)])
-    write(folder / "valid.jsonl", [made(rng) for _ in range(10)])
+    long = functools.partial(made, letters="abcdefghij", most=6, turns=4)
+    write(folder / "train.jsonl", [long(rng) for _ in range(512)])
+    write(folder / "valid.jsonl", [long(rng) for _ in range(10)])
     for attention in ("sdpa", "chunked", "naive"):
         passes, times, found = {}, {}, {}
         for pack in ("none", "documents"):
@@ -188,7 +191,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--chats", type=int, default=20_000, help="made, to train on")
+    parser.add_argument("--chats", type=int, default=50_000, help="made, to train on")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(words)
     rows: list[Row] = []
@@ -197,7 +200,7 @@ def main(words: list[str]) -> None:
             if args.what == "made":  # FOLDER/SEED keeps data and run
                 folder = args.folder / str(seed) if args.folder else Path(aside)
                 folder.mkdir(parents=True, exist_ok=True)
-                rows += run_made(folder, seed, args.steps or 5_000, args.chats)
+                rows += run_made(folder, seed, args.steps or 2_500, args.chats)
             elif args.what == "sst2":
                 rows += run_sst2(Path(aside), seed, args.steps or 3_000, args.folder)
             else:
