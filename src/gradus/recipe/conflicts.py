@@ -180,6 +180,15 @@ LAYOUT: tuple[Row, ...] = (
            "gradients would underflow without a loss scale. Use layout.param_dtype=bf16, or layout.precision=fp16"),
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
+    # SimpleFSDP
+    _clash("layout.shard_with=simple", SPLITS.replace("layout.shard, ", "") + ", layout.elastic, layout.offload, "
+           "adapter.rank", "it is built for layout.shard and replicas alone. Use layout.shard_with=fsdp2"),
+    _clash("layout.shard_with=simple", "layout.checkpointing=attention|full", "PyTorch's compiler does not compute a "
+           "gather again with what follows it. Use layout.checkpointing=selective"),
+    _clash("layout.shard_with=simple", "layout.compile",
+           "it compiles the whole model itself. Leave layout.compile out"),
+    _clash("layout.shard_with=simple", "layout.attention=chunked, layout.loss=chunked, layout.precision=fp8, "
+           "model.n_experts", "that is no part of one compiled graph. Leave one of the two out"),
     # products in fp8
     _clash("layout.precision=fp8", "layout.tensor",
            "scaling by a tensor's largest value is not built for tensors that are split. Use layout.precision=bf16"),
@@ -193,7 +202,7 @@ LAYOUT: tuple[Row, ...] = (
     _clash("adapter.base", "layout.offload", "quantized weights stay on the device. Set layout.offload=false"),
     # what belongs to another key
     *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
-        ("layout.shard", "layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
+        ("layout.shard", "layout.shard_with, layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
         ("layout.tensor", "layout.sequence_parallel, layout.vocab_parallel"),
         ("layout.pipeline", "layout.schedule, layout.stages"), ("layout.context", "layout.context_method"),
     )),
