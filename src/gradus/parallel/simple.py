@@ -29,14 +29,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, backend: str) -> N
 
     mesh: one-dimensional, or (replicate, shard) for HSDP. backend: of torch.compile. Names of parameters stay.
     """
-    everywhere, sums = [Replicate()] * mesh.ndim, [Partial()] * mesh.ndim
-    own = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    own, shards = [*[Replicate()] * (mesh.ndim - 1), Shard(0)], mesh[mesh.mesh_dim_names[-1]]
     computed = DTYPES[layout.param_dtype]
     dtypes = {"forward_dtype": computed, "backward_dtype": reduced_in(layout)}
 
     def gather(p: DTensor) -> Tensor:
         """The whole parameter. Backwards: a process's share of its gradient, summed over all and cut as `p` is."""
-        return p.redistribute(placements=everywhere, **dtypes).to_local(grad_placements=sums)
+        if mesh.ndim > 1:  # each replica by itself; the sums over replicas, of parts, come after the backward pass
+            local = p.to_local(grad_placements=[Partial(), Shard(0)])
+            p = DTensor.from_local(local, shards, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
+        return p.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial()])
 
     def gather_again(p: DTensor) -> Tensor:
         """Selective activation checkpointing of the gather alone: the whole is not kept for the backward pass."""

@@ -433,8 +433,7 @@ class Recorder(TorchDispatchMode):
         self.in_loss = False
         self.paused = False
         self.weights: set[int] = set()
-        self.copies: dict[int, int] = {}  # memory of a copy that autocast made → of its weight
-        self.read: set[int] = set()  # memory of what a backward pass reads, and of what its copies are of
+        self.read: set[int] = set()  # memory of what backward passes read; of a weight not what reads autocast's copy
 
     # ------------------------------------------------------------ phases
 
@@ -474,13 +473,10 @@ class Recorder(TorchDispatchMode):
             gc.collect(0)
         input_memory = {memory_id(t) for t in inputs}
         if phase in ("backward", "recompute"):
-            self.read.update(self.copies.get(i, i) for i in input_memory)
+            self.read |= input_memory
         for t in outputs:
             allocation = self.timeline.record(t, name)
             if memory_id(t) not in input_memory:
-                self.copies.pop(memory_id(t), None)
-                if tag == "gathered":
-                    self.copies[memory_id(t)] = memory_id(inputs[0])
                 allocation.phase = phase
                 allocation.tag = tag or ("communication" if collective_kind else "")
         if self.counting:

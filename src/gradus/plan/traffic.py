@@ -51,20 +51,21 @@ def _shards(p: Process) -> Iterator[Transfer]:
     replicas = p.case.shape["replicate"], stride["replicate"]
     reduced = fsdp_widths(layout)[1]
     scatters = p.n_micro_batches if reduces_each(layout) else 1
+    together = layout.shard_with == "fsdp2"  # else replicas' sums follow the last backward pass
     for stage in p.stages:
         for name, trained, frozen, times in _units(stage, layout):
             unit = Unit.of(layout, trained, frozen)
             group = unit.ranks, stride["shard"] if unit.expert else nearest(p.case)
             again = stage.backward_gathers(name, bool(trained), times) if layout.reshard else 0
-            if layout.shard_with == "simple":
+            if not together:
                 again *= next(iter({**trained, **frozen}.values())).read
             for phase, gathers in (("forward", times), ("backward", again)):
                 whole, calls = unit.gathered, gathers * p.n_micro_batches
                 yield Transfer("shard", "all_gather", whole, calls, *group, phase, phase)
             backward, calls = ("backward", "backward"), times * scatters
             yield Transfer("shard", "reduce_scatter", unit.full * reduced, calls, *group, *backward)
-            part = unit.full // unit.ranks
-            yield Transfer("replicate", "all_reduce", part * reduced, calls, *replicas, *backward)
+            sums = unit.full // unit.ranks * (reduced if together else p.width), calls if together else times
+            yield Transfer("replicate", "all_reduce", *sums, *replicas, *backward)
 
 
 def _units(stage: Stage, layout: Layout) -> Iterator[tuple[str, dict[str, Weight], dict[str, Weight], int]]:
