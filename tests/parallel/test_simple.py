@@ -25,31 +25,32 @@ NO_COMPILER = {"CXX": "no-compiler"}  # operator by operator, which is compiled 
 reference = functools.cache(common.reference)
 
 
-def uncompiled(world) -> tuple[list, dict, list[str]]:
-    """(curve, what a pass sends, names of parameters) of a GPT whose output is tied."""
+def uncompiled(world) -> tuple:
+    """(curve, what a pass sends, names of parameters, modules of classes) of a GPT whose output is tied."""
     torch.nn.Module.compile, torch.compiler.reset = (lambda *_, **__: None), (lambda: None)
     found = curve(world, "gpt", SIMPLE, steps=3)
     return found, *sent(world, "gpt", SIMPLE)
 
 
-def sent(world, family: str, layout: dict, **changes) -> tuple[dict, list[str]]:
-    """(collective → (calls, bytes) of the second pass, whose first one compiles; names of parameters)."""
+def sent(world, family: str, layout: dict, **changes) -> tuple[dict, list[str], set[str]]:
+    """(collective → (calls, bytes) of the second pass, whose first one compiles; names of parameters, modules of classes)."""
     made, start, batch = Layout(**layout), common.deferred(family, **changes), common.rows_of(family, common.batch(family, 0), 0, 4)
     parallel = apply(start.model, made, Mesh.make(made, world), device=torch.device("cpu"), values=start.values)
     for _ in range(2):
         with Traffic() as traffic:
             sum(common.losses(family, parallel.model, batch).values()).backward()
-    return {kind: (c.calls, c.payload) for kind, c in traffic.by_kind.items()}, [name for name, _ in start.model.named_parameters()]
+    counted = {kind: (c.calls, c.payload) for kind, c in traffic.by_kind.items()}
+    return counted, [name for name, _ in start.model.named_parameters()], {type(m).__module__ for m in start.model.modules()}
 
 
 def test_what_is_read_is_gathered_and_its_gradients_are_summed_once():
     """Of a tied weight too; uncompiled nothing is given back, so that nothing is gathered for the backward pass."""
     weights = dict(common.build("gpt").named_parameters())
     size = 4 * sum(2 * -(-len(p) // 2) * p[0].numel() for p in weights.values())  # each filled up to two parts
-    for found, counted, names in run(2, uncompiled):
+    for found, counted, names, modules in run(2, uncompiled):
         assert torch.allclose(torch.tensor(found), torch.tensor(reference("gpt", 3)), rtol=1e-5, atol=0)
         assert counted == {kind: (len(weights), size) for kind in ("all_gather", "reduce_scatter")}
-        assert names == list(weights)
+        assert names == list(weights) and "gradus.parallel.simple" not in modules  # which hides nothing from gradus show
 
 
 def one_block(world, family: str, layout: dict) -> list:

@@ -82,4 +82,4 @@ def _gathering(kind: type, names: tuple[str, ...], gather: Gather) -> type:
     def read(name: str) -> property:
         return property(lambda module: gather(module._parameters[name]))
 
-    return type(kind.__name__, (kind,), {name: read(name) for name in names})
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__} | {name: read(name) for name in names})

@@ -344,9 +344,10 @@ def _communicators(p: Process) -> set[tuple[int, int]]:
 
 def _notes(p: Process, gradients: int) -> Iterator[str]:
     layout, recipe = p.layout, p.case.recipe
-    if layout.compile != "none":
-        how = "planned without compiling, which fuses operations and mostly needs less"
-        yield f"layout.compile={layout.compile}: {how}."
+    for key, usual in (("compile", "none"), ("shard_with", "fsdp2")):
+        if (value := getattr(layout, key)) != usual:
+            how = "planned without compiling, which fuses operations and mostly needs less"
+            yield f"layout.{key}={value}: {how}."
     if layout.offload and p.case.target == "cpu":
         yield "layout.offload: on a CPU nothing is offloaded: its memory is the host's."
     if layout.context > 1 and layout.context_method == "ring" and p.case.target == "cuda":

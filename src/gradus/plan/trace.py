@@ -473,7 +473,8 @@ class Recorder(TorchDispatchMode):
             gc.collect(0)
         input_memory = {memory_id(t) for t in inputs}
         if phase in ("backward", "recompute"):
-            self.read |= input_memory
+            only_weights = name == "convolution_backward" and not args[-1][0]  # of images
+            self.read |= input_memory - ({memory_id(args[2])} if only_weights else set())
         for t in outputs:
             allocation = self.timeline.record(t, name)
             if memory_id(t) not in input_memory:
