@@ -100,7 +100,8 @@ def apply(
 
 
 def use_shard(p: Parallel, model: nn.Module, device: torch.device) -> None:
-    """Apply FSDP2 over shard × expert × context: ranks that split experts or the sequence share the other weights.
+    """Apply FSDP2 over shard × expert × context: ranks that split experts or the sequence share the other weights;
+    or SimpleFSDP over shard.
 
     Experts that are split are sharded over `shard` alone. With several replicas the shards are replicated (HSDP).
     """

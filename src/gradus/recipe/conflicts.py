@@ -183,12 +183,13 @@ LAYOUT: tuple[Row, ...] = (
     # SimpleFSDP
     _clash("layout.shard_with=simple", SPLITS.replace("layout.shard, ", "") + ", layout.elastic, layout.offload, "
            "adapter.rank", "it is built for layout.shard and replicas alone. Use layout.shard_with=fsdp2"),
-    _clash("layout.shard_with=simple", "layout.checkpointing=attention|full", "PyTorch's compiler does not compute a "
-           "gather again with what follows it. Use layout.checkpointing=selective"),
+    _clash("layout.shard_with=simple", "layout.checkpointing=attention|full", "PyTorch's compiler keeps what a "
+           "recomputed block has gathered. Use layout.checkpointing=selective"),
     _clash("layout.shard_with=simple", "layout.compile",
            "it compiles the whole model itself. Leave layout.compile out"),
     _clash("layout.shard_with=simple", "layout.attention=chunked, layout.loss=chunked, layout.precision=fp8, "
-           "model.n_experts", "that is no part of one compiled graph. Leave one of the two out"),
+           "model.n_experts, model.window!=null, model.alternation", "it cannot be compiled into one graph. Leave one "
+           "of the two out"),
     # products in fp8
     _clash("layout.precision=fp8", "layout.tensor",
            "scaling by a tensor's largest value is not built for tensors that are split. Use layout.precision=bf16"),
@@ -222,6 +223,8 @@ def _of_kinds(section: str, stated: bool) -> Iterator[Row]:
 
 
 OTHER: tuple[Row, ...] = (
+    _clash("layout.shard_with=simple", "data.pack=documents",
+           "masks of documents are not compiled. Use layout.shard_with=fsdp2, or data.pack=none"),
     _clash("train.qat", f"{SPLITS}, {WORKERS}, layout.replicate=data_parallel",
            "one process sees the ranges of inputs. Leave the axis out, or train.qat"),
     _clash("train.qat", "layout.checkpointing", "ranges move between a forward pass and its recomputation. "

@@ -43,7 +43,7 @@ class TrafficCount(Hook):
         if parallel.local_updates:
             return parallel.local_updates.due(step)
         at = self.at if layout.compress != "powersgd" else COUNTED_STEP + POWERSGD_START
-        return parallel.several and step - trainer.start_step == at
+        return parallel.several and step - trainer.start_step == at and layout.compile == "none"
 
     def per_step(self, trainer: Trainer) -> dict[str, tuple[float, float]] | None:
         """Collective → (calls, bytes sent) of a step; None where none was counted since the last time."""
