@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 LAYOUTS = (
     "ddp", "shard", "tensor", "sequence parallel", "pipeline", "context", "expert", "local updates", "accumulation",
-    "full checkpointing", "attention checkpointing", "compile", "bf16", "pure bf16", "fp16", "elastic",
+    "full checkpointing", "attention checkpointing", "compile", "bf16", "pure bf16", "fp16", "elastic", "simple",
 )  # fmt: skip
 
 
@@ -33,6 +33,10 @@ LIST = (
       "parallel/test_layouts.py::test_one_layout_of_each_axis", "shard"),
     M("parallel/shard.py", "and sum(m.weight is other.weight for other in layers) == 1]", "]",
       "parallel/test_shard.py::test_ends", "shard"),
+    M("parallel/simple.py", "to_local(grad_placements=[Partial()])", "to_local(grad_placements=[Replicate()])",
+      "parallel/test_simple.py::test_what_is_read_is_gathered_and_its_gradients_are_summed_once", "simple"),
+    M("parallel/simple.py", "if p not in whole:", "if True:",
+      "parallel/test_simple.py::test_what_is_read_is_gathered_and_its_gradients_are_summed_once", "simple"),
     M("parallel/tensor.py", ".masked_fill(elsewhere[..., None], 0.0)", "",
       "parallel/test_layouts.py::test_one_layout_of_each_axis", "tensor"),
     M("parallel/tensor.py", "(*inputs, mesh, (Shard(1),))", "(*inputs, mesh, (Replicate(),))",

@@ -263,6 +263,17 @@ def trying_of_dtensor() -> tuple[Any, str]:
     return ShardingPropagator, "_propagate_tensor_meta_non_cached"
 
 
+def compile_anew(model: torch.nn.Module, backend: str) -> None:
+    """One graph for each kind of arguments, and room for many. All processes have the same collectives in the same
+    order: none is moved by sizes, which may be known on one of them alone. What was compiled before is forgotten."""
+    import torch._dynamo.config as config
+
+    torch.compiler.reset()
+    config.recompile_limit = 64
+    fixed = {"reorder_for_peak_memory": False} if backend == "inductor" else None
+    model.compile(fullgraph=True, backend=backend, options=fixed)
+
+
 def constant_for_compiler(function: Any) -> Any:
     """torch.compiler.assume_constant_result, without importing the compiler."""
     function._dynamo_marked_constant = True
@@ -341,7 +352,7 @@ def load_ahead(path: str) -> Any:
 
 REPLACED: dict[str, tuple[str, ...]] = {
     # plan.trace: nothing is compiled there, and hiding a mode from the compiler takes its time at every operator
-    "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo",),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("_should_skip_dynamo", "ignore_compile_internals"),
 }
 
 

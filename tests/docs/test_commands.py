@@ -126,6 +126,7 @@ STANDS_FOR = [  # (pattern in a command, what replaces it), in this order
     (r"(?<!_)accuracy\.yaml", 'accuracy.yaml --only "vit · fp32 · no checkpointing · one process" train.steps=3'),
     (r"step_time\.yaml", 'step_time.yaml --rounds 1 --steps 1 --only "vit · fp32 · no checkpointing" model.n_layers=1'),
     (r"layouts\.yaml", f"layouts.yaml --only offload {TINY['shakespeare-char-gpt']}"),
+    (r"simple_fsdp\.yaml", f"simple_fsdp.yaml --only 'one process' {TINY['shakespeare-char-gpt']}"),
     (r"road\.yaml", f"road.yaml --only 'one process' {TINY['cifar10-vit-small']} evaluate.every=2"),
     (r"local_updates\.yaml", f"local_updates.yaml --only DDP {TINY['shakespeare-char-gpt']}"),
     (r"benchmarks/ladder_accuracy\.yaml", 'ladder_accuracy.yaml --only "first rung" data.limit=16 data.limit_valid=16 train.steps=1 schedule.warmup_steps=0'),

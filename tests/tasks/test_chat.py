@@ -16,7 +16,7 @@ from gradus import models, tasks
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.data.collate import IGNORE
-from gradus.errors import UserError
+from gradus.errors import InputError, UserError
 from gradus.parallel.apply import apply
 from gradus.rows import read_rows
 from gradus.train.run import train
@@ -245,6 +245,12 @@ def test_another_template_than_trainings_is_told(data, capsys):
     with pytest.raises(UserError, match="the chat template is another"):
         own = recipes.load("run", ["task.template=null", "tokenizer.kind=file", "tokenizer.vocab_size=null", f"tokenizer.path={template.parent}"])
         tasks.open_task(own).resolved(own)
+
+
+@pytest.mark.parametrize("text", ["[{bad", '[{"role": "poet", "content": "x"}]', "[{}]", "[{" * 100_000])
+def test_json_that_is_no_chat_is_told(data, text):
+    with pytest.raises(InputError, match="no chat that can be read: "):
+        opened(data)[0].read(text, 64)
 
 
 @pytest.mark.parametrize(

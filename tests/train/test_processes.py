@@ -296,6 +296,17 @@ def test_four_two_one_four(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ways", [("fsdp2", "simple"), ("simple", "fsdp2")])
+def test_a_run_of_either_kind_of_fsdp_goes_on_as_the_other(tmp_path, ways):
+    one, moved = (str(tmp_path / name) for name in ("one", "moved"))
+    first, then = ([f"layout.shard_with={way}"] for way in ways)
+    run(1, train, "copy-task", [*SHORT, f"log.dir={one}"])
+    run(2, train, "copy-task", [*SHORT, f"log.dir={moved}", "layout.shard=2", *first], False, 4, environment={"CXX": "no-compiler"})
+    run(2, train, moved, then, True, environment={"CXX": "no-compiler"})
+    same(Path(one), Path(moved))
+
+
+@pytest.mark.slow
 def test_all_processes_take_the_checkpoint_before_a_damaged_one(tmp_path):
     whole, hurt = (str(tmp_path / name) for name in ("whole", "hurt"))
     run(2, many, [("copy-task", [*SHORT, f"log.dir={folder}", "train.checkpoint_every=3"]) for folder in (whole, hurt)])

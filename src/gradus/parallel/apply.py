@@ -84,7 +84,7 @@ def apply(
     use_checkpointing(model, layout.checkpointing)
     use_compile(model, layout.compile, device, in_turn=p.pipeline is None)
     if mesh.size("shard") > 1:
-        use_shard(p, model)
+        use_shard(p, model, device)
     if next(model.parameters()).is_meta:
         place = "cpu" if layout.offload else device
         materialise(model, place, values, *(p.pipeline.views if p.pipeline else ()))
@@ -99,19 +99,25 @@ def apply(
     return p
 
 
-def use_shard(p: Parallel, model: nn.Module) -> None:
-    """Apply FSDP2 over shard × expert × context: ranks that split experts or the sequence share the other weights.
+def use_shard(p: Parallel, model: nn.Module, device: torch.device) -> None:
+    """Apply FSDP2 over shard × expert × context: ranks that split experts or the sequence share the other weights;
+    or SimpleFSDP over shard.
 
     Experts that are split are sharded over `shard` alone. With several replicas the shards are replicated (HSDP).
     """
-    from gradus.parallel.shard import shard
-
     def over(*axes: str) -> DeviceMesh:
         mesh = p.mesh.sub(*axes)
         return p.mesh.devices["replicate", mesh.mesh_dim_names[0]] if p.mesh.size("replicate") > 1 else mesh
 
-    shard(model, over("shard", "expert", "context"), p.layout, over("shard") if p.mesh.size("expert") > 1 else None)
     p.summed_by_engine = (*DATA, "context")
+    if p.layout.shard_with == "simple":
+        from gradus.parallel import simple
+
+        simple.shard(model, over("shard"), p.layout, backend(device))
+        return
+    from gradus.parallel.shard import shard
+
+    shard(model, over("shard", "expert", "context"), p.layout, over("shard") if p.mesh.size("expert") > 1 else None)
     p.replicas.sync_on = model.set_requires_gradient_sync
 
 
@@ -233,6 +239,11 @@ def _checkpointed(forward, context: dict):
 def has_compiler() -> bool:
     """Of C++, which torch.compile needs for a CPU: $CXX, or its default."""
     return bool(shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")))
+
+
+def backend(device: torch.device) -> str:
+    """What compiles a model as one graph: where a CPU has no compiler, PyTorch, operator by operator."""
+    return "aot_eager" if device.type == "cpu" and not has_compiler() else "inductor"
 
 
 def use_compile(model: nn.Module, mode: str, device: torch.device, in_turn: bool = True) -> None:

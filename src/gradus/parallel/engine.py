@@ -326,6 +326,6 @@ def _local_gradient(p: nn.Parameter) -> Tensor | None:
     gradient = p.grad
     if isinstance(gradient, DTensor):
         if gradient.placements != p.placements:
-            gradient = gradient.redistribute(placements=p.placements)
+            p.grad = gradient = gradient.redistribute(placements=p.placements)
         gradient = gradient.to_local()
     return gradient

@@ -38,8 +38,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
         "reshard_after_forward": layout.reshard,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=DTYPES[layout.param_dtype],
-            # gradients of bf16 weights would be reduced in bf16; their sum is worth four bytes
-            reduce_dtype=DTYPES[layout.reduce_dtype or ("fp32" if layout.param_dtype else None)],
+            reduce_dtype=reduced_in(layout),
             cast_forward_inputs=layout.param_dtype is not None,
         ),
     }
@@ -65,6 +64,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, layout: Layout, experts: DeviceMes
             if dist.get_backend() == "gloo":
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(scatter)
+
+
+def reduced_in(layout: Layout) -> torch.dtype | None:
+    """Gradients of bf16 weights would be reduced in bf16; their sum is worth four bytes."""
+    return DTYPES[layout.reduce_dtype or ("fp32" if layout.param_dtype else None)]
 
 
 def ends(model: nn.Module) -> list[nn.Module]:

@@ -79,6 +79,11 @@ class Traffic(TorchDispatchMode):
         counted.sent += _SENT[kind](n) * payload
 
     @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, and its collectives are counted as it runs."""
+        return True
+
+    @classmethod
     @contextlib.contextmanager
     def as_one(cls, kind: str, payload: int, n: int) -> Iterator[None]:
         """The calls within are one such collective among n processes."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradus.plan.process import Process, Unit, fsdp_widths, padded, width_of
+from gradus.plan.process import Process, Unit, fsdp_widths, padded, reduces_each, width_of
 from gradus.plan.profiles import N
 from gradus.plan.work import Op, OpCounts, OpKey, TransferCounts, add_counts, memory_op, op_of
 from gradus.recipe.schema import Layout
@@ -36,7 +36,7 @@ def gradients_anew(layout: Layout) -> bool:
     """Whether every micro-batch makes its gradients anew: FSDP2 has summed the last one's, or keeps them in another
     type."""
     computed, reduced = fsdp_widths(layout)
-    return layout.shard > 1 and (layout.pipeline > 1 or computed != reduced)
+    return layout.shard > 1 and (reduces_each(layout) or computed != reduced)
 
 
 def sharding_copies(p: Process) -> OpCounts:
@@ -61,8 +61,7 @@ def sharding_copies(p: Process) -> OpCounts:
 def _fsdp_copies(p: Process, unit: Unit, backward: bool) -> Iterator[tuple[OpKey, float]]:
     """(copy, how often) of a unit's parameters. backward: whether they are gathered for the backward pass too."""
     computed, reduced = fsdp_widths(p.layout)
-    in_pipeline = p.layout.pipeline > 1
-    scatters = p.n_micro_batches if in_pipeline else 1
+    scatters = p.n_micro_batches if reduces_each(p.layout) else 1
     k, full, elements = unit.ranks, unit.full, unit.elements
     cast = unit.cast + full * (computed + p.width) * (computed != p.width)
     for phase in ("forward", "backward") if backward else ("forward",):
@@ -71,7 +70,7 @@ def _fsdp_copies(p: Process, unit: Unit, backward: bool) -> Iterator[tuple[OpKey
         for w in unit.moved:
             yield memory_op("cat", computed, phase, 3 * w.size * computed), p.n_micro_batches
     # gradients stay whole, in the type that they are summed in
-    summed_whole = p.n_micro_batches > 1 and not in_pipeline and reduced != computed
+    summed_whole = p.n_micro_batches > scatters and reduced != computed
     if summed_whole:
         yield memory_op("to_copy", computed, "backward", elements * (computed + reduced)), 1
         yield memory_op("add", reduced, "backward", elements * (2 * reduced + computed)), p.n_micro_batches - 1

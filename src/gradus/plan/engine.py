@@ -24,7 +24,7 @@ from gradus.plan import compose, profiles, traffic
 from gradus.plan.batches import size_of
 from gradus.plan.case import Case
 from gradus.plan.peak import Peak, peak_of
-from gradus.plan.process import Memory, Process, bytes_per_weight, local_bytes, stages_of
+from gradus.plan.process import Memory, Process, bytes_per_weight, local_bytes, reduces_each, stages_of
 from gradus.plan.profiles import NAMES, MiB, Part, Profile
 from gradus.plan.stage import Stage
 from gradus.plan.store import digest_of, stored, versions
@@ -344,14 +344,15 @@ def _communicators(p: Process) -> set[tuple[int, int]]:
 
 def _notes(p: Process, gradients: int) -> Iterator[str]:
     layout, recipe = p.layout, p.case.recipe
-    if layout.compile != "none":
-        how = "planned without compiling, which fuses operations and mostly needs less"
-        yield f"layout.compile={layout.compile}: {how}."
+    for key, usual in (("compile", "none"), ("shard_with", "fsdp2")):
+        if (value := getattr(layout, key)) != usual:
+            how = "planned without compiling, which fuses operations and mostly needs less"
+            yield f"layout.{key}={value}: {how}."
     if layout.offload and p.case.target == "cpu":
         yield "layout.offload: on a CPU nothing is offloaded: its memory is the host's."
     if layout.context > 1 and layout.context_method == "ring" and p.case.target == "cuda":
         yield "layout.context_method=ring writes attention's scores out, chunk by chunk: ulysses keeps the fused kernel"
-    if layout.shard > 1 and layout.pipeline == 1 and p.n_micro_batches > 1:
+    if layout.shard > 1 and not reduces_each(layout) and p.n_micro_batches > 1:
         yield (
             f"FSDP keeps gradients whole while {p.n_micro_batches} micro-batches add up: "
             f"{gradients / 1e9:,.1f} GB at the peak. layout.micro_batch=null (all samples at once) or layout.pipeline "

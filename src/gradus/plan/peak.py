@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradus.plan.compose import gradients_anew, summed_gradients
-from gradus.plan.process import Process, Unit, bytes_per_weight, fsdp_widths, stages_of
+from gradus.plan.process import Process, Unit, bytes_per_weight, fsdp_widths, reduces_each, stages_of
 from gradus.plan.profiles import INDEX, NAMES, ROW, MiB, N, Units, pool
 from gradus.plan.stage import Run, Stage
 from gradus.recipe.schema import Layout
@@ -391,7 +391,7 @@ def _passes(p: Process) -> Iterator[Span]:
     done: set[tuple[str, int]] = set()
     known: dict[tuple, tuple[Span, Any]] = {}  # a pass is as another that began alike
     for kind, s, i in order:
-        reduces = i == micro - 1 or not one_by_one
+        reduces = i == micro - 1 or reduces_each(layout)
         # all backward passes but the first add to gradients that are there; DDP's last one to its buckets always
         later = kind == "forward" or (not anew and ((kind, s) in done or (p.case.ddp and reduces)))
         is_tail = bool(p.tail) and i >= smaller

@@ -125,6 +125,11 @@ def stages_of(rank: int, rank_of: list[int]) -> list[int]:
 # ---------------------------------------------------------------- what a process holds of a parameter
 
 
+def reduces_each(layout: Layout) -> bool:
+    """Whether gradients are reduced after every micro-batch, not after the last one alone."""
+    return layout.pipeline > 1 or layout.shard_with == "simple"
+
+
 def sharded_over(layout: Layout, expert: bool) -> int:
     """Processes over which FSDP2 shards a parameter. expert: of experts that are split, each group of processes has its
     own."""

@@ -39,6 +39,7 @@ class Weight:
     width: int  # bytes of an element, as the model was built
     computed: int  # the same in the trace, where weights may have been cast
     buffer: bool = False
+    read: bool = True  # by the backward pass, or by what is computed again for it
 
     @property
     def size(self) -> int:

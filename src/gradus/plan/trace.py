@@ -433,6 +433,7 @@ class Recorder(TorchDispatchMode):
         self.in_loss = False
         self.paused = False
         self.weights: set[int] = set()
+        self.read: set[int] = set()  # memory of what backward passes read; of a weight not what reads autocast's copy
 
     # ------------------------------------------------------------ phases
 
@@ -471,6 +472,9 @@ class Recorder(TorchDispatchMode):
         if name in _COLLECTED_AT:
             gc.collect(0)
         input_memory = {memory_id(t) for t in inputs}
+        if phase in ("backward", "recompute"):
+            only_weights = name == "convolution_backward" and not args[-1][0]  # of images
+            self.read |= input_memory - ({memory_id(args[2])} if only_weights else set())
         for t in outputs:
             allocation = self.timeline.record(t, name)
             if memory_id(t) not in input_memory:

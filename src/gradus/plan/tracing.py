@@ -48,7 +48,7 @@ from gradus.plan.profiles import (
 from gradus.plan.work import OpCounts, Target, TransferCounts
 from gradus.recipe.schema import Layout, ModelConfig, Recipe
 from gradus.tasks.base import Task
-from gradus.torch_private import tree_leaves
+from gradus.torch_private import memory_id, tree_leaves
 
 
 def few_blocks(config: ModelConfig, part: Part, small: ModelConfig) -> nn.Module:
@@ -113,9 +113,11 @@ def modules_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if m in units} | {"": model}
 
 
-def weights_of(modules: dict[str, nn.Module], parallel: Parallel, built: dict[str, int]) -> tuple[Units, Units]:
-    """(trained, frozen). built: bytes of an element as the model was built. After a backward pass, so that it can be
-    told which gradients are parts of sums."""
+def weights_of(
+    modules: dict[str, nn.Module], parallel: Parallel, built: dict[str, int], read: set[int]
+) -> tuple[Units, Units]:
+    """(trained, frozen). built: bytes of an element as the model was built. read: `Recorder.read`. After a backward
+    pass, so that it can be told which gradients are parts of sums."""
     root_first = [("", modules[""]), *((unit, module) for unit, module in modules.items() if unit)]
     innermost = {id(p): unit for unit, module in root_first for p in (*module.parameters(), *module.buffers())}
     experts = (module for module in parallel.part.modules() if isinstance(module, Experts))
@@ -134,6 +136,7 @@ def weights_of(modules: dict[str, nn.Module], parallel: Parallel, built: dict[st
             width=built.get(name, p.element_size()),
             computed=p.element_size(),
             buffer=not isinstance(p, nn.Parameter),
+            read=memory_id(local) in read,
         )
         (trained if p.requires_grad else frozen).setdefault(innermost[id(p)], {})[name] = weight
     return trained, frozen
@@ -214,7 +217,7 @@ class _Tracing(_FewBlocks):
 
     def edge(self, unit: str, name: str) -> None:
         if name == "end":
-            self.units = weights_of(self.modules, self.parallel, self.built)
+            self.units = weights_of(self.modules, self.parallel, self.built, self.notes.recorder.read)
         if not unit and name != "begin":
             self.notes.note("", name)
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 from gradus.plan.case import Case
 from gradus.plan.compose import tied_gradients
-from gradus.plan.process import Process, Unit, assign_owners, fsdp_widths, stages_of, width_of
+from gradus.plan.process import Process, Unit, assign_owners, fsdp_widths, reduces_each, stages_of, width_of
 from gradus.plan.profiles import MiB, Weight
+from gradus.plan.stage import Stage
 from gradus.plan.work import Transfer
 from gradus.recipe.axes import DATA
 from gradus.recipe.schema import Layout
@@ -49,19 +50,32 @@ def _shards(p: Process) -> Iterator[Transfer]:
     layout, stride = p.layout, p.case.stride
     replicas = p.case.shape["replicate"], stride["replicate"]
     reduced = fsdp_widths(layout)[1]
-    scatters = p.n_micro_batches if layout.pipeline > 1 else 1  # a pipeline's stages reduce after every micro-batch
+    scatters = p.n_micro_batches if reduces_each(layout) else 1
+    together = layout.shard_with == "fsdp2"  # else replicas' sums follow the last backward pass
     for stage in p.stages:
-        for name, trained, frozen, times in stage.units:
+        for name, trained, frozen, times in _units(stage, layout):
             unit = Unit.of(layout, trained, frozen)
             group = unit.ranks, stride["shard"] if unit.expert else nearest(p.case)
             again = stage.backward_gathers(name, bool(trained), times) if layout.reshard else 0
+            if not together:
+                again *= next(iter({**trained, **frozen}.values())).read
             for phase, gathers in (("forward", times), ("backward", again)):
                 whole, calls = unit.gathered, gathers * p.n_micro_batches
                 yield Transfer("shard", "all_gather", whole, calls, *group, phase, phase)
             backward, calls = ("backward", "backward"), times * scatters
             yield Transfer("shard", "reduce_scatter", unit.full * reduced, calls, *group, *backward)
-            part = unit.full // unit.ranks
-            yield Transfer("replicate", "all_reduce", part * reduced, calls, *replicas, *backward)
+            sums = unit.full // unit.ranks * (reduced if together else p.width), calls if together else times
+            yield Transfer("replicate", "all_reduce", *sums, *replicas, *backward)
+
+
+def _units(stage: Stage, layout: Layout) -> Iterator[tuple[str, dict[str, Weight], dict[str, Weight], int]]:
+    """What is gathered at a time: units of FSDP2; of SimpleFSDP every parameter is one."""
+    for name, trained, frozen, times in stage.units:
+        if layout.shard_with == "fsdp2":
+            yield name, trained, frozen, times
+            continue
+        yield from ((name, {own: w}, {}, times) for own, w in trained.items())
+        yield from ((name, {}, {own: w}, times) for own, w in frozen.items())
 
 
 def nearest(case: Case, otherwise: str = "shard") -> int:

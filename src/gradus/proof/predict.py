@@ -221,7 +221,7 @@ def predict_step(case: Case) -> tuple[Memory, Work]:
     recipe, budget, micro_batches = case.recipe, case.budget, case.micro_batches
     n, target, task = budget.processes, budget.target, budget.task
     blocks = recipe.model.n_layers + (getattr(recipe.model, "n_decoder_layers", None) or 0)
-    if blocks * len(micro_batches) <= WHOLE:
+    if blocks * len(micro_batches) <= WHOLE and recipe.layout.shard_with == "fsdp2":  # it traces nothing compiled
         t = trace_recipe(recipe, n, 0, target=target, task=task, micro_batches=micro_batches)
         memory = Memory(t.memory, t.peak, t.peak, 0, 0, t.peak_phase, t.state, t.parameters, [])
         return memory if target == "cuda" else engine.with_process(memory, budget.resident, recipe), t.work

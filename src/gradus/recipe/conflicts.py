@@ -180,6 +180,16 @@ LAYOUT: tuple[Row, ...] = (
            "gradients would underflow without a loss scale. Use layout.param_dtype=bf16, or layout.precision=fp16"),
     _clash("layout.offload", "layout.precision=fp16",
            "the loss scale lies on the GPU and the gradients on the host. Use layout.precision=bf16"),
+    # SimpleFSDP
+    _clash("layout.shard_with=simple", SPLITS.replace("layout.shard, ", "") + ", layout.elastic, layout.offload, "
+           "adapter.rank", "it is built for layout.shard and replicas alone. Use layout.shard_with=fsdp2"),
+    _clash("layout.shard_with=simple", "layout.checkpointing=attention|full", "PyTorch's compiler keeps what a "
+           "recomputed block has gathered. Use layout.checkpointing=selective"),
+    _clash("layout.shard_with=simple", "layout.compile",
+           "it compiles the whole model itself. Leave layout.compile out"),
+    _clash("layout.shard_with=simple", "layout.attention=chunked, layout.loss=chunked, layout.precision=fp8, "
+           "model.n_experts, model.window!=null, model.alternation", "it cannot be compiled into one graph. Leave one "
+           "of the two out"),
     # products in fp8
     _clash("layout.precision=fp8", "layout.tensor",
            "scaling by a tensor's largest value is not built for tensors that are split. Use layout.precision=bf16"),
@@ -193,7 +203,7 @@ LAYOUT: tuple[Row, ...] = (
     _clash("adapter.base", "layout.offload", "quantized weights stay on the device. Set layout.offload=false"),
     # what belongs to another key
     *(Row(keys, f"{axis}=1", f" without {axis}. Set {axis}=2, say, or leave it out") for axis, keys in (
-        ("layout.shard", "layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
+        ("layout.shard", "layout.shard_with, layout.reshard, layout.param_dtype, layout.reduce_dtype, layout.offload"),
         ("layout.tensor", "layout.sequence_parallel, layout.vocab_parallel"),
         ("layout.pipeline", "layout.schedule, layout.stages"), ("layout.context", "layout.context_method"),
     )),
@@ -213,6 +223,8 @@ def _of_kinds(section: str, stated: bool) -> Iterator[Row]:
 
 
 OTHER: tuple[Row, ...] = (
+    _clash("layout.shard_with=simple", "data.pack=documents",
+           "masks of documents are not compiled. Use layout.shard_with=fsdp2, or data.pack=none"),
     _clash("train.qat", f"{SPLITS}, {WORKERS}, layout.replicate=data_parallel",
            "one process sees the ranges of inputs. Leave the axis out, or train.qat"),
     _clash("train.qat", "layout.checkpointing", "ranges move between a forward pass and its recomputation. "

@@ -915,6 +915,7 @@ class Layout(Section):
     bucket_mb: PositiveFloat = 25.0  # of ddp: gradients sent at a time
     compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"  # of ddp: gradients as they are sent
     shard: Axis = 1  # processes that share weights, gradients and optimizer state (FSDP2); with replicas: HSDP
+    shard_with: Literal["fsdp2", "simple"] = "fsdp2"  # of shard: simple is SimpleFSDP, compiled as one graph
     reshard: bool = True  # of shard: free gathered weights after the forward pass, gather again for the backward pass
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: weights as gathered and computed with
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # of shard: gradients as they are reduced; None: fp32

@@ -23,6 +23,7 @@ from gradus.tasks.causal_lm import CausalLM
 from gradus.tasks.kinds import TaskKind
 from gradus.tasks.made import Sample
 from gradus.tasks.sources import open_chats
+from gradus.text import short
 
 
 class Chat(CausalLM):
@@ -128,8 +129,11 @@ class Chat(CausalLM):
     def read(self, text: str, longest: int) -> Sample:
         """A question, or the messages of a chat as JSON: if its last one is the assistant's, that is the right answer.
         """
-        messages = json.loads(text) if text.startswith("[{") else [{"role": "user", "content": text}]
-        messages = messages_of({"messages": messages}, "messages", self.recipe.task.system)
+        try:
+            messages = json.loads(text) if text.startswith("[{") else [{"role": "user", "content": text}]
+            messages = messages_of({"messages": messages}, "messages", self.recipe.task.system)
+        except (ValueError, RecursionError) as e:
+            raise InputError(f"{short(text, 40)}: no chat that can be read: {e}.") from None
         truth = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
         if not messages or messages[-1]["role"] != "user":
             raise InputError(f"{text:.40}: the last turn before an answer must be the user's.")

@@ -18,7 +18,7 @@ from gradus.errors import UserError, did_you_mean
 from gradus.models.values import Deferred
 from gradus.parallel import check
 from gradus.parallel import world as worlds
-from gradus.parallel.apply import apply
+from gradus.parallel.apply import apply, backend
 from gradus.parallel.device import pick_device
 from gradus.parallel.engine import Parallel
 from gradus.parallel.mesh import DATA, Mesh, needed, single_process, sizes
@@ -183,6 +183,7 @@ def derive(session: Session) -> dict[str, Any]:
     r, task, mesh, steps = session.recipe, session.task, session.mesh, session.steps
     rate = [rate_of(r, step, steps.total) for step in (1, steps.total)]
     counts = models.count(r.model)
+    simple = r.layout.shard_with == "simple"
     of_all = Loader(task.splits["train"], steps.order, task.collate, prepare=task.prepare)
     return {
         "parameters": counts["total"],
@@ -198,7 +199,7 @@ def derive(session: Session) -> dict[str, Any]:
         "micro_batch": steps.micro_batch,
         "accumulation": steps.accumulation,
         "processes": mesh.world.size,
-        "layout": mesh.describe(),
+        "layout": mesh.describe() + (f", SimpleFSDP by {backend(session.device)}" if simple else ""),
         "learning_rate": {"first_step": rate[0], "last_step": rate[1]},
         "schedule_end": r.schedule.end_step or steps.total,
         "device": str(session.device),
