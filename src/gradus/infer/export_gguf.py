@@ -45,6 +45,7 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
         types = gguf.GGUFValueType
         for key, value in told.items():
             writer.add_key_value(key, value, types.UINT32 if type(value) is int else types.get_type(value))
+        writer.add_chat_template(gguf_tokenizer.chat_templates(source))
         for name, (theirs, parts) in tensors(gguf, layout, model).items():
             x = [layout.moved(theirs, part.read().float()) for part in parts.values()]
             values = (torch.stack(x) if ".experts." in theirs else x[0]).contiguous().numpy()

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gradus.data.tokenizer_files import QWEN2_WORDS
-from gradus.data.tokenizers import FastTokenizer, Tokenizer
+from gradus.data.tokenizers import TEMPLATE, FastTokenizer, Tokenizer
 from gradus.errors import UserError
 from gradus.infer import ModelSource, end_tokens, note
 from gradus.models.weights.gguf import SENTENCEPIECE
@@ -36,11 +36,13 @@ def keys(source: ModelSource) -> dict[str, Any]:
     rows = (tokens.get(i, (f"[PAD{i}]", UNUSED, LAST)) for i in range(source.config.vocab_size))
     named = ("tokens", "token_type", "scores")[: 2 if "merges" in model else 3]
     model |= zip(named, map(list, zip(*rows)))
-    found = {f"tokenizer.ggml.{key}": value for key, value in (model | special(source, tokenizer)).items()}
-    for file, text in tokenizer.beside.items():
-        if file.endswith(".jinja"):
-            found[f"tokenizer.chat_template.{PurePath(file).stem}".removesuffix(".chat_template")] = text
-    return found
+    return {f"tokenizer.ggml.{key}": value for key, value in (model | special(source, tokenizer)).items()}
+
+
+def chat_templates(source: ModelSource) -> list[dict[str, str]]:
+    """Those beside the model's tokenizer, each with its name, as gguf's writer takes them."""
+    files = [(PurePath(file), text) for file, text in source.tokenizers()[""].beside.items() if file.endswith(".jinja")]
+    return [{"name": "default" if file.name == TEMPLATE else file.stem, "template": text} for file, text in files]
 
 
 def refused(what: str) -> UserError:
