@@ -181,6 +181,14 @@ def test_how_a_text_is_split_has_a_name(tokenizer, pre):
     assert gguf_tokenizer.of_merges(tokenizer())[0]["pre"] == pre
 
 
+def test_a_prompt_is_not_ended(tmp_path):
+    tokenizer = train_bpe(TEXT, 300)
+    saved(tmp_path / "model", tokenizer, **CASES["gpt2"])
+    keys, _ = write(tmp_path / "model", tmp_path / "out")
+    assert tokenizer.sep_id == keys["tokenizer.ggml.eos_token_id"] and not keys["tokenizer.ggml.add_eos_token"]
+    assert "tokenizer.ggml.seperator_token_id" not in keys  # llama-cpp-python puts it behind a prompt, as of an encoder
+
+
 def test_pieces_have_scores_and_kinds(tmp_path):
     from sentencepiece import SentencePieceProcessor
 

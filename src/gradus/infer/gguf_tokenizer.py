@@ -23,7 +23,8 @@ PRE = {
     f"{QWEN2_WORDS}, bytes, False": "qwen2", f"{THREE_DIGITS}, bytes, True": "llama-bpe",
     f"{THREE_DIGITS}, bytes, False": "dbrx",
 }  # fmt: skip
-IDS = {"bos": "bos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}  # as GGUF spells them
+# as GGUF spells them; none that separates texts: llama-cpp-python would put it behind every prompt
+IDS = {"bos": "bos", "unk": "unknown", "pad": "padding", "mask": "mask"}
 SPACES = "\ufb01  x"  # of which every character stays where a text is not normalised
 
 

@@ -77,7 +77,7 @@ def _of_file(path: Path) -> Path:
 
 
 def _for_llama_cpp(gguf: Path) -> UserError:
-    return UserError(f"{gguf}: GGUF is run by llama.cpp: llama-cli -m {gguf}. Or give the run that it was exported from")
+    return UserError(f"{gguf}: GGUF is run by llama.cpp: llama-cli -m {gguf}. Or give the run that it is exported from")
 
 
 def is_nanogpt(path: Path) -> bool:
