@@ -16,6 +16,7 @@ from gradus import files, models
 from gradus.errors import UserError, need
 from gradus.infer import ModelSource, exported, gguf_tokenizer, sidecar
 from gradus.models import weights
+from gradus.models.values import fill
 from gradus.models.weights.gguf import Layout
 from gradus.models.weights.stored import Stored
 
@@ -97,9 +98,7 @@ def read_back(gguf: Any, layout: Layout, model: nn.Module, file: Path) -> nn.Mod
         for part, value in zip(parts, x if ".experts." in name else [x]):
             theirs[part] = Stored.of(layout.moved(name, value, back=True))
     read = copy.deepcopy(model)
-    own = dict(read.named_parameters())
-    for name, stored in weights.fitting(read, theirs, file)[0].items():
-        own[name].copy_(stored.read())
+    fill(dict(read.named_parameters()), weights.fitting(read, theirs, file)[0])
     return read
 
 

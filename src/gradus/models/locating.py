@@ -54,7 +54,7 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
         )
     if ggufs := sorted(path.glob("*.gguf")):
-        raise _for_llama_cpp(ggufs[0])
+        return _of_file(ggufs[0])
     holds = some(sorted(p.name for p in path.iterdir())) or "nothing"
     raise UserError(
         f"{path}: neither config.json (Hugging Face), nor params.json (Meta), nor checkpoints/ (a Gradus run) in it; "
@@ -64,20 +64,16 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
 
 def _of_file(path: Path) -> Path:
     """The file itself, where it says by itself what model it holds, else its folder, if this is all of its weights."""
+    if path.suffix == ".gguf":
+        raise UserError(f"{path}: GGUF is run by llama.cpp: llama-cli -m {path}. Or give the run that it comes from")
     described = (path.parent / "config.json").is_file()
     if described and [*weights.files_of(path.parent)] == [path]:
         return path.parent
     if path.suffix == ".bin" or (described and path.suffix in weights.CHECKPOINTS) or is_nanogpt(path) or _is_vit(path):
         return path
-    if path.suffix == ".gguf":
-        raise _for_llama_cpp(path)
     raise UserError(
         f"{path}: weights alone do not say what model they are. Give a folder that holds them and config.json"
     )
-
-
-def _for_llama_cpp(gguf: Path) -> UserError:
-    return UserError(f"{gguf}: GGUF is run by llama.cpp: llama-cli -m {gguf}. Or give the run that it is exported from")
 
 
 def is_nanogpt(path: Path) -> bool:
