@@ -25,7 +25,7 @@ SMALLER = [  # of what a page makes or trains itself
     ("llama3.1-8b", "gpt2-small"),
     (r"rglob\(\"\*", 'glob("a*'),  # of Python's standard library the files with an a
     ("n_layers: 4", "n_layers: 1"), ("d_model: 256", "d_model: 64"), ("d_ff: 768", "d_ff: 96"), ("vocab_size: 4096", "vocab_size: 512"),
-    (r"warmup_steps: 50", "warmup_steps: 1"),
+    (r"warmup_steps: 100", "warmup_steps: 1"),
     (r"^gradus calibrate\n", ""), (" --on this", " --on H100"),  # test_commands.py measures this machine
 ]  # fmt: skip
 
