@@ -41,7 +41,7 @@ from gradus.tasks import causal_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "train.md", "python.md", "adapters.md", "chats.md")
+RUN_BY_THEIR_OWN_TESTS = ("your-data.md", "train.md", "python.md", "adapters.md", "chats.md", "llama-cpp.md")
 SHOWN = {file.read_text(encoding="utf-8") for file in (ROOT / "docs/programs").iterdir() if file.suffix in (".py", ".c")}  # test_collectives_page.py
 PROGRAMS = ("gradus", "python", "torchrun", "mpirun", "mpiexec", "srun", "modal", "scontrol", "pytest", "make", "pip", "apt-get", "rsync", "mkdir", "python3", "source")
 

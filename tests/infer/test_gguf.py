@@ -78,6 +78,16 @@ def test_keys_say_what_the_model_is(tmp_path):
     assert {name: keys[f"gemma3.{name}"] for name in expected} == expected and keys["gemma3.rope.scaling.factor"] == 8.0
 
 
+def test_several_chat_templates_have_names(tmp_path):
+    tokenizer, folder = bpe(QWEN_SPLIT), tmp_path / "model"
+    tokenizer.beside |= {f"additional_chat_templates/{name}.jinja": f"{{# {name} #}}" for name in ("rag", "tool-use")}
+    saved(folder, tokenizer, **CASES["qwen3"])
+    keys, _ = write(folder, tmp_path / "out")
+    theirs = {one["name"]: one["template"] for one in gguf.SpecialVocab(folder).chat_template}  # as llama.cpp's own conversion reads them
+    assert sorted(keys["tokenizer.chat_templates"]) == ["rag", "tool_use"] and keys["tokenizer.chat_template"] == theirs["default"] == CHAT
+    assert [keys[f"tokenizer.chat_template.{name}"] for name in ("rag", "tool_use")] == [theirs["rag"], theirs["tool-use"]]
+
+
 def test_frequencies_of_llama_3_are_a_tensor(tmp_path):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -171,6 +181,14 @@ def test_how_a_text_is_split_has_a_name(tokenizer, pre):
     assert gguf_tokenizer.of_merges(tokenizer())[0]["pre"] == pre
 
 
+def test_a_prompt_is_not_ended(tmp_path):
+    tokenizer = train_bpe(TEXT, 300)
+    saved(tmp_path / "model", tokenizer, **CASES["gpt2"])
+    keys, _ = write(tmp_path / "model", tmp_path / "out")
+    assert tokenizer.sep_id == keys["tokenizer.ggml.eos_token_id"] and not keys["tokenizer.ggml.add_eos_token"]
+    assert "tokenizer.ggml.seperator_token_id" not in keys  # llama-cpp-python puts it behind a prompt, as of an encoder
+
+
 def test_pieces_have_scores_and_kinds(tmp_path):
     from sentencepiece import SentencePieceProcessor
 
@@ -204,9 +222,12 @@ def test_a_file_that_reads_otherwise_is_not_kept(tmp_path, monkeypatch, capsys):
     assert "perplexity read back differ" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_digests_are_kept(tmp_path):
+def test_digests_are_kept(tmp_path, capsys):
     saved(tmp_path / "model", **CASES["gpt2"])
     write(tmp_path / "model", tmp_path / "out")
+    for given in (tmp_path / "out", tmp_path / "out" / "model.gguf"):
+        assert main(["generate", str(given), "a"]) == 2
+        assert f"GGUF is run by llama.cpp: llama-cli -m {tmp_path / 'out' / 'model.gguf'}. Or give the run" in capsys.readouterr().err
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["checksums.json", "export.json", "model.gguf"]
     assert checksums.damage(tmp_path / "out", needs="model.gguf") is None
     flip(tmp_path / "out" / "model.gguf")

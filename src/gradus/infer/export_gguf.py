@@ -16,6 +16,7 @@ from gradus import files, models
 from gradus.errors import UserError, need
 from gradus.infer import ModelSource, exported, gguf_tokenizer, sidecar
 from gradus.models import weights
+from gradus.models.values import fill
 from gradus.models.weights.gguf import Layout
 from gradus.models.weights.stored import Stored
 
@@ -45,6 +46,7 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
         types = gguf.GGUFValueType
         for key, value in told.items():
             writer.add_key_value(key, value, types.UINT32 if type(value) is int else types.get_type(value))
+        writer.add_chat_template(gguf_tokenizer.chat_templates(source))
         for name, (theirs, parts) in tensors(gguf, layout, model).items():
             x = [layout.moved(theirs, part.read().float()) for part in parts.values()]
             values = (torch.stack(x) if ".experts." in theirs else x[0]).contiguous().numpy()
@@ -96,9 +98,7 @@ def read_back(gguf: Any, layout: Layout, model: nn.Module, file: Path) -> nn.Mod
         for part, value in zip(parts, x if ".experts." in name else [x]):
             theirs[part] = Stored.of(layout.moved(name, value, back=True))
     read = copy.deepcopy(model)
-    own = dict(read.named_parameters())
-    for name, stored in weights.fitting(read, theirs, file)[0].items():
-        own[name].copy_(stored.read())
+    fill(dict(read.named_parameters()), weights.fitting(read, theirs, file)[0])
     return read
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gradus.data.tokenizer_files import QWEN2_WORDS
-from gradus.data.tokenizers import FastTokenizer, Tokenizer
+from gradus.data.tokenizers import TEMPLATE, FastTokenizer, Tokenizer
 from gradus.errors import UserError
 from gradus.infer import ModelSource, end_tokens, note
 from gradus.models.weights.gguf import SENTENCEPIECE
@@ -23,7 +23,8 @@ PRE = {
     f"{QWEN2_WORDS}, bytes, False": "qwen2", f"{THREE_DIGITS}, bytes, True": "llama-bpe",
     f"{THREE_DIGITS}, bytes, False": "dbrx",
 }  # fmt: skip
-IDS = {"bos": "bos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}  # as GGUF spells them
+# as GGUF spells them; none that separates texts: llama-cpp-python would put it behind every prompt
+IDS = {"bos": "bos", "unk": "unknown", "pad": "padding", "mask": "mask"}
 SPACES = "\ufb01  x"  # of which every character stays where a text is not normalised
 
 
@@ -36,11 +37,13 @@ def keys(source: ModelSource) -> dict[str, Any]:
     rows = (tokens.get(i, (f"[PAD{i}]", UNUSED, LAST)) for i in range(source.config.vocab_size))
     named = ("tokens", "token_type", "scores")[: 2 if "merges" in model else 3]
     model |= zip(named, map(list, zip(*rows)))
-    found = {f"tokenizer.ggml.{key}": value for key, value in (model | special(source, tokenizer)).items()}
-    for file, text in tokenizer.beside.items():
-        if file.endswith(".jinja"):
-            found[f"tokenizer.chat_template.{PurePath(file).stem}".removesuffix(".chat_template")] = text
-    return found
+    return {f"tokenizer.ggml.{key}": value for key, value in (model | special(source, tokenizer)).items()}
+
+
+def chat_templates(source: ModelSource) -> list[dict[str, str]]:
+    """Those beside the model's tokenizer, each with its name, as gguf's writer takes them."""
+    files = [(PurePath(file), text) for file, text in source.tokenizers()[""].beside.items() if file.endswith(".jinja")]
+    return [{"name": "default" if file.name == TEMPLATE else file.stem, "template": text} for file, text in files]
 
 
 def refused(what: str) -> UserError:
@@ -68,19 +71,14 @@ def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], dict[int, tuple
     model, normalizer, splits = map(json.loads(rust.to_str()).get, ("model", "normalizer", "pre_tokenizer"))
     if model["type"] != "BPE" or not model["merges"]:
         raise refused("of another kind than BPE with merges")
-    pieces, merges = model["byte_fallback"], list(map("".join, model["merges"]))
-    byte_names = [f"<0x{byte:02X}>" for byte in range(256)] * pieces
-    kinds = {tokenizer.config["unk_token"]: UNKNOWN if pieces else CONTROL} | dict.fromkeys(byte_names, BYTE)
-    rank = {token: -float(place) for place, token in reversed([*enumerate(merges)])}
-    tokens = {i: (token, kinds.get(token, NORMAL), rank.get(token, LAST)) for token, i in rust.get_vocab().items()}
-    for i, token in rust.get_added_tokens_decoder().items():
-        tokens[i] = (token.content, kinds.get(token.content, CONTROL if token.special else ADDED), LAST)
-    if pieces:
+    kinds = {token.content: CONTROL if token.special else ADDED for token in rust.get_added_tokens_decoder().values()}
+    if model["byte_fallback"]:  # SentencePiece's
         text = rust.normalizer.normalize_str(SPACES) if normalizer else SPACES
-        words = rust.pre_tokenizer.pre_tokenize_str(text) if splits else [(text, None)]
-        text = "".join(word for word, _ in words)
+        if splits:
+            text = "".join(word for word, _ in rust.pre_tokenizer.pre_tokenize_str(text))
         how = {"model": SENTENCEPIECE, "pre": "default", "add_space_prefix": text[0] == "▁"}
         known = text.removeprefix("▁") == SPACES.replace(" ", "▁")
+        kinds |= {f"<0x{byte:02X}>": BYTE for byte in range(256)} | {tokenizer.config["unk_token"]: UNKNOWN}
     else:
         said = [*map(split, (splits or {}).get("pretokenizers", [splits])), model.get("ignore_merges") or False]
         how = {"model": "gpt2", "pre": PRE.get(", ".join(map(str, said))), "merges": [*map(" ".join, model["merges"])]}
@@ -89,7 +87,9 @@ def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], dict[int, tuple
         raise refused("that splits or normalises a text as this one does")
     if normalizer == {"type": "NFC"}:
         note("llama.cpp does not compose characters (NFC): letters with accents apart have other tokens there")
-    return how, tokens
+    rank = {"".join(pair): -float(place) for place, pair in reversed([*enumerate(model["merges"])])}
+    ids = rust.get_vocab().items()
+    return how, {i: (token, kinds.get(token, NORMAL), rank.get(token, LAST)) for token, i in ids}
 
 
 def split(step: dict[str, Any] | None) -> str:

@@ -53,6 +53,8 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
         raise UserError(
             f"{path}: a run without a checkpoint yet. Let it reach one (train.checkpoint_every), or give another folder"
         )
+    if ggufs := sorted(path.glob("*.gguf")):
+        return _of_file(ggufs[0])
     holds = some(sorted(p.name for p in path.iterdir())) or "nothing"
     raise UserError(
         f"{path}: neither config.json (Hugging Face), nor params.json (Meta), nor checkpoints/ (a Gradus run) in it; "
@@ -62,6 +64,8 @@ def locate(name_or_path: str | Path, weights_too: bool = True) -> Path:
 
 def _of_file(path: Path) -> Path:
     """The file itself, where it says by itself what model it holds, else its folder, if this is all of its weights."""
+    if path.suffix == ".gguf":
+        raise UserError(f"{path}: GGUF is run by llama.cpp: llama-cli -m {path}. Or give the run that it comes from")
     described = (path.parent / "config.json").is_file()
     if described and [*weights.files_of(path.parent)] == [path]:
         return path.parent

@@ -63,6 +63,5 @@ class Layout:
 
         if not self.scaling or self.scaling.type != "llama3":
             return None
-        ways = None, self.scaling
-        plain, own = (rotary_frequencies(self.config.head_dim, self.config.rope_theta, way) for way in ways)
-        return plain / own
+        size, theta = self.config.head_dim, self.config.rope_theta
+        return rotary_frequencies(size, theta) / rotary_frequencies(size, theta, self.scaling)
