@@ -24,6 +24,7 @@ from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, bpe, pieces, saved
 pytest.importorskip("gguf", reason="the extra gguf brings it")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not here")
 PAGES = [page.read_text() for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))]
+LICENSE = (Path(__file__).parents[2] / "LICENSE").read_text()  # what models learn: pages change, and with them how near two tokens are
 SPLITS = {"gpt2": None, "llama3": (LLAMA3_SPLIT, True), "qwen": (QWEN_SPLIT, False)}
 
 
@@ -47,7 +48,7 @@ def loaded(folder: Path, **settings):
     there.close()
 
 
-def learnt(model: torch.nn.Module, ids: list[int], steps: int = 200) -> None:
+def learnt(model: torch.nn.Module, ids: list[int], steps: int = 400) -> None:
     """The model after some steps on windows of these ids."""
     rows, length = torch.tensor(ids), model.config.seq_len
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -64,16 +65,22 @@ def learnt(model: torch.nn.Module, ids: list[int], steps: int = 200) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [arch for arch in CASES if arch != "gpt2"])
 def test_the_same_greedy_tokens(arch, tmp_path):
-    own = tokenizer("qwen")
+    """Where they part, two tokens are as likely but for rounding (or a router's two experts are): of three prompts, of one at most."""
+    own = bpe(*SPLITS["qwen"], [LICENSE])
     model = saved(tmp_path / "model", own, alpha=0.0, **CASES[arch])
-    learnt(model.train(), own.encode("".join(PAGES[:3])))
+    learnt(model.train(), own.encode(LICENSE))
     models.save(model.eval(), tmp_path / "model")
     write(tmp_path / "model", tmp_path / "out")
-    prompts = [own.encode(text)[:24] for text in ("The plan of a model is", "| figure | what", "\n## How ")]
+    prompts = [own.encode(text)[:24] for text in ("You may reproduce", "Contribution", "any such warranty")]
     wanted = complete(model, prompts, max_new=64)
     with loaded(tmp_path / "out", n_ctx=96) as there:
         tokens = [[token for token, _ in zip(there.generate(prompt, temp=0.0, repeat_penalty=1.0), range(64))] for prompt in prompts]
-    assert tokens == wanted and all(len(row) == 64 for row in wanted) and len(set().union(*wanted)) > 5
+    assert all(len(row) == 64 and len(set(row)) > 20 for row in wanted) and sum(map(list.__eq__, tokens, wanted)) >= 2
+    for prompt, theirs, ours in zip(prompts, tokens, wanted):
+        at = next((i for i in range(64) if theirs[i] != ours[i]), 0)
+        with torch.no_grad():
+            logits = model(ids=torch.tensor([prompt + ours[:at]]))[0, -1]
+        assert logits.max() - logits[theirs[at]] < 0.02 * logits.abs().max()
 
 
 @pytest.mark.slow
