@@ -200,7 +200,7 @@ def main(words: list[str]) -> None:
             if args.what == "made":  # FOLDER/SEED keeps data and run
                 folder = args.folder / str(seed) if args.folder else Path(aside)
                 folder.mkdir(parents=True, exist_ok=True)
-                rows += run_made(folder, seed, args.steps or 2_500, args.chats)
+                rows += run_made(folder, seed, args.steps or 4_000, args.chats)
             elif args.what == "sst2":
                 rows += run_sst2(Path(aside), seed, args.steps or 3_000, args.folder)
             else:
