@@ -65,7 +65,6 @@ def learnt(model: torch.nn.Module, ids: list[int], steps: int = 400) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [arch for arch in CASES if arch != "gpt2"])
 def test_the_same_greedy_tokens(arch, tmp_path):
-    """Where they part, two tokens are as likely but for rounding (or a router's two experts are): of three prompts, of one at most."""
     own = bpe(*SPLITS["qwen"], [LICENSE])
     model = saved(tmp_path / "model", own, alpha=0.0, **CASES[arch])
     learnt(model.train(), own.encode(LICENSE))
@@ -75,12 +74,7 @@ def test_the_same_greedy_tokens(arch, tmp_path):
     wanted = complete(model, prompts, max_new=64)
     with loaded(tmp_path / "out", n_ctx=96) as there:
         tokens = [[token for token, _ in zip(there.generate(prompt, temp=0.0, repeat_penalty=1.0), range(64))] for prompt in prompts]
-    assert all(len(row) == 64 and len(set(row)) > 20 for row in wanted) and sum(map(list.__eq__, tokens, wanted)) >= 2
-    for prompt, theirs, ours in zip(prompts, tokens, wanted):
-        at = next((i for i in range(64) if theirs[i] != ours[i]), 0)
-        with torch.no_grad():
-            logits = model(ids=torch.tensor([prompt + ours[:at]]))[0, -1]
-        assert logits.max() - logits[theirs[at]] < 0.02 * logits.abs().max()
+    assert tokens == wanted and all(len(row) == 64 and len(set(row)) > 20 for row in wanted)
 
 
 @pytest.mark.slow
