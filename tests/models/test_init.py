@@ -63,6 +63,9 @@ def test_absent_folders(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "version_0" / "checkpoints" / "epoch=0.ckpt")  # as Lightning's logger lays it
     with pytest.raises(UserError, match=r"epoch=0\.ckpt: weights alone do not say what model they are"):
         models.load(tmp_path / "version_0")
+    (tmp_path / "some.yaml").write_text("task: {name: lm}")
+    with pytest.raises(UserError, match=r"some\.yaml: a recipe\. Give its run"):
+        models.load(tmp_path / "some.yaml")
     for i in range(2):
         torch.save({}, tmp_path / f"consolidated.0{i}.pth")
     with pytest.raises(UserError, match=r"nor params\.json \(Meta\).*consolidated\.00\.pth"):

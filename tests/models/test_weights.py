@@ -369,7 +369,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut"])
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut", b"task: {name: causal_lm}", b"\xd3\x8c"])
 def test_damaged_pytorch_bin(content, tmp_path):
     models.save(random_model(LLAMA), tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -99,3 +99,22 @@ def test_what_changes_the_recipe_is_named_and_what_is_not_ours_is_not_kept():
     assert [compare for *_, compare in told.asked] == [True, False, False]
     assert verdicts(climbed.trials)["data.pad=bucket"] == "faster (the same samples in other batches)"
     assert "not kept: yours to decide" in verdicts(climbed.trials)["data.max_len=64"]
+
+
+@pytest.mark.parametrize("data", ["chats, path: chats.jsonl", "labelled, path: texts, max_len: 32", "text, source: stdlib"])
+def test_it_tries_what_a_recipe_can_say(data, tmp_path):
+    """Chats have no data.pad: it was tried all the same, found nothing, and was named to be trained with."""
+    task = {"chats": "{name: chat, template: chatml}", "labelled": "{name: classification}", "text": "{name: causal_lm}"}[data.split(",")[0]]
+    family = "{family: bert, head: classification" if "labelled" in data else "{family: gpt"
+    (tmp_path / "some.yaml").write_text(f"task: {task}\nmodel: {family}, n_layers: 1, d_model: 16, n_heads: 2, d_ff: 32, seq_len: 32}}\n"
+                                        f"data: {{kind: {data}}}\ntokenizer: {{kind: bpe, vocab_size: 300}}\noptimizer: {{name: adamw, lr: 0.001}}\nbatch: {{samples: 4}}\ntrain: {{steps: 9}}\n")  # fmt: skip
+    recipe = recipes.load(tmp_path / "some.yaml", [])
+    tried = [optimizations.first_rung(recipe)]
+    start = optimizations.with_keys(recipe, tried[0])
+    told = measure()
+    climb([o for o in OPTIMIZATIONS if o.name not in ("micro-batch", "compile")], start, context(), told)
+    tried += [dict(word.split("=") for word in option.split()) for *_, options, _ in told.asked for option in options]
+    assert len(tried) > 6
+    for keys in tried:
+        recipes.load(tmp_path / "some.yaml", words(keys).split())
+    assert any("data.pad" in keys for keys in tried) == ("labelled" in data)

@@ -221,7 +221,7 @@ def records_of(source: ModelSource, inputs: list[Any], top: int, model: LazyEngi
     if source.family.attention == "cross":
         return answers(source, inputs, model)
     writes = source.family.attention == "causal"
-    use = f"gradus generate {source.name} PROMPT" if writes else "a model trained for a task"
+    use = f"gradus generate {source.name} PROMPT (of chats: --chat PROMPT)" if writes else "a model trained for a task"
     what = f"this {config.family} has no head that predicts anything"
     raise UserError(f"{source.name}: {what}. Use {use}.")
 

@@ -71,9 +71,8 @@ def _of_file(path: Path) -> Path:
         return path.parent
     if path.suffix == ".bin" or (described and path.suffix in weights.CHECKPOINTS) or is_nanogpt(path) or _is_vit(path):
         return path
-    raise UserError(
-        f"{path}: weights alone do not say what model they are. Give a folder that holds them and config.json"
-    )
+    alone = "weights alone do not say what model they are. Give a folder that holds them and config.json"
+    raise UserError(f"{path}: {'a recipe. Give its run (gradus train)' if path.suffix == '.yaml' else alone}")
 
 
 def is_nanogpt(path: Path) -> bool:

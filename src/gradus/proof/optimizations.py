@@ -93,7 +93,7 @@ def words(keys: Keys) -> str:
 
 def has_padding(recipe: Recipe) -> bool:
     """True where padding can be chosen: a batch in tokens would hold other samples."""
-    return hasattr(recipe.data, "pad") and recipe.batch.samples is not None
+    return "pad" in type(recipe.data).model_fields and recipe.batch.samples is not None
 
 
 def first_rung(recipe: Recipe) -> Keys:
@@ -153,9 +153,8 @@ def _loader(best: Recipe, context: LadderContext) -> Found:
 
 def _padding(mode: str) -> Find:
     def find(best: Recipe, context: LadderContext) -> Found:
-        in_tokens = "batch.tokens counts padding: other padding would change the batches"
-        why_not = in_tokens if hasattr(best.data, "pad") else ONE_LENGTH
-        yield {"data.pad": mode} if has_padding(best) else why_not
+        alike = "batch.tokens counts padding: batches would change" if best.batch.tokens else "like lengths go together"
+        yield {"data.pad": mode} if has_padding(best) else alike if hasattr(best.data, "pad") else ONE_LENGTH
 
     return find
 
@@ -205,7 +204,7 @@ def _shorter(best: Recipe, context: LadderContext) -> Found:
     if best.data.kind in ("labelled", "pairs"):
         yield {"data.max_len": (best.data.max_len or best.model.seq_len) // 2}
     else:
-        yield "the samples would change" if best.data.kind == "text" else ONE_LENGTH
+        yield "the samples would change" if best.data.kind in ("text", "chats") else ONE_LENGTH
 
 
 OPTIMIZATIONS = (

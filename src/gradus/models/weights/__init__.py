@@ -30,7 +30,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import pickle
 import re
 import shutil
 import sys
@@ -249,7 +248,9 @@ def read_pickle(file: Path) -> dict[Any, Any]:
             if "mmap can only be used" not in str(e):
                 raise
             state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
+    except UserError:
+        raise
+    except Exception:  # a damaged pickle raises nearly any
         raise UserError(
             f"{file}: refused: not a PyTorch file, or not a whole one, or a pickle that holds more than tensors and "
             "could run any code. Copy or download it again. Convert it where you trust its author: "
