@@ -191,7 +191,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--chats", type=int, default=50_000, help="made, to train on")
+    parser.add_argument("--chats", type=int, default=150_000, help="made, to train on")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(words)
     rows: list[Row] = []
@@ -200,7 +200,7 @@ def main(words: list[str]) -> None:
             if args.what == "made":  # FOLDER/SEED keeps data and run
                 folder = args.folder / str(seed) if args.folder else Path(aside)
                 folder.mkdir(parents=True, exist_ok=True)
-                rows += run_made(folder, seed, args.steps or 4_000, args.chats)
+                rows += run_made(folder, seed, args.steps or 6_000, args.chats)
             elif args.what == "sst2":
                 rows += run_sst2(Path(aside), seed, args.steps or 3_000, args.folder)
             else:
