@@ -375,12 +375,12 @@ def evaluate(run: Any, *overrides: str, split: str = "valid", checkpoint: Any = 
 
 @_as_a_command()
 def predict(model: Any, inputs: Any, top: int = 5) -> list[dict[str, Any]]:
-    """What the model says about each input, as `gradus predict`: a dict each. inputs: a text, an image (a file or a PIL
-    image), or a list.
+    """What the model says about each input, as `gradus predict`: a dict each. inputs: a text (of chats also the
+    messages of one, as JSON), an image (a file or a PIL image), or a list.
 
     By the model: `label` and `probability` with the `top` likeliest (a classifier), `filled` and `masks` (a masked
-    language model), or `answer` (a translation). Raises UserError for a model that does none of this, or an input that
-    cannot be read.
+    language model), or `answer` (a translation, a chat). Raises UserError for a model that does none of this, or
+    an input that cannot be read.
     """
     from gradus.infer.predict import records_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus.data import chat_template
+from gradus.cli import start
+from gradus.data import chat_template, chats
 from gradus.data.chats import ChatsDataset, Packed, form_of, messages_of
 from gradus.data.tokenizers import FastTokenizer, train_bpe
 from gradus.errors import UserError
+from gradus.recipe.schema import ChatsData
 
 SAID = ["what is one and one?", "two", "and two more?", "four"]
 PLAIN = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, SAID)]
@@ -59,6 +62,10 @@ def test_every_form_says_the_same(name):
     assert messages_of(row, form) == expected
     assert messages_of(row, form, "count") == [SYSTEM, *expected], "the default where the system says nothing"
     assert messages_of(row | {"system": "own"}, form, "count")[0]["content"] == ("count" if form == "messages" else "own")
+
+
+def test_the_forms_are_the_same_wherever_they_are_named():
+    assert {*chats.FORMS} == {*start.CHATS} == {*typing.get_args(typing.get_type_hints(ChatsData)["form"].__args__[0])}
 
 
 def test_which_form_is_asked_where_it_is_not_known():

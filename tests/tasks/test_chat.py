@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradus import models, tasks
+from gradus import api, models, tasks
 from gradus import recipe as recipes
 from gradus.cli import main
 from gradus.data.collate import IGNORE
@@ -229,6 +229,8 @@ def test_a_chat_is_answered_as_it_was_learned(data, capsys, monkeypatch):
     assert [r["answer"] for r in records] == ["red blue"] * 3 and {r["input"] for r in records} == {"which colour?"}
     assert [r.get("right") for r in records] == [None, False, None] and records[1]["truth"] == "red"
     capsys.readouterr()
+    (answered,) = api.predict("run", json.dumps(ask))
+    assert answered["answer"] == "red blue"
     assert main(["predict", "run", "--split", "valid", "--n", "2"]) == 0
     assert "2 of 2 right" in capsys.readouterr().out
 
