@@ -269,6 +269,8 @@ def compile_anew(model: torch.nn.Module, backend: str) -> None:
     import torch._dynamo.config as config
 
     torch.compiler.reset()
+    # a DTensor is in the key with its whole shape: without the rank, one would take the graph of another's part
+    torch.compiler.config.cache_key_tag = f"rank {torch.distributed.get_rank()}"
     config.recompile_limit = 64
     fixed = {"reorder_for_peak_memory": False} if backend == "inductor" else None
     model.compile(fullgraph=True, backend=backend, options=fixed)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from gradus.parallel import simple
 from gradus.parallel.apply import apply
 from gradus.parallel.mesh import Mesh
 from gradus.parallel.traffic import Traffic
@@ -80,3 +82,22 @@ def test_a_compiled_block_sends_what_fsdp2_sends():
         blocks = {kind: (simple_2[kind][0] - simple_1[kind][0], simple_2[kind][1] - simple_1[kind][1]) for kind in simple_1}
         assert blocks == {"all_gather": (2 * 9, fsdp_2["all_gather"][1] - fsdp_1["all_gather"][1]),
                           "reduce_scatter": (9, fsdp_2["reduce_scatter"][1] - fsdp_1["reduce_scatter"][1])}  # fmt: skip
+
+
+def uneven(world) -> list[tuple]:
+    """(shape, the gradient's shape) of this rank's part of a weight of three rows over two processes; compiled, then from the cache."""
+    found, mesh = [], init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    for _ in range(2):
+        model = torch.nn.Linear(3, 3, bias=False)
+        simple.shard(model, mesh, Layout(**SIMPLE), "inductor")
+        model(torch.ones(2, 3)).sum().backward()
+        torch.distributed.barrier()
+        found += [(tuple(p.to_local().shape), tuple(p.grad.to_local().shape)) for p in model.parameters()]
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_take_the_graph_of_another_from_the_compilers_cache(tmp_path):
+    """Its key has the whole shape of a DTensor, not the part's, so that of two ranks with other parts one had the other's graph."""
+    first, second = run(2, uneven, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    assert first == [((2, 3), (2, 3))] * 2 and second == [((1, 3), (1, 3))] * 2
