@@ -179,6 +179,7 @@ CHAT = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3).map(lambda pair
 @given(CHAT)
 @example([user(""), answer("")])
 @example([user("\ue000"), answer(" a <|im_end|> b\n")])
+@example([user("".join(map(chr, range(0xE000, 0xE200)))), answer("b")])
 def test_any_chat_in_chatml(ours, theirs, chat):
     text = (Path(chat_template.__file__).parent / "templates" / "chatml.jinja").read_text()
     template = of_tokenizer(ours, "chatml", DATE)

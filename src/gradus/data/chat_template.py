@@ -258,12 +258,17 @@ class ChatTemplate:
         for i in turns if contents else ():
             start, stop = contents[i]
             if i:
-                prompt = self.render(messages[:i], True)
-                start = len(prompt if whole.startswith(prompt) else common_prefix([prompt, whole]))
+                start = self.answer_start(messages[:i], whole)
                 if start < contents[i - 1][1]:
                     return None
             spans.append((start, stop))
         return spans
+
+    def answer_start(self, asked: list[dict], whole: str) -> int:
+        """Where the answer to these messages begins in the text of them and more: behind the prompt for it, as far as
+        that text has it."""
+        prompt = self.render(asked, True)
+        return len(prompt if whole.startswith(prompt) else common_prefix([prompt, whole]))
 
     def _contents(self, messages: list[dict], whole: str) -> list[tuple[int, int]] | None:
         """Where the contents stand in the text of a chat; None where the template leaves out or changes one, or a
@@ -286,7 +291,8 @@ class ChatTemplate:
 
     def _private(self, text: str) -> list[str]:
         """Four characters that are neither in a text nor in the template."""
-        return sorted({chr(n) for n in range(0xE000, 0xE100)} - {*text, *self.text})[:4]
+        free = (c for c in map(chr, range(0xE000, 0xF900)) if c not in text and c not in self.text)
+        return list(itertools.islice(free, 4))
 
     def _ended(self, ids: list[int], learn: list[bool], how: str) -> LearnedRow:
         """Where nothing ends a chat's last turn but what begins the next one, that is added."""
