@@ -137,6 +137,31 @@ def test_packed_rows_are_the_rows_alone(data, model, attention, dtype, tolerance
     assert max((gradients[name] - of_packed[name]).abs().max() / scale for name in gradients) < tolerance
 
 
+def test_the_last_answer_of_a_packed_row_is_asked_for_by_its_own_chat_alone(data):
+    task = opened(data, data={"pack": "documents"})[0]
+    row = task.splits["train"][0]
+    own = row["segments"] == row["segments"][-1]
+    assert row["segments"][-1] > 0
+    assert task.question(row) == task.question({key: row[key][own] for key in ("ids", "learn")})
+
+
+def test_what_was_left_out_is_said_once(data):
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    Path("one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"messages": [{"role": "user", "content": "red"}]}, *rows]))
+    for more in ({}, {"pack": "documents", "limit": 3}):
+        (note,) = opened(Path("one.jsonl"), data=more)[0].notes()
+        assert note.endswith("one.jsonl: 1 of 49 chats without a turn of the assistant's, left out.")
+
+
+def test_the_right_answer_is_what_the_template_writes(data):
+    """With the thought that it begins with, as a model learns to write it."""
+    task = opened(data, task={"template": "qwen3"})[0]
+    asked = json.loads((data / "train.jsonl").read_text().splitlines()[0])["messages"]
+    prompt, truth = task.question(task.splits["train"][0])
+    read = task.read(json.dumps(asked), 96)
+    assert read["ids"].tolist() == prompt and task.said(read["truth"]) == task.said(truth) == f"<think>\n\n</think>\n\n{asked[-1]['content']}"
+
+
 # ---------------------------------------------------------------- layouts
 
 MIXTURE = {**LLAMA, "n_experts": 4, "top_k": 2}
