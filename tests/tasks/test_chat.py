@@ -256,6 +256,8 @@ def test_a_chat_is_answered_as_it_was_learned(data, capsys, monkeypatch):
     capsys.readouterr()
     assert main(["predict", "run", "--split", "valid", "--n", "2"]) == 0
     assert "2 of 2 right" in capsys.readouterr().out
+    assert main(["predict", "run", "which colour?", "red " * 200]) == 2
+    assert "text 2 ('red red" in capsys.readouterr().err
 
 
 def test_another_template_than_trainings_is_told(data, capsys):
