@@ -246,6 +246,7 @@ def test_a_chat_is_answered_as_it_was_learned(data, capsys, monkeypatch):
     assert main(["generate", "run", "--chat"]) == 0
     out, err = capsys.readouterr()
     assert out == "red blue\n" * 2 and err.count("the conversation begins anew") == 2 and "/reset begins anew." in err
+    assert "text 1 ('after 2 messages: x x" in err
 
     ask = [{"role": "user", "content": "which colour?"}]
     Path("ask.jsonl").write_text("\n".join(json.dumps({"messages": [*ask, *more]}) for more in ([], [{"role": "assistant", "content": "red"}])))
