@@ -130,12 +130,8 @@ def _weight(row: Row, column: str) -> float:
 
 def texts(path: Readable, form: str | None) -> Corpus:
     """What is said in the chats, each message a document: what a tokenizer is trained on."""
-
-    def contents() -> Iterator[str]:
-        return (message["content"] for _, messages, _ in rows_of(path, form) for message in messages)
-
-    content = identity(path)
-    return Corpus(contents, digest("chats", kind_of(path), form, content), str(path), True, content)
+    content, said = identity(path), lambda: (turn["content"] for _, chat, _ in rows_of(path, form) for turn in chat)
+    return Corpus(said, digest("chats", kind_of(path), form, content), str(path), True, content)
 
 
 class ChatsDataset:
@@ -270,4 +266,4 @@ class Packed:
         if "weight" in chats[0]:
             out["weight"] = np.repeat([chat["weight"] for chat in chats], lengths)
         positions = np.concatenate([np.arange(n) for n in lengths])
-        return {**out, "segments": np.repeat(np.arange(len(chats)), lengths), "positions": positions}
+        return {**out, "segments": np.repeat(range(len(chats)), lengths), "positions": positions}

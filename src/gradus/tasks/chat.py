@@ -87,7 +87,7 @@ class Chat(CausalLM):
         data, written = self.splits[split], {}
         for part in shares(data.lengths, rank, world):
             prompts, truths = zip(*(self.question(data[i]) for i in part))
-            rows = self.answered(model, prompts, [len(truth) for truth in truths])
+            rows = self.answered(model, prompts, list(map(len, truths)))
             for i, row, truth in zip(part, rows, truths):
                 written[i] = self.said(row) + "…" * (len(row) == len(truth))
         return written
