@@ -18,8 +18,10 @@ from gradus.cli import main
 from gradus.data.collate import IGNORE
 from gradus.errors import InputError, UserError
 from gradus.parallel.apply import apply
+from gradus.proof.check import SessionChecks
 from gradus.rows import read_rows
 from gradus.train.run import train
+from gradus.train.session import open_session
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
@@ -105,6 +107,13 @@ def test_a_rows_weight_multiplies_its_loss(data):
         expected = sum(row["weight"] * own for row, own in zip(rows, plain))
         assert float(task.losses(model, batch)["tokens"].detach()) == pytest.approx(expected, rel=1e-5), loss
         assert batch["counts"]["tokens"] == sum(one["counts"]["tokens"] for one in alone)
+
+
+def test_weights_do_not_change_what_random_weights_are_checked_by(data):
+    rows = [json.loads(line) | {"weight": 9} for line in (data / "train.jsonl").read_text().splitlines()]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = recipe(data, data={"weight": "weight"})
+    assert SessionChecks(open_session(made), made).start().startswith("loss 5.")
 
 
 WINDOWED = {**LLAMA, "window": 9, "full_every": 2}
