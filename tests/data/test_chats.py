@@ -101,6 +101,8 @@ def test_fields_of_sharegpts_turns_are_those_of_messages():
     for field, why in (({"weight": 0}, "message 4: a weight of its own"), ({"images": ["a.png"]}, "message 4: images: only texts are learned")):
         with pytest.raises(ValueError, match=why):
             messages_of({"conversations": [*turns[:3], turns[3] | field]}, "sharegpt")
+    with pytest.raises(ValueError, match="message 0: its content is 5, not text"):
+        messages_of({"conversations": turns, "system": 5}, "sharegpt")
     assert messages_of({"conversations": [turn | {"weight": None} for turn in turns]}, "sharegpt") == PLAIN  # as Parquet has what is not there
 
 

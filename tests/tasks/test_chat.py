@@ -171,6 +171,18 @@ def test_the_right_answer_is_what_the_template_writes(data):
     assert read["ids"].tolist() == prompt and task.said(read["truth"]) == task.said(truth) == f"<think>\n\n</think>\n\n{asked[-1]['content']}"
 
 
+def test_new_says_that_it_chose_a_template_for_weights_without_one(data, capsys):
+    task, model = opened(data)
+    models.save(model, Path("base"))
+    for name, beside in (("own", task.tokenizer.beside), ("none", {})):
+        task.tokenizer.beside = beside
+        task.tokenizer.save("base")
+        assert main(["new", f"{name}.yaml", "--data", str(data), "--init", "base"]) == 0
+        chosen = name == "none"
+        assert ("chatml is the template, since the weights bring none" in capsys.readouterr().out) == chosen
+        assert ("template: chatml" in Path(f"{name}.yaml").read_text()) == chosen
+
+
 # ---------------------------------------------------------------- layouts
 
 MIXTURE = {**LLAMA, "n_experts": 4, "top_k": 2}

@@ -58,12 +58,8 @@ def messages_of(row: Row, form: str, system: str | None = None) -> list[Message]
     Raises ValueError for what is not learned here (tools, images), an unknown role and a content that is no text."""
     if there := [name for name in NOT_TEXT if row.get(name)]:
         raise ValueError(f"{there[0]}: only texts are learned")
-    if form == "messages":
-        turns = row["messages"]
-    elif form == "sharegpt":
-        turns = row["conversations"]
-        if isinstance(turns, list) and all(isinstance(turn, dict) and "from" in turn for turn in turns):
-            turns = [turn | _turn(turn["from"], turn.get("value")) for turn in turns]
+    if form in ("messages", "sharegpt"):
+        turns = row[FORMS[form][0]]
     elif form == "prompt":
         sides = (("user", row["prompt"]), ("assistant", row["completion"]))
         turns = [turn for role, x in sides for turn in (x if isinstance(x, list) else [_turn(role, x)])]
@@ -78,7 +74,7 @@ def messages_of(row: Row, form: str, system: str | None = None) -> list[Message]
         raise ValueError(f"{turns!r:.40} is no list of messages")
     messages = [_message(i, turn) for i, turn in enumerate(turns, 1)]
     if messages[0]["role"] != "system" and (system := (form != "messages" and row.get("system")) or system):
-        messages.insert(0, _turn("system", system))
+        messages.insert(0, _message(0, _turn("system", system)))
     return messages
 
 
@@ -87,6 +83,8 @@ def _turn(role: str, content: Any) -> Message:
 
 
 def _message(number: int, turn: Any) -> Message:
+    if isinstance(turn, dict) and "from" in turn:  # ShareGPT's
+        turn = _turn(turn["from"], turn.get("value")) | turn
     if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
         raise ValueError(f"message {number}: {turn!r:.60} has no role and content")
     role, content = ROLES.get(str(turn["role"]).lower()), turn["content"]
