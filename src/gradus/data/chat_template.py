@@ -218,9 +218,9 @@ class ChatTemplate:
     def learned(self, messages: list[dict], last: bool = False) -> list[LearnedRow]:
         """The rows of a chat: one, or one for each turn of the assistant. last: only its last turn is learned.
 
-        Learned is what stands in the template's `generation` blocks; without any, each turn from behind the prompt
-        for it, as far as the chat has that, up to and with the token that ends it and the text behind that, if any. The
-        turns are found by sentinels around the contents. A template that rewrites earlier turns gives a row per turn:
+        Learned is what stands in the template's `generation` blocks; without any, each turn from behind the prompt for
+        it, as far as the chat has that, found by sentinels around the contents; both up to and with the token that ends
+        a turn and the text behind that, if any. A template that rewrites earlier turns gives a row per turn:
         the prompt for it as the model will see it, and the answer. Raises UserError where that is not exact either.
         """
         whole = self.render(messages)
@@ -229,7 +229,7 @@ class ChatTemplate:
             raise UserError("a chat without an answer of the assistant: nothing to learn from.")
         turns = turns[-1:] if last else turns
         if self._sandbox.has_marks:
-            spans, closings = self._marked(messages, whole, turns[0] if last else 0), ("",)
+            spans, closings = self._marked(messages, whole, turns[0] if last else 0), self._endings[0] or [""]
         else:
             spans, closings = self._answers(messages, whole, turns), self._endings[0]
         if not spans or not closings or type(self.tokenizer) is not FastTokenizer:
