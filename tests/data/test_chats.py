@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,14 @@ def test_a_first_chat_that_the_assistant_begins(tokenizer):
     text += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     data = ChatsDataset(put([{"messages": PLAIN[1:]}]), chat_template.ChatTemplate(text, "t", tokenizer), 100)
     assert tokenizer.decode(data[0]["ids"][data[0]["learn"]]) == "twofour" and data.notes == []
+
+
+def test_workers_are_given_the_name_of_the_tokens_files_alone(template):
+    data = ChatsDataset(put([{"messages": [{"role": "user", "content": "a " * 9000}, PLAIN[1]]}]), template, 100_000)
+    sent = pickle.dumps(data)
+    assert len(sent) < len(data[0]["ids"]) / 2
+    there = pickle.loads(sent)[0]
+    assert all((there[key] == data[0][key]).all() for key in ("ids", "learn")) and there["learn"].sum() == 3
 
 
 def test_what_is_left_out_is_counted(template):

@@ -152,7 +152,6 @@ class ChatsDataset:
         folder = files.cache_dir(cache) / "chats" / digest(2, kind_of(path), self.content, *how)
         rows = rows_of(path, form, system, weight)
         self.tokens = TokenFile(keep(folder, lambda aside: _write(aside, rows, template, longest, last, self.name)))
-        self.learn = np.memmap(self.tokens.folder / "learn.bin", bool, mode="r")
         self.weights = np.fromfile(self.tokens.folder / "weights.bin", "<f4")
         self.chats = np.fromfile(self.tokens.folder / "chats.bin", "<i8")
         self.lengths, self.notes = self.tokens.lengths(), [f"{path}: {note}" for note in self.tokens.about["notes"]]
@@ -161,9 +160,10 @@ class ChatsDataset:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        place = slice(*self.tokens.offsets[i : i + 2])
         more = {"weight": float(self.weights[i])} if self.weight else {}
-        return {"ids": self.tokens.text(i), "learn": np.array(self.learn[place]), **more}
+        start, n = int(self.tokens.offsets[i]), int(self.lengths[i])  # a map of the file would go to workers by pickle
+        learn = np.fromfile(self.tokens.folder / "learn.bin", bool, n, offset=start)
+        return {"ids": self.tokens.text(i), "learn": learn, **more}
 
     def every(self, n: int) -> tuple[Part, Part]:
         """All but every n-th chat, and the rest."""
