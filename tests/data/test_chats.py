@@ -80,7 +80,7 @@ def test_which_form_is_asked_where_it_is_not_known():
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "message 1: tool_calls: only texts are learned"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"message 1: its content is \[\{'type': 'image'\}\], not text"),
         ({"messages": [{"role": "user"}]}, "message 1: .* has no role and content"),
-        ({"messages": [{**PLAIN[0], "weight": 0}]}, "message 1: a weight of its own"),
+        ({"messages": [{**PLAIN[1], "weight": 0}]}, "message 1: a weight of its own"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "sequence item 0: expected str instance, NoneType found"),
         ({"messages": []}, r"\[\] is no list of messages"),
         ({"messages": "hello"}, "'hello' is no list of messages"),
@@ -104,7 +104,8 @@ def test_fields_of_sharegpts_turns_are_those_of_messages():
             messages_of({"conversations": [*turns[:3], turns[3] | field]}, "sharegpt")
     with pytest.raises(ValueError, match="message 0: its content is 5, not text"):
         messages_of({"conversations": turns, "system": 5}, "sharegpt")
-    assert messages_of({"conversations": [turn | {"weight": None} for turn in turns]}, "sharegpt") == PLAIN  # as Parquet has what is not there
+    for weights in ({"human": None, "gpt": None}, {"human": 0.0, "gpt": 1.0}):  # as Parquet has what is not there, and as SlimOrca has them
+        assert messages_of({"conversations": [turn | {"weight": weights[turn["from"]]} for turn in turns]}, "sharegpt") == PLAIN
 
 
 def test_thoughts_are_found_as_transformers_finds_them():

@@ -92,7 +92,7 @@ def _message(number: int, turn: Any) -> Message:
         raise ValueError(f"message {number}: {called[0]}: only texts are learned")
     if role is None:
         raise ValueError(f"message {number}: role {turn['role']!r:.40} is none of system, user and assistant")
-    if turn.get("weight") not in (None, 1):
+    if role == "assistant" and turn.get("weight") not in (None, 1):  # of others it changes nothing
         raise ValueError(f"message {number}: a weight of its own. Weights are of rows: name their column, data.weight")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(part.get("text") for part in content)
