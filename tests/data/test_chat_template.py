@@ -179,6 +179,7 @@ CHAT = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3).map(lambda pair
 @given(CHAT)
 @example([user(""), answer("")])
 @example([user("\ue000"), answer(" a <|im_end|> b\n")])
+@example([user("".join(map(chr, range(0xE000, 0xE200)))), answer("b")])
 def test_any_chat_in_chatml(ours, theirs, chat):
     text = (Path(chat_template.__file__).parent / "templates" / "chatml.jinja").read_text()
     template = of_tokenizer(ours, "chatml", DATE)
@@ -262,6 +263,9 @@ def test_templates_that_change_contents(ours, theirs):
     once = "{% if messages | length > 2 %}{{ raise_exception('one answer') }}{% endif %}" + FORM.replace("%%", "%").replace("%s", "m.content")
     (row,) = ChatTemplate(once, "own", ours).learned(CHATS["plain"])  # what ends an answer is not known
     assert row.how == "turns" and runs(ours, row.ids, row.learn) == ["It is 2.<|im_end|>"]
+    content = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
+    (row,) = ChatTemplate((FORM % "m.content").replace("{{ m.content }}<|im_end|>", content), "own", ours).learned(CHATS["plain"][1:])
+    assert row.how == "marks" and runs(ours, row.ids, row.learn) == ["It is 2.<|im_end|>"]  # what ends a turn is learned, marked or not
     (row,) = rows("m.content", [answer("b"), user("a")])
     assert runs(ours, row.ids, row.learn) == ["b<|im_end|>"]
     with pytest.raises(UserError, match="nothing to learn"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import typing
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def test_which_form_is_asked_where_it_is_not_known():
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "message 1: tool_calls: only texts are learned"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"message 1: its content is \[\{'type': 'image'\}\], not text"),
         ({"messages": [{"role": "user"}]}, "message 1: .* has no role and content"),
-        ({"messages": [{**PLAIN[0], "weight": 0}]}, "message 1: a weight of its own"),
+        ({"messages": [{**PLAIN[1], "weight": 0}]}, "message 1: a weight of its own"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "sequence item 0: expected str instance, NoneType found"),
         ({"messages": []}, r"\[\] is no list of messages"),
         ({"messages": "hello"}, "'hello' is no list of messages"),
     ],
@@ -94,6 +96,72 @@ def test_which_form_is_asked_where_it_is_not_known():
 def test_what_is_no_chat_of_texts_is_refused_with_its_row(template, row, why):
     with pytest.raises(UserError, match=rf"^c.jsonl: row 2: {why}"):
         ChatsDataset(put([{"messages": PLAIN}, row]), template, 100)
+
+
+@pytest.mark.parametrize("history", [PLAIN[:2], [SAID[:3]], "[]", [{"user": "one", "assistant": "two"}]])
+def test_a_history_is_of_pairs(history):
+    with pytest.raises(ValueError, match=r"history: .* is no list of pairs, a question and its answer"):
+        messages_of(FORMS["alpaca"] | {"history": history}, "alpaca")
+
+
+def test_fields_of_sharegpts_turns_are_those_of_messages():
+    turns = FORMS["sharegpt"]["conversations"]
+    for field, why in (({"weight": 0}, "message 4: a weight of its own"), ({"images": ["a.png"]}, "message 4: images: only texts are learned")):
+        with pytest.raises(ValueError, match=why):
+            messages_of({"conversations": [*turns[:3], turns[3] | field]}, "sharegpt")
+    with pytest.raises(ValueError, match="message 0: its content is 5, not text"):
+        messages_of({"conversations": turns, "system": 5}, "sharegpt")
+    for weights in ({"human": None, "gpt": None}, {"human": 0.0, "gpt": 1.0}):  # as Parquet has what is not there, and as SlimOrca has them
+        assert messages_of({"conversations": [turn | {"weight": weights[turn["from"]]} for turn in turns]}, "sharegpt") == PLAIN
+
+
+def test_thoughts_are_found_as_transformers_finds_them():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+    names = ("reasoning_content", "thinking", "reasoning")
+    for fields in ({name: "why"} for name in names), ({"thinking": None, "reasoning": "why"}, {"thinking": "why", "reasoning": "no"}):
+        for field in fields:
+            theirs = [PLAIN[0], PLAIN[1] | field]
+            (message,) = messages_of({"messages": theirs}, "messages")[1:]
+            assert message["reasoning_content"] == render_jinja_template([theirs], chat_template=text)[0][0] == "why"
+
+
+@pytest.mark.parametrize("weight", [None, float("nan"), -1, "much", [1], pytest.param(10**400, id="huge")])
+def test_a_weight_that_is_none_is_told_with_its_row_and_column(template, weight):
+    with pytest.raises(UserError, match=r"^c.jsonl: row 2: w=.*: a weight is a number, 0 or more. Correct or remove it.$"):
+        ChatsDataset(put([{"messages": PLAIN, "w": 1}, {"messages": PLAIN, "w": weight}]), template, 100, weight="w")
+
+
+def test_a_copy_of_the_data_is_called_by_its_own_name(template):
+    file = put([{"messages": PLAIN}, {"messages": PLAIN[:1]}])
+    ChatsDataset(file, template, 100)
+    file.rename("d.jsonl")
+    assert ChatsDataset("d.jsonl", template, 100).notes == ["d.jsonl: 1 of 2 chats without a turn of the assistant's, left out"]
+
+
+def test_a_chat_of_many_turns_is_cut_soon(template, monkeypatch):
+    """The prompts for each turn are rendered of what is kept alone."""
+    calls, render, kept = [], chat_template.ChatTemplate.render, template.ids(PLAIN[:2])
+    monkeypatch.setattr(chat_template.ChatTemplate, "render", lambda self, *args, **more: calls.append(1) or render(self, *args, **more))
+    data = ChatsDataset(put([{"messages": PLAIN[:2] * 60}]), template, len(kept))
+    assert data[0]["ids"].tolist() == kept and len(calls) < 60 + 10
+
+
+def test_a_first_chat_that_the_assistant_begins(tokenizer):
+    """There is no prompt before it, and many templates cannot render one."""
+    text = "{% if messages[0].role == 'system' %}{{ '' }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    text += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    data = ChatsDataset(put([{"messages": PLAIN[1:]}]), chat_template.ChatTemplate(text, "t", tokenizer), 100)
+    assert tokenizer.decode(data[0]["ids"][data[0]["learn"]]) == "twofour" and data.notes == []
+
+
+def test_workers_are_given_the_name_of_the_tokens_files_alone(template):
+    data = ChatsDataset(put([{"messages": [{"role": "user", "content": "a " * 9000}, PLAIN[1]]}]), template, 100_000)
+    sent = pickle.dumps(data)
+    assert len(sent) < len(data[0]["ids"]) / 2
+    there = pickle.loads(sent)[0]
+    assert all((there[key] == data[0][key]).all() for key in ("ids", "learn")) and there["learn"].sum() == 3
 
 
 def test_what_is_left_out_is_counted(template):
@@ -127,12 +195,14 @@ def test_a_chat_is_held_out_whole(tokenizer):
     assert len(data) == 40 and data.chats.tolist() == [i // 2 for i in range(40)]
     train, valid = data.every(10)
     assert len(train) == 36 and valid.indices.tolist() == [18, 19, 38, 39] and train.content != valid.content
+    rows = [{"messages": PLAIN[:1] if i == 9 else PLAIN} for i in range(11)]
+    assert [len(part) for part in ChatsDataset(put(rows), template, 100).every(10)] == [18, 2], "of those that are kept"
     with pytest.raises(UserError, match="too few to hold out every 10th"):
         ChatsDataset(put([{"messages": PLAIN}] * 9), template, 100).every(10)
 
 
 class Rows:
-    content = "x"
+    content, notes = "x", ()
 
     def __init__(self, lengths: list[int]):
         self.lengths = np.array(lengths)

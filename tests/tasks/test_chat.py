@@ -18,8 +18,10 @@ from gradus.cli import main
 from gradus.data.collate import IGNORE
 from gradus.errors import InputError, UserError
 from gradus.parallel.apply import apply
+from gradus.proof.check import SessionChecks
 from gradus.rows import read_rows
 from gradus.train.run import train
+from gradus.train.session import open_session
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
@@ -107,6 +109,13 @@ def test_a_rows_weight_multiplies_its_loss(data):
         assert batch["counts"]["tokens"] == sum(one["counts"]["tokens"] for one in alone)
 
 
+def test_weights_do_not_change_what_random_weights_are_checked_by(data):
+    rows = [json.loads(line) | {"weight": 9} for line in (data / "train.jsonl").read_text().splitlines()]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = recipe(data, data={"weight": "weight"})
+    assert SessionChecks(open_session(made), made).start().startswith("loss 5.")
+
+
 WINDOWED = {**LLAMA, "window": 9, "full_every": 2}
 
 
@@ -135,6 +144,43 @@ def test_packed_rows_are_the_rows_alone(data, model, attention, dtype, tolerance
     assert float(packed) == pytest.approx(float(loss), rel=tolerance)
     scale = max(g.abs().max() for g in gradients.values())
     assert max((gradients[name] - of_packed[name]).abs().max() / scale for name in gradients) < tolerance
+
+
+def test_the_last_answer_of_a_packed_row_is_asked_for_by_its_own_chat_alone(data):
+    task = opened(data, data={"pack": "documents"})[0]
+    row = task.splits["train"][0]
+    own = row["segments"] == row["segments"][-1]
+    assert row["segments"][-1] > 0
+    assert task.question(row) == task.question({key: row[key][own] for key in ("ids", "learn")})
+
+
+def test_what_was_left_out_is_said_once(data):
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    Path("one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"messages": [{"role": "user", "content": "red"}]}, *rows]))
+    for more in ({}, {"pack": "documents", "limit": 3}):
+        (note,) = opened(Path("one.jsonl"), data=more)[0].notes()
+        assert note.endswith("one.jsonl: 1 of 49 chats without a turn of the assistant's, left out.")
+
+
+def test_the_right_answer_is_what_the_template_writes(data):
+    """With the thought that it begins with, as a model learns to write it."""
+    task = opened(data, task={"template": "qwen3"})[0]
+    asked = json.loads((data / "train.jsonl").read_text().splitlines()[0])["messages"]
+    prompt, truth = task.question(task.splits["train"][0])
+    read = task.read(json.dumps(asked), 96)
+    assert read["ids"].tolist() == prompt and task.said(read["truth"]) == task.said(truth) == f"<think>\n\n</think>\n\n{asked[-1]['content']}"
+
+
+def test_new_says_that_it_chose_a_template_for_weights_without_one(data, capsys):
+    task, model = opened(data)
+    models.save(model, Path("base"))
+    for name, beside in (("own", task.tokenizer.beside), ("none", {})):
+        task.tokenizer.beside = beside
+        task.tokenizer.save("base")
+        assert main(["new", f"{name}.yaml", "--data", str(data), "--init", "base"]) == 0
+        chosen = name == "none"
+        assert ("chatml is the template, since the weights bring none" in capsys.readouterr().out) == chosen
+        assert ("template: chatml" in Path(f"{name}.yaml").read_text()) == chosen
 
 
 # ---------------------------------------------------------------- layouts
@@ -221,6 +267,7 @@ def test_a_chat_is_answered_as_it_was_learned(data, capsys, monkeypatch):
     assert main(["generate", "run", "--chat"]) == 0
     out, err = capsys.readouterr()
     assert out == "red blue\n" * 2 and err.count("the conversation begins anew") == 2 and "/reset begins anew." in err
+    assert "text 1 ('after 2 messages: x x" in err
 
     ask = [{"role": "user", "content": "which colour?"}]
     Path("ask.jsonl").write_text("\n".join(json.dumps({"messages": [*ask, *more]}) for more in ([], [{"role": "assistant", "content": "red"}])))
@@ -233,6 +280,8 @@ def test_a_chat_is_answered_as_it_was_learned(data, capsys, monkeypatch):
     assert answered["answer"] == "red blue"
     assert main(["predict", "run", "--split", "valid", "--n", "2"]) == 0
     assert "2 of 2 right" in capsys.readouterr().out
+    assert main(["predict", "run", "which colour?", "red " * 200]) == 2
+    assert "text 2 ('red red" in capsys.readouterr().err
 
 
 def test_another_template_than_trainings_is_told(data, capsys):

@@ -122,6 +122,16 @@ def test_with_a_column_of_whole_texts_or_a_named_one_they_can_be_learned(tmp_pat
     assert look([str(tmp_path / "a.jsonl")], "output", False).data["text"] == "output"
 
 
+def test_columns_that_a_chats_form_does_not_read_are_said(tmp_path):
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    rows = {"messages": {"messages": turns}, "prompt": {"prompt": "hello", "completion": "hi"}, "alpaca": {"instruction": "greet", "output": "hi"}}
+    left = {"messages": "system, input", "prompt": "input", "alpaca": None}
+    for form, row in rows.items():
+        (tmp_path / "a.jsonl").write_text(json.dumps({**row, "system": "be brief", "input": "x"}))
+        notes = [line for line in look([str(tmp_path / "a.jsonl")]).lines if "not read" in line]
+        assert notes == [f"note       not read: {left[form]} (a column of weights: data.weight=COLUMN)"] * bool(left[form])
+
+
 def test_several_classes_in_one_cell_are_said(tmp_path):
     said = {}
     for name, labels in (("several", ("a;b", "b;c")), ("one", ("York, UK", "Bonn, DE"))):

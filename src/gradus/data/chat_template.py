@@ -218,9 +218,9 @@ class ChatTemplate:
     def learned(self, messages: list[dict], last: bool = False) -> list[LearnedRow]:
         """The rows of a chat: one, or one for each turn of the assistant. last: only its last turn is learned.
 
-        Learned is what stands in the template's `generation` blocks; without any, each turn from behind the prompt
-        for it, as far as the chat has that, up to and with the token that ends it and the text behind that, if any. The
-        turns are found by sentinels around the contents. A template that rewrites earlier turns gives a row per turn:
+        Learned is what stands in the template's `generation` blocks; without any, each turn from behind the prompt for
+        it, as far as the chat has that, found by sentinels around the contents; both up to and with the token that ends
+        a turn and the text behind that, if any. A template that rewrites earlier turns gives a row per turn:
         the prompt for it as the model will see it, and the answer. Raises UserError where that is not exact either.
         """
         whole = self.render(messages)
@@ -229,7 +229,7 @@ class ChatTemplate:
             raise UserError("a chat without an answer of the assistant: nothing to learn from.")
         turns = turns[-1:] if last else turns
         if self._sandbox.has_marks:
-            spans, closings = self._marked(messages, whole, turns[0] if last else 0), ("",)
+            spans, closings = self._marked(messages, whole, turns[0] if last else 0), self._endings[0] or [""]
         else:
             spans, closings = self._answers(messages, whole, turns), self._endings[0]
         if not spans or not closings or type(self.tokenizer) is not FastTokenizer:
@@ -258,12 +258,17 @@ class ChatTemplate:
         for i in turns if contents else ():
             start, stop = contents[i]
             if i:
-                prompt = self.render(messages[:i], True)
-                start = len(prompt if whole.startswith(prompt) else common_prefix([prompt, whole]))
+                start = self.answer_start(messages[:i], whole)
                 if start < contents[i - 1][1]:
                     return None
             spans.append((start, stop))
         return spans
+
+    def answer_start(self, asked: list[dict], whole: str) -> int:
+        """Where the answer to these messages begins in the text of them and more: behind the prompt for it, as far as
+        that text has it."""
+        prompt = self.render(asked, True)
+        return len(prompt if whole.startswith(prompt) else common_prefix([prompt, whole]))
 
     def _contents(self, messages: list[dict], whole: str) -> list[tuple[int, int]] | None:
         """Where the contents stand in the text of a chat; None where the template leaves out or changes one, or a
@@ -286,7 +291,8 @@ class ChatTemplate:
 
     def _private(self, text: str) -> list[str]:
         """Four characters that are neither in a text nor in the template."""
-        return sorted({chr(n) for n in range(0xE000, 0xE100)} - {*text, *self.text})[:4]
+        free = (c for c in map(chr, range(0xE000, 0xF900)) if c not in text and c not in self.text)
+        return list(itertools.islice(free, 4))
 
     def _ended(self, ids: list[int], learn: list[bool], how: str) -> LearnedRow:
         """Where nothing ends a chat's last turn but what begins the next one, that is added."""

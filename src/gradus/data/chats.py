@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ FORMS = {"messages": ("messages",), "sharegpt": ("conversations",), "prompt": ("
 ROLES = {role: role for role in ("system", "user", "assistant")} | ChatsData.roles
 NOT_TEXT = ("tools", "images", "image", "videos", "audio", "audios")  # columns, and fields of a message
 CALLS = ("tool_calls", "function_call")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields of a message, in transformers' order
 
 
 def forms_of(columns: Iterable[str]) -> list[str]:
@@ -56,25 +58,23 @@ def messages_of(row: Row, form: str, system: str | None = None) -> list[Message]
     Raises ValueError for what is not learned here (tools, images), an unknown role and a content that is no text."""
     if there := [name for name in NOT_TEXT if row.get(name)]:
         raise ValueError(f"{there[0]}: only texts are learned")
-    if form == "messages":
-        turns = row["messages"]
-    elif form == "sharegpt":
-        turns = row["conversations"]
-        if isinstance(turns, list) and all(isinstance(turn, dict) and "from" in turn for turn in turns):
-            turns = [{"role": turn["from"], "content": turn.get("value")} for turn in turns]
+    if form in ("messages", "sharegpt"):
+        turns = row[FORMS[form][0]]
     elif form == "prompt":
         sides = (("user", row["prompt"]), ("assistant", row["completion"]))
         turns = [turn for role, x in sides for turn in (x if isinstance(x, list) else [_turn(role, x)])]
     else:
-        said = [text for pair in row.get("history") or () for text in pair]
-        history = [_turn("assistant" if i % 2 else "user", text) for i, text in enumerate(said)]
+        pairs = row.get("history") or ()
+        if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+            raise ValueError(f"history: {pairs!r:.40} is no list of pairs, a question and its answer")
+        history = [_turn(*said) for pair in pairs for said in zip(("user", "assistant"), pair)]
         question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
         turns = [*history, _turn("user", question), _turn("assistant", row["output"])]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{turns!r:.40} is no list of messages")
     messages = [_message(i, turn) for i, turn in enumerate(turns, 1)]
     if messages[0]["role"] != "system" and (system := (form != "messages" and row.get("system")) or system):
-        messages.insert(0, _turn("system", system))
+        messages.insert(0, _message(0, _turn("system", system)))
     return messages
 
 
@@ -83,6 +83,8 @@ def _turn(role: str, content: Any) -> Message:
 
 
 def _message(number: int, turn: Any) -> Message:
+    if isinstance(turn, dict) and "from" in turn:  # ShareGPT's
+        turn = _turn(turn["from"], turn.get("value")) | turn
     if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
         raise ValueError(f"message {number}: {turn!r:.60} has no role and content")
     role, content = ROLES.get(str(turn["role"]).lower()), turn["content"]
@@ -90,14 +92,14 @@ def _message(number: int, turn: Any) -> Message:
         raise ValueError(f"message {number}: {called[0]}: only texts are learned")
     if role is None:
         raise ValueError(f"message {number}: role {turn['role']!r:.40} is none of system, user and assistant")
-    if turn.get("weight") not in (None, 1):
+    if role == "assistant" and turn.get("weight") not in (None, 1):  # of others it changes nothing
         raise ValueError(f"message {number}: a weight of its own. Weights are of rows: name their column, data.weight")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text")) for part in content)
+        content = "".join(part.get("text") for part in content)
     if not isinstance(content, str):
         raise ValueError(f"message {number}: its content is {content!r:.40}, not text")
-    thought = turn.get("reasoning_content")
-    return _turn(role, content) | ({"reasoning_content": thought} if isinstance(thought, str) else {})
+    thoughts = [turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)]
+    return _turn(role, content) | ({THOUGHTS[0]: thoughts[0]} if thoughts else {})
 
 
 def rows_of(
@@ -111,22 +113,23 @@ def rows_of(
         if missing := [name for name in (*FORMS[form], *([weight] if weight else [])) if name not in row]:
             raise readers.no_column(file, number, missing[0], row)
         try:
-            messages, of_row = messages_of(row, form, system), 1.0 if weight is None else float(row[weight])
-            if not 0 <= of_row <= limits.REAL:
-                raise ValueError(f"{weight}={of_row}: a weight is 0 or more")
+            messages, of_row = messages_of(row, form, system), _weight(row, weight) if weight else 1.0
         except (ValueError, TypeError) as e:
             raise UserError(f"{where}: {e}. Correct or remove it.") from None
         yield where, messages, of_row
 
 
+def _weight(row: Row, column: str) -> float:
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if 0 <= (weight := float(row[column])) <= limits.REAL:
+            return weight
+    raise ValueError(f"{column}={row[column]!r:.40}: a weight is a number, 0 or more")
+
+
 def texts(path: Readable, form: str | None) -> Corpus:
     """What is said in the chats, each message a document: what a tokenizer is trained on."""
-
-    def contents() -> Iterator[str]:
-        return (message["content"] for _, messages, _ in rows_of(path, form) for message in messages)
-
-    content = identity(path)
-    return Corpus(contents, digest("chats", kind_of(path), form, content), str(path), True, content)
+    content, said = identity(path), lambda: (turn["content"] for _, chat, _ in rows_of(path, form) for turn in chat)
+    return Corpus(said, digest("chats", kind_of(path), form, content), str(path), True, content)
 
 
 class ChatsDataset:
@@ -135,8 +138,9 @@ class ChatsDataset:
     turns where its template writes earlier turns anew (see `ChatTemplate.learned`).
 
     Of a longer chat the last turns are cut off, up to one that fits; chats that cannot be cut, have no turn of the
-    assistant's or no weight are left out. `notes`: how many. lengths: (rows,) tokens; chats: (rows,) the chat of each.
-    Raises UserError, with file and row, for one that is no chat, and where no row is left.
+    assistant's or no weight are left out. `notes`: how many. lengths: (rows,) tokens; chats: (rows,) the number of
+    each one's chat, of those that are kept. Raises UserError, with file and row, for one that is no chat, and where no
+    row is left.
     """
 
     def __init__(
@@ -145,29 +149,28 @@ class ChatsDataset:
     ):  # fmt: skip
         self.name, self.content, self.weight = str(path), identity(path), weight
         how = (template.digest, template.date, template.tokenizer.fingerprint, longest, last, system, form, weight)
-        folder = files.cache_dir(cache) / "chats" / digest(1, kind_of(path), self.content, *how)
+        folder = files.cache_dir(cache) / "chats" / digest(2, kind_of(path), self.content, *how)
         rows = rows_of(path, form, system, weight)
         self.tokens = TokenFile(keep(folder, lambda aside: _write(aside, rows, template, longest, last, self.name)))
-        self.learn = np.memmap(self.tokens.folder / "learn.bin", bool, mode="r")
         self.weights = np.fromfile(self.tokens.folder / "weights.bin", "<f4")
         self.chats = np.fromfile(self.tokens.folder / "chats.bin", "<i8")
-        self.lengths, self.notes = self.tokens.lengths(), self.tokens.about["notes"]
+        self.lengths, self.notes = self.tokens.lengths(), [f"{path}: {note}" for note in self.tokens.about["notes"]]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        place = slice(*self.tokens.offsets[i : i + 2])
         more = {"weight": float(self.weights[i])} if self.weight else {}
-        return {"ids": self.tokens.ids[place].astype(np.int64), "learn": np.array(self.learn[place]), **more}
+        start, n = int(self.tokens.offsets[i]), int(self.lengths[i])  # a map of the file would go to workers by pickle
+        learn = np.fromfile(self.tokens.folder / "learn.bin", bool, n, offset=start)
+        return {"ids": self.tokens.text(i), "learn": learn, **more}
 
     def every(self, n: int) -> tuple[Part, Part]:
         """All but every n-th chat, and the rest."""
         held_out = self.chats % n == n - 1
         if not held_out.any():
             raise UserError(f"{self.name}: {len(self)} chats are too few to hold out every {n}th. Give a valid split.")
-        parts = (Part(self, np.flatnonzero(rows)) for rows in (~held_out, held_out))
-        first, rest = parts
+        first, rest = (Part(self, np.flatnonzero(rows)) for rows in (~held_out, held_out))
         first.content, rest.content = (digest(self.content, n, held) for held in (False, True))
         return first, rest
 
@@ -180,6 +183,8 @@ def _rows(
         return "of weight 0, left out", []
     ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
     for end in reversed(ends):
+        if len(template.ids(messages[:end])) > longest:  # quick to see, of a chat of hundreds of turns too
+            continue
         rows = template.learned(messages[:end], last)
         if all(len(row.ids) <= longest for row in rows):
             return "" if end == ends[-1] else f"longer than {longest:,} tokens, cut at a turn", rows
@@ -188,9 +193,9 @@ def _rows(
 
 
 def _answers_its_prompt(template: ChatTemplate, messages: list[Message], row: LearnedRow) -> bool:
-    """Whether the first answer that is learned stands behind what the model will read before one."""
+    """Whether the first answer that is learned stands behind what the model will read before one, if anything."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    prompt = template.ids(messages[:first], add_generation_prompt=True)
+    prompt = template.ids(messages[:first], add_generation_prompt=True) if first else []
     return row.ids[: len(prompt)] == prompt
 
 
@@ -199,16 +204,17 @@ def _write(
     name: str,
 ) -> None:  # fmt: skip
     dtype = "<u2" if template.tokenizer.vocab_size <= 1 << 16 else "<u4"
-    offsets, weights, chat, became, notes = [0], [], [], collections.Counter(), []
+    offsets, weights, chat, number, became, notes = [0], [], [], -1, collections.Counter(), []
     with open(folder / "ids.bin", "wb") as ids, open(folder / "learn.bin", "wb") as learn:
-        for number, (where, messages, weight) in enumerate(chats):
+        for where, messages, weight in chats:
             try:
                 what, rows = _rows(messages, weight, template, longest, last)
             except UserError as e:
                 raise UserError(f"{where}: {e}") from None
             became[what] += 1
+            number += bool(rows)
             if rows and not weights and not _answers_its_prompt(template, messages, rows[0]):
-                notes.append(f"{name}: {template.where} does not write a chat's answers behind its prompt for one")
+                notes.append(f"{template.where} does not write a chat's answers behind its prompt for one")
             for row in rows:
                 if not any(row.learn[1:]):
                     raise UserError(f"{where}: not one of its tokens would be learned. Look at it with gradus check.")
@@ -218,9 +224,9 @@ def _write(
                 weights.append(weight)
                 chat.append(number)
     total = became.total()
-    notes += [f"{name}: {n:,} of {total:,} chats {what}" for what, n in became.items() if what]
+    notes += [f"{n:,} of {total:,} chats {what}" for what, n in became.items() if what]
     if not weights:
-        raise UserError(f"{'; '.join(notes)}: nothing to learn. Look at the data, data.max_len and model.seq_len.")
+        raise UserError(f"{name}: {'; '.join(notes)}: nothing to learn. Look at the data, data.max_len, model.seq_len.")
     arrays = {"offsets": np.array(offsets, "<i8"), "weights": np.array(weights, "<f4"), "chats": np.array(chat, "<i8")}
     for file, numbers in arrays.items():
         (folder / f"{file}.bin").write_bytes(numbers.tobytes())
@@ -235,7 +241,7 @@ class Packed:
     """
 
     def __init__(self, rows: Any, longest: int):
-        self.rows, self.content = rows, rows.content
+        self.rows, self.content, self.notes = rows, rows.content, rows.notes
         rooms: list[tuple[int, int]] = []  # (left, which), sorted
         self.places: list[list[int]] = []
         for i in np.argsort(-np.asarray(rows.lengths), kind="stable").tolist():
@@ -246,7 +252,7 @@ class Packed:
                 self.places.append([])
             self.places[place].append(i)
             bisect.insort(rooms, (left - length, place))
-        self.lengths = np.array([sum(int(rows.lengths[i]) for i in place) for place in self.places])
+        self.lengths = np.array([rows.lengths[place].sum() for place in self.places])
 
     def __len__(self) -> int:
         return len(self.places)
@@ -258,4 +264,4 @@ class Packed:
         if "weight" in chats[0]:
             out["weight"] = np.repeat([chat["weight"] for chat in chats], lengths)
         positions = np.concatenate([np.arange(n) for n in lengths])
-        return {**out, "segments": np.repeat(np.arange(len(chats)), lengths), "positions": positions}
+        return {**out, "segments": np.repeat(range(len(chats)), lengths), "positions": positions}

@@ -263,7 +263,7 @@ def find_pairs(
 
 
 PER_SAMPLE = ("lengths", "sides", "labels")
-OF_ALL = ("classes", "shape", "as_read", "preprocess", "folder", "content", "truncation", "epoch_aware")
+OF_ALL = ("classes", "shape", "as_read", "preprocess", "folder", "content", "truncation", "notes", "epoch_aware")
 
 
 class Part:

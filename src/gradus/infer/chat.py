@@ -40,7 +40,8 @@ class Conversation:
     def encoded(self, question: str) -> Encoded:
         """The whole conversation with this question, ready to be answered. Raises InputError where it is too long."""
         ids = self.template.ids([*self.messages, _says("user", question)], add_generation_prompt=True)
-        fits([question], [ids], self.source.config.longest)
+        said = f"after {len(self.messages)} messages: {question}" if self.messages else question
+        fits([said], [ids], self.source.config.longest)
         ends = [*self.template.ends(), *end_tokens(self.source, self.tokenizer)]
         return Encoded([ids], None, list(dict.fromkeys(ends)))
 

@@ -258,10 +258,8 @@ def class_names(source: ModelSource) -> list[str]:
 def read_by_task(source: ModelSource, texts: list[str], top: int, model: LazyEngine) -> Iterator[Record]:
     """What the task of a run makes of texts, all of which are read before the first is answered."""
     task = task_class(source.recipe).without_data(source.recipe, tokenizers=tasks.load_tokenizers(source.path))
-    samples = []
-    for text in texts:
-        samples.append(task.read(text, source.config.seq_len))
-        fits([text], [samples[-1].get("source", samples[-1].get("ids"))], source.config.seq_len)
+    samples = [task.read(text, source.config.seq_len) for text in texts]
+    fits(texts, [sample.get("source", sample.get("ids")) for sample in samples], source.config.seq_len)
     for part in batches(list(zip(texts, samples))):
         records = task.answers(model, [sample for _, sample in part], top)
         yield from ({"input": text, **record} for (text, _), record in zip(part, records))

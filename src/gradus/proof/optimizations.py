@@ -153,8 +153,8 @@ def _loader(best: Recipe, context: LadderContext) -> Found:
 
 def _padding(mode: str) -> Find:
     def find(best: Recipe, context: LadderContext) -> Found:
-        alike = "batch.tokens counts padding: batches would change" if best.batch.tokens else "like lengths go together"
-        yield {"data.pad": mode} if has_padding(best) else alike if hasattr(best.data, "pad") else ONE_LENGTH
+        fixed = "batches in tokens count padding, and chats of like lengths go together"
+        yield {"data.pad": mode} if has_padding(best) else fixed if hasattr(best.data, "pad") else ONE_LENGTH
 
     return find
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -49,11 +48,8 @@ class Chat(CausalLM):
         return recipe.model_copy(update={"task": recipe.task.model_copy(update={"digest": digest})})
 
     def notes(self, *of: str) -> Iterator[str]:
-        for split in of or self.splits:
-            data = self.splits[split]
-            while not hasattr(data, "notes"):
-                data = getattr(data, "rows", None) or data.dataset
-            yield from (f"{note}." for note in data.notes)
+        notes = (note for split in of or self.splits for note in self.splits[split].notes)
+        yield from (f"{note}." for note in dict.fromkeys(notes))  # once, where a part of a file is held out
 
     def targets(self, sample: Sample) -> np.ndarray:
         return np.where(sample["learn"][1:], super().targets(sample), IGNORE)
@@ -72,10 +68,12 @@ class Chat(CausalLM):
     # ------------------------------------------------------------ answers
 
     def question(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """(what a model reads before the last answer of a chat, the answer with its end), ids."""
-        ids, learn = sample["ids"].tolist(), sample["learn"]
+        """(what a model reads before a chat's last answer, the answer with its end), ids; of a packed row's last chat.
+        """
+        begin = int(np.argmax(sample.get("segments", 0)))
+        ids, learn = sample["ids"][begin:].tolist(), sample["learn"][begin:]
         stop = int(np.flatnonzero(learn)[-1]) + 1
-        start = stop - len(list(itertools.takewhile(bool, reversed(learn[:stop].tolist()))))
+        start = int(max(np.flatnonzero(~learn[:stop]), default=-1)) + 1
         return ids[:start], ids[start:stop]
 
     def answered(self, model: Any, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
@@ -89,7 +87,7 @@ class Chat(CausalLM):
         data, written = self.splits[split], {}
         for part in shares(data.lengths, rank, world):
             prompts, truths = zip(*(self.question(data[i]) for i in part))
-            rows = self.answered(model, prompts, [len(truth) for truth in truths])
+            rows = self.answered(model, prompts, list(map(len, truths)))
             for i, row, truth in zip(part, rows, truths):
                 written[i] = self.said(row) + "…" * (len(row) == len(truth))
         return written
@@ -112,12 +110,12 @@ class Chat(CausalLM):
         return [f"{question} │ {self.said(row)}" for question, row in zip(asked, rows)]
 
     def answers(self, model: Any, samples: list[Sample], top: int) -> Iterator[dict[str, Any]]:
-        asked = [self.question(sample) if "learn" in sample else (sample["ids"].tolist(), None) for sample in samples]
+        asked = [self.question(s) if "learn" in s else (s["ids"].tolist(), s["truth"]) for s in samples]
         prompts, most = [prompt for prompt, _ in asked], self.recipe.evaluate.max_new or 200
         engine = model.on(Encoded(prompts, None, self.ends))
         for sample, (prompt, truth), row in zip(samples, asked, self.answered(engine, prompts, [most] * len(prompts))):
-            answer, truth = self.said(row), sample.get("truth") if truth is None else self.said(truth)
-            known = {} if truth is None else {"truth": truth, "right": answer == truth.strip()}
+            answer = self.said(row)
+            known = {} if truth is None else {"truth": self.said(truth), "right": answer == self.said(truth)}
             yield {"input": sample.get("question") or self.tokenizer.decode(prompt), "answer": answer, **known}
 
     @staticmethod
@@ -132,13 +130,16 @@ class Chat(CausalLM):
         try:
             messages = json.loads(text) if text.startswith("[{") else [{"role": "user", "content": text}]
             messages = messages_of({"messages": messages}, "messages", self.recipe.task.system)
-        except (ValueError, RecursionError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise InputError(f"{short(text, 40)}: no chat that can be read: {e}.") from None
-        truth = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
-        if not messages or messages[-1]["role"] != "user":
+        truth, asked = None, messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not asked or asked[-1]["role"] != "user":
             raise InputError(f"{text:.40}: the last turn before an answer must be the user's.")
-        ids = np.array(self.template.ids(messages, add_generation_prompt=True))
-        return {"ids": ids, "question": messages[-1]["content"], "truth": truth}
+        if asked is not messages:  # as the template writes it, which may begin it with a thought
+            whole = self.template.render(messages)
+            truth = self.tokenizer.encode(whole[self.template.answer_start(asked, whole) :])
+        ids = np.array(self.template.ids(asked, add_generation_prompt=True))
+        return {"ids": ids, "question": asked[-1]["content"], "truth": truth}
 
     def token_by_token(self) -> Iterator[tuple[str, bool, bool]]:
         sample = self.splits["train"][0]

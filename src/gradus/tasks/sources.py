@@ -18,6 +18,7 @@ from gradus.data.text import DocumentsDataset, LabelledDataset, LMDataset, Pairs
 from gradus.data.tokenizer_files import load
 from gradus.data.tokenizers import TEMPLATE, ByteTokenizer, CharTokenizer, Tokenizer, WordTokenizer
 from gradus.errors import DataError, UserError
+from gradus.models.decoding import end_ids
 from gradus.recipe.schema import Recipe
 from gradus.tasks import GENERATION, beside
 from gradus.tasks.made import Unopened
@@ -145,8 +146,7 @@ def _keep_beside(tokenizer: Tokenizer, template: ChatTemplate, recipe: Recipe) -
     if init is not None and GENERATION not in there and (place := models.locate(init)).is_dir():
         there = beside(place) | there
     asked = json.loads(there.get(GENERATION, "{}"))
-    before = asked.get("eos_token_id", tokenizer.eos_id)
-    ends = [*template.ends(), *(before if isinstance(before, list) else [before] if before is not None else [])]
+    ends = [*template.ends(), *end_ids(asked.get("eos_token_id", tokenizer.eos_id))]
     asked["eos_token_id"] = list(dict.fromkeys(ends))
     tokenizer.beside = {**there, TEMPLATE: template.text, GENERATION: json.dumps(asked, indent=2) + "\n"}
 

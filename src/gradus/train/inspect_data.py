@@ -276,7 +276,7 @@ def _chats(where: str, file: Readable, row: dict[str, Any], form: str | None) ->
     columns = chats.FORMS[found]
     lines = [f"found      {file}: chats, by the column{'s' * (len(columns) > 1)} {' and '.join(columns)}"]
     lines.append("learns     what the assistant says, and where it stops; gradus check shows a chat token by token")
-    read = {*columns, "input", "system", "history"}
+    read = {*columns, *{"messages": (), "alpaca": ("input", "system", "history")}.get(found, ("system",))}
     if left := [name for name in row if name not in read]:
         lines.append(f"note       not read: {_names(dict.fromkeys(left))} (a column of weights: data.weight=COLUMN)")
     return DataSummary({"kind": "chats", "path": where, **({"form": form} if form else {})}, lines)

@@ -60,6 +60,8 @@ def new(
     if init and expanded(init).exists():
         init = str(expanded(init).absolute())
     sections = _draft(summary, init, config)
+    if init and "template" in sections["task"]:
+        yield "note       chatml is the template, since the weights bring none: task.template names the one they know"
     facts = Facts(tasks.open_task(_recipe(target, sections)), summary)
     yield from map(printable, facts.lines())
     _fit_to(sections, facts, config)
