@@ -82,3 +82,17 @@ def pieces(folder: Path, **settings) -> Path:
         (folder / name).unlink(missing_ok=True)
     LlamaTokenizer.from_pretrained(made).save_pretrained(folder)
     return made / "tokenizer.model"
+
+
+def spaced(*normalizers) -> FastTokenizer:
+    """SentencePiece's merges as Gemma's tokenizer.json has them: runs of spaces are added tokens too, which match no text before it is normalised."""
+    package, runs = package_tokenizers(), ["▁" * n for n in (2, 3, 4)]
+    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab", *runs, "▁a"]
+    merges = [("▁", "▁"), ("▁▁", "▁"), ("▁", "▁▁"), ("▁▁", "▁▁"), ("▁", "a")]
+    model = package.models.BPE(dict(zip(tokens, range(len(tokens)))), merges, unk_token="<unk>", byte_fallback=True)
+    rust = package.Tokenizer(model)
+    rust.normalizer = package.normalizers.Sequence([*normalizers, package.normalizers.Replace(" ", "▁")])
+    rust.decoder = package.decoders.Sequence([package.decoders.Replace("▁", " "), package.decoders.ByteFallback(), package.decoders.Fuse()])
+    rust.add_special_tokens(["<unk>", "</s>"])
+    rust.add_tokens([package.AddedToken(run, normalized=False) for run in runs])
+    return FastTokenizer(rust, {"unk_token": "<unk>", "eos_token": "</s>"})

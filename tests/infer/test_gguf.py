@@ -12,7 +12,14 @@ import torch
 
 from gradus import models
 from gradus.cli import main
-from gradus.data.tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, train_bpe
+from gradus.data.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    FastTokenizer,
+    WordTokenizer,
+    package_tokenizers,
+    train_bpe,
+)
 from gradus.errors import UserError
 from gradus.infer import export_gguf, find, gguf_tokenizer
 from gradus.models.weights import checksums
@@ -20,7 +27,7 @@ from gradus.models.weights.gguf import Layout
 from gradus.recipe.schema import Adapter
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, TEXT, bpe, pieces, saved, write
+from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, TEXT, bpe, pieces, saved, spaced, write
 from small_models import flip
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf brings it")
@@ -168,7 +175,9 @@ def test_a_type_is_of_gguf_alone(tmp_path, capsys):
 
 def test_a_tokenizer_that_is_spelt_otherwise_is_refused():
     split = r"\d+|\D+"
-    for tokenizer in (bpe(split), train_bpe(TEXT, 300, lowercase=True)):
+    normalizers = package_tokenizers().normalizers
+    composing = [spaced(kind()) for kind in (normalizers.Lowercase, normalizers.NFC, normalizers.NFD, normalizers.NFKC)]
+    for tokenizer in (bpe(split), train_bpe(TEXT, 300, lowercase=True), *composing):
         with pytest.raises(UserError, match="has no tokenizer that splits or normalises a text as this one does"):
             gguf_tokenizer.of_merges(tokenizer)
 
@@ -242,3 +251,17 @@ def test_in_fp32_weights_are_as_they_are(tmp_path):
     assert keys["general.file_type"] == gguf.LlamaFileType.ALL_F32
     assert torch.equal(torch.from_numpy(tensors["token_embd.weight"].data.copy()), model.token_embedding.weight)
     assert torch.equal(torch.from_numpy(tensors["output_norm.weight"].data.copy()), model.norm.weight + 1)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, capsys):
+    state = json.loads(bpe(QWEN_SPLIT).rust.to_str()) | {"added_tokens": []}
+    saved(tmp_path / "model", FastTokenizer(package_tokenizers().Tokenizer.from_str(json.dumps(state))), **CASES["qwen3"])
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2  # llama.cpp would end at token 11
+    assert "llama.cpp has no tokenizer without a token that ends a text" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert write(tmp_path / "model", tmp_path / "out")[0]["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_runs_of_spaces_are_no_added_tokens():
+    kinds = {token: kind for token, kind, _ in gguf_tokenizer.of_merges(spaced())[1].values()}  # llama.cpp prints those as they are, with ▁
+    assert {token: kind for token, kind in kinds.items() if token.startswith("▁▁")} == dict.fromkeys(("▁▁", "▁▁▁", "▁▁▁▁"), gguf.TokenType.NORMAL)

@@ -19,7 +19,7 @@ from gradus.models.decoding import complete
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(os.environ.get("GRADUS_PEERS", "/nonexistent"))
-from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, bpe, pieces, saved, write
+from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, bpe, pieces, saved, spaced, write
 
 pytest.importorskip("gguf", reason="the extra gguf brings it")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not here")
@@ -122,3 +122,13 @@ def test_the_same_chat(tmp_path):
         text = Jinja2ChatFormatter(there.metadata["tokenizer.chat_template"], "<|im_end|>", "")(messages=chat).prompt
         assert there.tokenize(text.encode(), add_bos=False, special=True) == wanted
         assert there.token_eos() == 2
+
+
+@pytest.mark.slow
+def test_runs_of_spaces(tmp_path):
+    saved(tmp_path / "model", own := spaced(), **CASES["gemma3"])
+    write(tmp_path / "model", tmp_path / "out")
+    with loaded(tmp_path / "out", vocab_only=True) as there:
+        for text in ("a" + " " * n + "ab" for n in range(12)):
+            ids = there.tokenize(text.encode(), add_bos=False, special=True)
+            assert ids == own.encode(text) and there.detokenize(ids).decode() == text

@@ -25,7 +25,7 @@ PRE = {
 }  # fmt: skip
 # as GGUF spells them; none that separates texts: llama-cpp-python would put it behind every prompt
 IDS = {"bos": "bos", "unk": "unknown", "pad": "padding", "mask": "mask"}
-SPACES = "\ufb01  x"  # of which every character stays where a text is not normalised
+SPACES = "\ufb01  Xe\u0301\u00e9"  # of which every character stays where a text is not normalised
 
 
 def keys(source: ModelSource) -> dict[str, Any]:
@@ -35,8 +35,7 @@ def keys(source: ModelSource) -> dict[str, Any]:
         raise refused(f"of kind {getattr(tokenizer, 'kind', 'SentencePiece without tokenizer.json')}")
     model, tokens = of_merges(tokenizer)
     rows = (tokens.get(i, (f"[PAD{i}]", UNUSED, LAST)) for i in range(source.config.vocab_size))
-    named = ("tokens", "token_type", "scores")[: 2 if "merges" in model else 3]
-    model |= zip(named, map(list, zip(*rows)))
+    model |= zip(("tokens", "token_type", "scores")[: 2 if "merges" in model else 3], map(list, zip(*rows)))
     return {f"tokenizer.ggml.{key}": value for key, value in (model | special(source, tokenizer)).items()}
 
 
@@ -54,6 +53,8 @@ def special(source: ModelSource, tokenizer: Tokenizer) -> dict[str, Any]:
     """The ids of special tokens, of those that end a text up to three, and which of them stand around a text."""
     found = {f"{name}_token_id": getattr(tokenizer, f"{role}_id") for role, name in IDS.items()}
     ends = sorted(end_tokens(source, tokenizer), key=lambda i: i != tokenizer.eos_id)
+    if not ends:  # it would take an ordinary one for it, by a number of its own
+        raise refused("without a token that ends a text")
     found |= zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends)
     if ends[3:]:
         note(f"GGUF has three tokens that end a text; left out: {', '.join(map(tokenizer.token, ends[3:]))}")
@@ -89,7 +90,8 @@ def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], dict[int, tuple
         note("llama.cpp does not compose characters (NFC): letters with accents apart have other tokens there")
     rank = {"".join(pair): -float(place) for place, pair in reversed([*enumerate(model["merges"])])}
     ids = rust.get_vocab().items()
-    return how, {i: (token, kinds.get(token, NORMAL), rank.get(token, LAST)) for token, i in ids}
+    # runs of spaces are no added tokens: those are printed as they are written, with ▁
+    return how, {i: (token, kinds.get(token.strip("▁") and token, NORMAL), rank.get(token, LAST)) for token, i in ids}
 
 
 def split(step: dict[str, Any] | None) -> str:
