@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -265,3 +266,10 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path, capsys):
 def test_runs_of_spaces_are_no_added_tokens():
     kinds = {token: kind for token, kind, _ in gguf_tokenizer.of_merges(spaced())[1].values()}  # llama.cpp prints those as they are, with ▁
     assert {token: kind for token, kind in kinds.items() if token.startswith("▁▁")} == dict.fromkeys(("▁▁", "▁▁▁", "▁▁▁▁"), gguf.TokenType.NORMAL)
+
+
+def test_of_a_run_the_name_is_its_folder(tmp_path):
+    saved(tmp_path / "run" / "checkpoints" / "best", **CASES["gpt2"])
+    source = dataclasses.replace(find(str(tmp_path / "run" / "checkpoints" / "best")), run=tmp_path / "run")
+    list(export_gguf.write(source, tmp_path / "out"))
+    assert gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields["general.name"].contents() == "run"

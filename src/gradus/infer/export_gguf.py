@@ -33,12 +33,17 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
     the user. Raises UserError for a model, a tokenizer or a type that the file cannot hold, and where what is read
     back is too far from the model; nothing is then left."""
     if kind not in LIMITS:
-        others = "K-quants and others are made of f16: llama-quantize model.gguf OUT.gguf Q4_K_M"
-        raise UserError(f"--type={kind}: {', '.join(LIMITS)} are written; {others}.")
+        raise UserError(
+            f"--type={kind}: {', '.join(LIMITS)} are written; "
+            "K-quants and others are made of f16: llama-quantize model.gguf OUT.gguf Q4_K_M."
+        )
     gguf, layout = need("gguf", "gguf", "--as gguf"), Layout(source.config)
     model = models.load_plain(source.path).eval().requires_grad_(False)
     exported.check_finite(source, model)
-    told = {"general.type": "model", "general.name": source.folder.resolve().name, "general.quantization_version": 2}
+    told = {
+        "general.type": "model", "general.name": (source.run or source.folder).resolve().name,
+        "general.quantization_version": 2,
+    }  # fmt: skip
     told["general.file_type"] = int(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}", 0))
     told |= {f"{layout.arch}.{key}": value for key, value in layout.keys.items()} | gguf_tokenizer.keys(source)
     with sidecar.folder(to) as folder:
@@ -108,15 +113,19 @@ def check(source: ModelSource, model: nn.Module, read: nn.Module, kind: str) -> 
     ids = torch.randint(source.config.vocab_size, (4, min(64, source.config.longest or 64)), generator=draw)
     one, other = model(ids=ids).flatten(0, 1), read(ids=ids).flatten(0, 1)
     own, loss = (float(nn.functional.cross_entropy(logits, one.softmax(-1))) for logits in (one, other))
-    pairs = zip(model.parameters(), read.parameters())
     off = {
-        "weights": max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs),
+        "weights": max(
+            float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))
+            for a, b in zip(model.parameters(), read.parameters())
+        ),
         "perplexity": math.expm1(loss - own),  # expected, of tokens that the model draws
     }
     for (what, far), limit in zip(off.items(), LIMITS[kind]):
         if not far <= limit:
-            text = f"{what} read back differ from the model's by {far:.1e} (limit {limit:g})"
-            raise UserError(f"--as gguf --type {kind}: {text}. Nothing was written. Use another --type.")
+            raise UserError(
+                f"--as gguf --type {kind}: {what} read back differ from the model's by {far:.1e} (limit {limit:g}). "
+                "Nothing was written. Use another --type."
+            )
     return (
         f"checked against PyTorch in fp32, read back by gguf's reader: weights differ by {off['weights']:.1e} of a "
         f"tensor's largest, logits by {float((one - other).abs().max()):.1e} where they reach "
