@@ -273,3 +273,12 @@ def test_of_a_run_the_name_is_its_folder(tmp_path):
     source = dataclasses.replace(find(str(tmp_path / "run" / "checkpoints" / "best")), run=tmp_path / "run")
     list(export_gguf.write(source, tmp_path / "out"))
     assert gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields["general.name"].contents() == "run"
+
+
+def test_what_lies_beside_an_export_is_not_deleted(tmp_path, capsys):
+    saved(tmp_path / "model", **CASES["gpt2"])
+    write(tmp_path / "model", tmp_path / "out")
+    (tmp_path / "out" / "q4_k_m.gguf").write_bytes(b"of llama-quantize")
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2
+    assert "does not list q4_k_m.gguf. Give a new folder" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "out" / "q4_k_m.gguf").is_file()

@@ -62,11 +62,14 @@ def export(
 def free(source: ModelSource, to: Path, file: str, what: str) -> None:
     """Raises UserError where the folder `to` holds something other than what an earlier call left, which has `file`."""
     read = source.folder.resolve()
+    there = (to / file).is_file()
+    lists = there and what != "model" and checksums.damage(to, lambda _: (), listed=checksums.names(to))
     for wrong, why in (
         (to.is_file(), "this is a file"),
         (to.resolve() in (read, *read.parents), "it holds the checkpoint that is read"),
         ((to / "training.json").is_file(), "this is a checkpoint of a run"),
-        (to.is_dir() and os.listdir(to) and not (to / file).is_file(), f"it holds other files and no {what}"),
+        (to.is_dir() and os.listdir(to) and not there, f"it holds other files and no {what}"),
+        (lists, f"all of it would be replaced, and its {lists}"),
     ):
         if wrong:
             raise UserError(f"--to={to}: {why}. Give a new folder, or an empty one.")
@@ -87,10 +90,9 @@ def in_hugging_face_layout(
             models.convert(source.path, folder, shard_gb * 1e9, dtype)
         with_tokenizer = sidecar.write(source, folder)
         checksums.write(folder)
-    size = sum(file.stat().st_size for file in to.glob("*.safetensors"))
-    n = len(list(to.glob("*.safetensors")))
-    tokenizer = ", tokenizer" if with_tokenizer else ""
-    yield f"{source.path} → {to}: {size / 1e6:,.1f} MB of weights in {n} file{'s' * (n > 1)}{tokenizer}"
+    sizes = [file.stat().st_size for file in to.glob("*.safetensors")]
+    told = f"{sum(sizes) / 1e6:,.1f} MB of weights in {len(sizes)} file{'s' * (len(sizes) > 1)}"
+    yield f"{source.path} → {to}: {told}{', tokenizer' * with_tokenizer}"
     if merge:
         yield merged_line(source, model, models.load(to).eval(), precision or "fp32")
     elif adapted:
@@ -110,8 +112,8 @@ def merged_line(source: ModelSource, adapted: nn.Module, plain: nn.Module, preci
         for one, other in pairs:
             worst, largest = max(worst, float((one - other).abs().max())), max(largest, float(one.abs().max()))
     base = adapted.config.adapter.base
-    into = f" into the base as rounded to {base}" * bool(base)
     return (
-        f"merged in fp32{into}, written in {precision}: largest difference of outputs {worst:.1e} where they reach "
+        f"merged in fp32{f' into the base as rounded to {base}' * bool(base)}, written in {precision}: "
+        f"largest difference of outputs {worst:.1e} where they reach "
         f"{largest:.3g} ({worst / largest:.1e} of it)"
     )
