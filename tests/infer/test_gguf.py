@@ -282,3 +282,14 @@ def test_what_lies_beside_an_export_is_not_deleted(tmp_path, capsys):
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2
     assert "does not list q4_k_m.gguf. Give a new folder" in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "out" / "q4_k_m.gguf").is_file()
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_beyond_fp16_are_told_in_one_line(tmp_path, capsys):
+    model = saved(tmp_path / "model", **CASES["gpt2"])
+    with torch.no_grad():
+        model.blocks[0].feedforward.up.weight[0, 0] = 1e5
+    models.save(model, tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2
+    assert capsys.readouterr().err.startswith("error: --as gguf --type f16: weights read back differ from the model's by inf")
+    write(tmp_path / "model", tmp_path / "out", "--type", "bf16")

@@ -55,8 +55,8 @@ def export(
     if kind == "gguf":
         yield from export_gguf.write(source, to, type or "f16")
         return
-    engine, precision = engines.kind(kind), precision or "fp32"
-    yield from exported.write(source, engine, to, precision, **({"opset": opset} if opset else {}))
+    options = {"opset": opset} if opset else {}
+    yield from exported.write(source, engines.kind(kind), to, precision or "fp32", **options)
 
 
 def free(source: ModelSource, to: Path, file: str, what: str) -> None:
@@ -108,8 +108,8 @@ def merged_line(source: ModelSource, adapted: nn.Module, plain: nn.Module, preci
     """How far the outputs of merged weights, as they were written, are from those of the adapted model, in fp32."""
     worst, largest = 0.0, 0.0
     for _, inputs in exported.drawn_inputs(source):
-        pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (adapted(**inputs), plain(**inputs))))
-        for one, other in pairs:
+        outs = adapted(**inputs), plain(**inputs)
+        for one, other in zip(*(out if isinstance(out, tuple) else (out,) for out in outs)):
             worst, largest = max(worst, float((one - other).abs().max())), max(largest, float(one.abs().max()))
     base = adapted.config.adapter.base
     return (

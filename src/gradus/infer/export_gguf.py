@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,8 +44,8 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
     told = {
         "general.type": "model", "general.name": (source.run or source.folder).resolve().name,
         "general.quantization_version": 2,
+        "general.file_type": int(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}", 0)),
     }  # fmt: skip
-    told["general.file_type"] = int(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}", 0))
     told |= {f"{layout.arch}.{key}": value for key, value in layout.keys.items()} | gguf_tokenizer.keys(source)
     with sidecar.folder(to) as folder:
         writer = gguf.GGUFWriter(folder / FILE, layout.arch)
@@ -56,7 +57,8 @@ def write(source: ModelSource, to: Path, kind: str = "f16") -> Iterator[str]:
             x = [layout.moved(theirs, part.read().float()) for part in parts.values()]
             values = (torch.stack(x) if ".experts." in theirs else x[0]).contiguous().numpy()
             qtype = type_of(gguf, theirs, values.shape, kind)
-            writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
+            with np.errstate(over="ignore"):  # of fp16; the check tells of it
+                writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
         if (factors := layout.frequency_factors()) is not None:
             writer.add_tensor("rope_freqs.weight", factors.numpy())
         writer.write_header_to_file()

@@ -89,9 +89,11 @@ def of_merges(tokenizer: FastTokenizer) -> tuple[dict[str, Any], dict[int, tuple
     if normalizer == {"type": "NFC"}:
         note("llama.cpp does not compose characters (NFC): letters with accents apart have other tokens there")
     rank = {"".join(pair): -float(place) for place, pair in reversed([*enumerate(model["merges"])])}
-    ids = rust.get_vocab().items()
     # runs of spaces are no added tokens: those are printed as they are written, with ▁
-    return how, {i: (token, kinds.get(token.strip("▁") and token, NORMAL), rank.get(token, LAST)) for token, i in ids}
+    return how, {
+        i: (token, kinds.get(token.strip("▁") and token, NORMAL), rank.get(token, LAST))
+        for token, i in rust.get_vocab().items()
+    }
 
 
 def split(step: dict[str, Any] | None) -> str:
