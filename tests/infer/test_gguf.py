@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from gradus import models
 from gradus.cli import main
@@ -25,7 +26,7 @@ from gradus.errors import UserError
 from gradus.infer import export_gguf, find, gguf_tokenizer
 from gradus.models.weights import checksums
 from gradus.models.weights.gguf import Layout
-from gradus.recipe.schema import Adapter
+from gradus.recipe.schema import Adapter, Model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_parts import CASES, CHAT, LLAMA3_SPLIT, QWEN_SPLIT, TEXT, bpe, pieces, saved, spaced, write
@@ -149,6 +150,7 @@ WORDS = {"words": WordTokenizer(["a"]), "characters": CharTokenizer("ab"), "byte
     ({**CASES["qwen3"], "window": 8}, None, (), "llama.cpp computes qwen3 with model.window=None alone, not 8"),
     ({**CASES["qwen3moe"], "norm_top_k": False}, None, (), "computes qwen3moe with model.norm_top_k=True alone, not False"),
     ({**CASES["gemma3"], "query_width": 48}, None, (), "computes gemma3 with model.query_width=32 alone, not 48"),
+    ({**CASES["gemma3"], "n_layers": 62}, None, (), "computes gemma3 with model.query_width=16 alone, not 32"),  # as Gemma 3 27B
     ({"family": "gpt", "activation": "relu"}, None, (), "computes gpt2 with model.activation=gelu_tanh alone, not relu"),
     ({**CASES["qwen2"], "rope_scaling": {"type": "llama3"}}, None, (), "computes qwen2 with model.rope_scaling=None alone, not type='llama3'"),
     ({**CASES["llama"], "rope_scaling": {"type": "yarn", "beta_fast": 16.0}}, None, (), "alone, not type='yarn'"),
@@ -293,3 +295,10 @@ def test_weights_beyond_fp16_are_told_in_one_line(tmp_path, capsys):
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out"), "--as", "gguf"]) == 2
     assert capsys.readouterr().err.startswith("error: --as gguf --type f16: weights read back differ from the model's by inf")
     write(tmp_path / "model", tmp_path / "out", "--type", "bf16")
+
+
+def test_gemma_3_27b_is_known_by_its_layers():
+    """llama.cpp scales queries by the width per head of a Gemma 3 of 62 layers, and of all others by the head's own."""
+    shape = {"family": "gemma", "n_layers": 62, "d_model": 5376, "n_heads": 32, "n_kv_heads": 16, "d_ff": 21504, "vocab_size": 262208, "seq_len": 1024}
+    config = TypeAdapter(Model).validate_python({**shape, "d_head": 128, "query_width": 168, "window": 1024, "full_every": 6})
+    assert Layout(config).keys["attention.key_length"] == 128

@@ -31,6 +31,8 @@ class Layout:
         table = known[hf["model_type"]]
         self.arch, self.how, self.config = table["arch"], table.get("tensors", {}), config
         only = {name: (getattr(config, name), getattr(config, str(one), one)) for name, one in table["only"].items()}
+        if config.n_layers == 62 and "query_width" in only:  # llama.cpp takes it for Gemma 3 27B, and scales as that
+            only["query_width"] = config.query_width, config.d_model // config.n_heads
         self.keys: dict[str, Any] = {key: hf[field] for key, field in table["keys"].items()}
         self.scaling: RopeScaling | None = getattr(config, "rope_scaling", None)
         if usual := self.scaling:
