@@ -115,7 +115,7 @@ class Chat(CausalLM):
         engine = model.on(Encoded(prompts, None, self.ends))
         for sample, (prompt, truth), row in zip(samples, asked, self.answered(engine, prompts, [most] * len(prompts))):
             answer = self.said(row)
-            known = {} if truth is None else {"truth": self.said(truth), "right": answer == self.said(truth)}
+            known = {} if truth is None else {"truth": (right := self.said(truth)), "right": answer == right}
             yield {"input": sample.get("question") or self.tokenizer.decode(prompt), "answer": answer, **known}
 
     @staticmethod
